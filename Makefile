@@ -1,0 +1,78 @@
+# What a person does here, one target each. Everything after the set-up runs without network.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# cpu or cuda; not given: cuda where there is an NVIDIA GPU.
+TARGET ?=
+# What `make setup` installs beside the project's own: dev, wandb.
+EXTRAS ?=
+# Passed on to pytest: make test ARGS="-k lineage -x"
+ARGS ?=
+
+python := .venv/bin/python
+
+# Relative above and quoted here: the workspace may lie in a folder with a space in its name.
+export TARGET
+export VIRTUAL_ENV := $(CURDIR)/.venv
+export DVC_NO_ANALYTICS := 1
+# An interpreter that may not keep its byte code compiles torch and transformers anew in every process.
+unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHONPATH
+
+offline := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+
+.PHONY: help
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+.PHONY: setup
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev wandb", PYTHON=...)
+	@docker/setup $(EXTRAS)
+
+.PHONY: setup-dev
+setup-dev:
+	@docker/setup dev $(filter-out dev,$(EXTRAS))
+
+.PHONY: demo
+demo: setup ## Run the detection recipes at tiny size on the CPU and print the comparison
+	@$(offline) $(python) -m dvc repro compare@detection
+	@cat data/report/detection/table.txt
+
+.PHONY: report
+report: ## Open the last comparison in a browser
+	@$(python) -m webbrowser "file://$(CURDIR)/data/report/detection/index.html"
+
+.PHONY: test
+test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
+	@$(offline) $(python) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: setup-dev ## Check style, format and which part may import which
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@PYTHONPATH=. $(python) .venv/bin/lint-imports
+
+.PHONY: format
+format: setup-dev ## Mend what the linter can mend itself
+	@$(python) -m ruff check --fix .
+	@$(python) -m ruff format .
+
+.PHONY: types
+types: setup-dev ## Check the types
+	@$(python) -m mypy
+
+.PHONY: lock
+lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package index)
+	@docker/lock
+
+.PHONY: clean
+clean: ## Remove results and tool caches; .venv and DVC's cache stay
+	rm -rf data/bases data/prepared data/runs data/report
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	find stages tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## Remove .venv and DVC's cache too: every experiment's files
+	rm -rf .venv .bakeoff .dvc/cache .dvc/tmp

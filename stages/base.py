@@ -1,0 +1,46 @@
+"""Put a base model into data/bases/NAME: a plain Hugging Face folder and where it came from.
+
+Reads   profiles.PROFILE.bases.NAME: `hub:OWNER/NAME@REVISION` or `folder:PATH`
+Writes  data/bases/NAME/
+Run     docker/run base vlm
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from stages.kit.hub import fetch_snapshot
+from stages.kit.lineage import short, write_lineage
+from stages.kit.logs import configure_logging
+from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, link_model_files
+from stages.kit.params import load_params
+from stages.kit.publish import published
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("name")
+def main(name: str) -> None:
+    configure_logging(f"base {name}")
+    kind, _, where = load_params().base_source(name).partition(":")
+    with published(Path("data/bases") / name) as folder:
+        if kind == "hub":
+            repo_id, _, revision = where.partition("@")
+            cached, commit = fetch_snapshot("model", repo_id, revision, patterns=MODEL_FILES)
+            link_model_files(cached, folder)
+            source = {"hub": repo_id, "revision": commit}
+        else:
+            copy_model_files(Path(where), folder)
+            source = {"folder": where}
+        check_model_folder(folder)
+        lineage = write_lineage(folder, kind="base", name=name, source=source)
+    size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
+    log.info("base %s from %s: %.1f MB, content %s", name, where, size / 1e6, short(lineage.digest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Let a model answer the validation samples, and score its answers.
+
+Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
+Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}
+Run     docker/run evaluate r1-llm-only
+        docker/run evaluate base-vlm
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import click
+
+from stages.kit.data.tables import write_rows
+from stages.kit.evaluation.generation import generate_answers
+from stages.kit.lineage import short, verified_lineage
+from stages.kit.logs import configure_logging
+from stages.kit.models.certificate import require_certificate
+from stages.kit.models.load import load_model
+from stages.kit.models.processors import load_processor
+from stages.kit.params import Params, load_params
+from stages.kit.publish import published
+from stages.tasks import load_task
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("name")
+def main(name: str) -> None:
+    configure_logging(f"evaluate {name}")
+    params = load_params()
+    subject = params.baselines[name] if name in params.baselines else params.recipe(name)
+    model_dir = certified_model(params, name)
+    profile, settings = params.active, params.active.evaluation
+
+    model = load_model(
+        model_dir, device=profile.device, precision=profile.memory.precision, attn=profile.memory.attn
+    ).eval()
+    processor = load_processor(model_dir, profile.images)
+    samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: settings.max_samples]
+    started = time.monotonic()
+    answers = generate_answers(
+        model,
+        processor,
+        lambda index: samples.conversation(records[index], answered=False),
+        len(records),
+        batch_size=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    seconds = time.monotonic() - started
+
+    metrics, rows = scoring.score(records, answers)
+    metrics["samples_per_second"] = round(len(records) / seconds, 3)
+    run_dir = Path("data/runs") / name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with published(run_dir / "pictures") as pictures_dir:
+        scoring.write_pictures(records, rows, pictures_dir)
+    write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
+    (run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    log.info("%s: %s", name, scoring.summary(metrics))
+
+
+def certified_model(params: Params, name: str) -> Path:
+    """The folder to evaluate: a baseline's base, or a recipe's merged model once its certificate holds."""
+    if name in params.baselines:
+        folder = Path("data") / params.baselines[name].base
+        lineage = verified_lineage(folder, mend=f"dvc repro -f -s base@{folder.name}")
+    else:
+        folder = Path("data/runs") / name / "merged"
+        lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{name}")
+        require_certificate(folder.parent / "merge.json", lineage)
+    log.info("evaluating %s, content %s", folder, short(lineage.digest))
+    return folder
+
+
+if __name__ == "__main__":
+    main()

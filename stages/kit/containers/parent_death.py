@@ -1,0 +1,42 @@
+"""Nobody is left running when whoever started them is killed without warning.
+
+SIGKILL cannot be forwarded, but Linux can be asked to signal a process when its parent ends (prctl(2),
+PR_SET_PDEATHSIG). Other systems have nothing like it: there an orphan stays possible.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """A function for `Popen(preexec_fn=...)`: the child gets SIGTERM when the caller dies. None where unsupported.
+
+    SIGTERM, not SIGKILL: a training run saves a checkpoint on it.
+    """
+    prctl = _prctl()
+    if prctl is None:
+        return None
+    parent = os.getpid()
+
+    def ask() -> None:  # runs between fork and exec: everything that allocates or imports was done before
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it could be watched
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
+def end_with_own_parent() -> None:
+    """The same for this process and whoever started it. Does nothing where unsupported."""
+    prctl = _prctl()
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl() -> Callable[[int, int], int] | None:
+    return ctypes.CDLL(None).prctl if sys.platform == "linux" else None

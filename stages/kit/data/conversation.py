@@ -1,0 +1,23 @@
+"""What a task hands to the model: messages in the chat form of transformers, and the pictures they show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    sample_id: str
+    """Names the sample in messages to people."""
+    messages: list[dict[str, Any]]
+    """[{"role": ..., "content": [{"type": "text", "text": ...} or {"type": "image"}]}]; answered when the last is the
+    assistant's."""
+    images: list[Image] = field(default_factory=list)
+    """Upright RGB pictures, in the order in which the messages show them."""
+
+    def answered(self) -> bool:
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"

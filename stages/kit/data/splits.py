@@ -1,0 +1,24 @@
+"""The leak check: what a model is scored on must not be among what it learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stages.kit.data.tables import RowAt
+
+
+def leaks(splits: Mapping[str, Sequence[tuple[str, RowAt]]]) -> list[tuple[RowAt, RowAt]]:
+    """Content that is in more than one split.
+
+    splits: for each split, the (content digest, place) of every sample.
+    Returns pairs of places with the same content, first the one in the earlier split; a sample that leaks is
+    named once, beside the first place that has its content.
+    """
+    first_seen: dict[str, tuple[str, RowAt]] = {}
+    found = []
+    for split, samples in splits.items():
+        for digest, place in samples:
+            seen_in, seen_at = first_seen.setdefault(digest, (split, place))
+            if seen_in != split:
+                found.append((seen_at, place))
+    return found

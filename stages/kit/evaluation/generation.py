@@ -1,0 +1,67 @@
+"""Greedy answers in batches, the same as one by one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.models.processors import Processor, encode, tokenizer_of
+
+log = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def generate_answers(
+    model: PreTrainedModel,
+    processor: Processor,
+    ask: Callable[[int], Conversation],
+    count: int,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[str]:
+    """The answer to each of `count` unanswered conversations, in order.
+
+    Special tokens are kept; the end of the turn and padding are cut off. Padded on the left, so that every answer
+    starts right after its question.
+    """
+    tokenizer = tokenizer_of(processor)
+    ends = _end_tokens(model, tokenizer)
+    started = time.monotonic()
+    answers: list[str] = []
+    for first in range(0, count, batch_size):
+        conversations = [ask(index) for index in range(first, min(first + batch_size, count))]
+        inputs = encode(processor, conversations, padding_side="left")
+        prompt_length = inputs["input_ids"].shape[1]
+        output = model.generate(
+            **{name: tensor.to(model.device) for name, tensor in inputs.items()},
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            # What a checkpoint's generation_config.json says about sampling or penalties plays no part.
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            repetition_penalty=1.0,
+            eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answers += [_decode(tokenizer, row.tolist(), ends) for row in output[:, prompt_length:]]
+        rate = len(answers) / (time.monotonic() - started)
+        log.info("answered %d/%d  %.1f samples/s", len(answers), count, rate)
+    return answers
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    configured = model.generation_config.eos_token_id
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    return ends | {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
+    length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
+    return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)

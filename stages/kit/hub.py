@@ -1,0 +1,63 @@
+"""Models and datasets from the Hugging Face hub, always at one full commit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from stages.kit.errors import UserError
+
+_FULL_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
+
+RepoType = Literal["model", "dataset"]
+
+
+def fetch_snapshot(
+    repo_type: RepoType, repo_id: str, revision: str, *, patterns: Sequence[str]
+) -> tuple[Path, str]:
+    """Download the files of a repository that match `patterns`, or find them in the local cache.
+
+    revision: a full commit, the first 7 or more hex digits of one, or a branch or tag.
+    Returns the folder and the full commit it holds. Only a full commit can be found in the cache without a network.
+    Raises UserError where the repository or the revision does not exist, or the hub cannot be reached.
+    """
+    # Slow to import, and needed for this source only.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        commit = _full_commit(repo_type, repo_id, revision)
+        folder = snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=list(patterns))
+    # OSError: no such repository, not in the cache, offline mode. HTTPError: no connection, whatever library makes it.
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"could not fetch the {repo_type} {repo_id}@{revision} from the hub: {reason.strip().rstrip('.')}. "
+            "Check the name, the revision and the network (HF_HUB_OFFLINE must be unset), "
+            "or use a copy on disk with folder:PATH"
+        ) from error
+    return Path(folder), commit
+
+
+def _full_commit(repo_type: RepoType, repo_id: str, revision: str) -> str:
+    if _FULL_COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    if not _SHORT_COMMIT.fullmatch(revision):
+        commit = HfApi().repo_info(repo_id, revision=revision, repo_type=repo_type).sha
+        assert commit is not None, f"the hub gave no commit for {repo_id}@{revision}"
+        return commit
+    # The hub resolves branches and full commits only.
+    commits = [commit.commit_id for commit in HfApi().list_repo_commits(repo_id, repo_type=repo_type)]
+    matching = [commit for commit in commits if commit.startswith(revision)]
+    if len(matching) != 1:
+        count = "no commit" if not matching else f"{len(matching)} commits"
+        raise UserError(
+            f"{count} of the {repo_type} {repo_id} on the hub start with {revision}, expected exactly one; "
+            f"its newest is {commits[0] if commits else 'missing'}"
+        )
+    return matching[0]

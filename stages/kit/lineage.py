@@ -1,0 +1,153 @@
+"""Lineage by content: what a model folder holds, and what it was really made from.
+
+Every model folder carries `lineage.json`: the digest of its files and, for each parent, the parent's own lineage, down
+to a hub revision or a local folder. Parents are found by paths relative to the folder, so a moved or cloned workspace
+still resolves; they are believed only where their digest agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stages.kit.errors import UserError
+
+LINEAGE_FILE = "lineage.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    kind: str
+    """base, trained or merged."""
+    name: str
+    """The base's or the recipe's name."""
+    digest: str
+    """Of the folder's files, lineage.json left out."""
+    source: dict[str, str] = field(default_factory=dict)
+    """Where a base came from: {"hub": id, "revision": commit} or {"folder": path}; empty for what was made here."""
+    parents: dict[str, Parent] = field(default_factory=dict)
+    """By role: base, trained."""
+
+    def root(self) -> Lineage:
+        """The base at the end of the chain."""
+        return self.parents["base"].lineage.root() if "base" in self.parents else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    path: str
+    """Relative to the folder that holds the lineage.json."""
+    lineage: Lineage
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of all files below a folder, lineage.json left out.
+
+    Independent of where the folder lies, of times and of modes. Raises UserError for a missing or empty folder.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LINEAGE_FILE)
+    if not files:
+        raise UserError(f"{folder} is missing or empty")
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def write_lineage(
+    folder: Path,
+    *,
+    kind: str,
+    name: str,
+    source: dict[str, str] | None = None,
+    parents: dict[str, tuple[Path, Lineage]] | None = None,
+) -> Lineage:
+    """Record what `folder` now holds. `parents` are (folder, lineage as verified when it was loaded), by role."""
+    lineage = Lineage(
+        kind=kind,
+        name=name,
+        digest=folder_digest(folder),
+        source=source or {},
+        parents={
+            role: Parent(path=Path(os.path.relpath(path, folder)).as_posix(), lineage=parent)
+            for role, (path, parent) in (parents or {}).items()
+        },
+    )
+    (folder / LINEAGE_FILE).write_text(json.dumps(asdict(lineage), indent=2) + "\n", encoding="utf-8")
+    return lineage
+
+
+def read_lineage(folder: Path) -> Lineage:
+    """The recorded lineage, not yet compared with the files. Raises UserError where there is none."""
+    path = folder / LINEAGE_FILE
+    try:
+        return _parse(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def verified_lineage(folder: Path, *, mend: str) -> Lineage:
+    """The recorded lineage, after the files were compared with it.
+
+    mend: the command that rebuilds the folder, for the message of the UserError raised where they differ.
+    """
+    lineage = read_lineage(folder)
+    if (found := folder_digest(folder)) != lineage.digest:
+        raise UserError(
+            f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(found)}; "
+            f"rebuild it with: {mend}"
+        )
+    return lineage
+
+
+def require_base(trained_dir: Path, base_dir: Path, *, mend: str) -> tuple[Lineage, Lineage]:
+    """(trained, base) lineages, once it is certain that `trained_dir` was trained on what `base_dir` holds.
+
+    This refuses the accident of evaluating an adapter on another base than its own. Raises UserError naming both
+    digests where the contents differ.
+    """
+    trained = verified_lineage(trained_dir, mend=mend)
+    base = verified_lineage(base_dir, mend=mend)
+    if "base" not in trained.parents:
+        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}; rebuild it with: {mend}")
+    wanted = trained.parents["base"].lineage
+    if wanted.digest != base.digest:
+        raise UserError(
+            f"{trained.name} was trained on base {short(wanted.digest)} ({trained_dir / trained.parents['base'].path}), "
+            f"but {base_dir} holds {short(base.digest)}; rebuild it with: {mend}"
+        )
+    return trained, base
+
+
+def true_base(trained_dir: Path) -> Path:
+    """The folder of the base that `trained_dir` was trained on, as its lineage names it."""
+    lineage = read_lineage(trained_dir)
+    if "base" not in lineage.parents:
+        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}")
+    return Path(os.path.normpath(trained_dir / lineage.parents["base"].path))
+
+
+def short(digest: str) -> str:
+    return digest[:12]
+
+
+def _parse(raw: dict[str, Any]) -> Lineage:
+    parents = {
+        role: Parent(path=str(parent["path"]), lineage=_parse(parent["lineage"]))
+        for role, parent in raw["parents"].items()
+    }
+    return Lineage(
+        kind=str(raw["kind"]),
+        name=str(raw["name"]),
+        digest=str(raw["digest"]),
+        source=dict(raw["source"]),
+        parents=parents,
+    )

@@ -1,0 +1,123 @@
+"""The merge certificate: a merged folder, reloaded from disk, is the base with what was trained put on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
+from stages.kit.lineage import Lineage, short
+from stages.kit.models.processors import Processor, encode
+
+# Largest logit deviation that merging may cause, as a share of the logits' standard deviation. Merging changes the
+# order of additions (fp32), and rounds the merged weight once more (bf16: 8 bits, fp16: 11 bits of mantissa).
+TOLERANCE = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 2e-1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    recipe: str
+    merged_digest: str
+    """Content of the merged folder that was certified."""
+    max_logit_deviation: float
+    """Largest deviation on the probes, merged and reloaded against adapter on base, in standard deviations of the
+    logits."""
+    tolerance: float
+    top1_agreement: float
+    """Share of probe positions at which both predict the same next token."""
+    probes: int
+    changed_modules: int
+    unexpected_modules: list[str]
+    """Changed, though not trained."""
+    unchanged_modules: list[str]
+    """Trained, yet the same as in the base."""
+    processor_parity: bool
+    precision: str
+
+    def problems(self) -> list[str]:
+        found = []
+        if not self.max_logit_deviation <= self.tolerance:  # a NaN is a problem too
+            found.append(f"logits deviate by {self.max_logit_deviation:.2e}, more than {self.tolerance:.0e}")
+        if self.unexpected_modules:
+            found.append(f"modules changed that were not trained: {', '.join(self.unexpected_modules[:5])}")
+        if self.unchanged_modules and (self.precision == "fp32" or not self.changed_modules):
+            found.append(f"modules were trained, but did not change: {', '.join(self.unchanged_modules[:5])}")
+        if not self.processor_parity:
+            found.append("the processor makes other inputs than the base's")
+        return found
+
+
+def write_certificate(certificate: Certificate, path: Path) -> None:
+    path.write_text(json.dumps(asdict(certificate), indent=2) + "\n", encoding="utf-8")
+
+
+def require_certificate(path: Path, merged: Lineage) -> None:
+    """Raises UserError unless `path` certifies exactly the content that `merged` records."""
+    mend = f"rebuild it with: dvc repro merge@{merged.name}"
+    try:
+        certificate = Certificate(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing, and no model is evaluated without its certificate; {mend}") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+    if certificate.merged_digest != merged.digest:
+        raise UserError(
+            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"
+        )
+    if problems := certificate.problems():
+        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {mend}")
+
+
+@torch.inference_mode()
+def probe_logits(
+    model: nn.Module, processor: Processor, probes: Sequence[Conversation]
+) -> list[torch.Tensor]:
+    """For each probe the logits (T, vocabulary) in fp32, one by one, so that padding plays no part."""
+    device = next(model.parameters()).device
+    logits = []
+    for probe in probes:
+        inputs = {name: tensor.to(device) for name, tensor in encode(processor, [probe], padding_side="right").items()}
+        logits.append(model(**inputs, use_cache=False).logits[0].float().cpu())
+    return logits
+
+
+def compare_logits(merged: list[torch.Tensor], adapted: list[torch.Tensor]) -> tuple[float, float]:
+    """(largest deviation in standard deviations of `adapted`, share of positions with the same top token)."""
+    ours, theirs = torch.cat(merged), torch.cat(adapted)
+    deviation = (ours - theirs).abs().max() / theirs.std()
+    return deviation.item(), (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of each parameter's bytes by name, in little memory."""
+    return {
+        name: hashlib.sha256(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def changed_modules(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    """Modules any of whose parameters differ, or are only on one side."""
+    return {
+        name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    }
+
+
+def same_inputs(
+    ours: Processor,
+    theirs: Processor,
+    probes: Sequence[Conversation],
+) -> bool:
+    """Whether two processors make the same tensors of the probes."""
+    for probe in probes:
+        a, b = (encode(processor, [probe], padding_side="right") for processor in (ours, theirs))
+        if a.keys() != b.keys() or any(not torch.equal(a[name], b[name]) for name in a):
+            return False
+    return True

@@ -1,0 +1,125 @@
+"""Load models from folders: safetensors only, no remote code, and never silently offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import is_flash_attn_2_available
+
+from stages.kit.errors import UserError
+from stages.kit.params import DeviceParams
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def load_model(
+    folder: Path,
+    *,
+    device: DeviceParams,
+    precision: str,
+    quantization: str = "none",
+    attn: str = "sdpa",
+    placement: str = "single",
+) -> PreTrainedModel:
+    """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
+
+    precision: of the weights, fp32, fp16 or bf16. quantization: none or nf4. placement: single and ddp put it on one
+    device, balanced spreads the layers. Raises UserError where a layer would land on a CPU or a disk beside a GPU.
+    """
+    check_device(device, precision)
+    config = load_config(folder)
+    options: dict[str, Any] = {"device_map": "balanced" if placement == "balanced" else {"": local_device(device)}}
+    if quantization == "nf4":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=DTYPES[precision],
+        )
+    model, loaded = auto_class(config).from_pretrained(
+        folder,
+        output_loading_info=True,
+        config=config,
+        dtype=DTYPES[precision],
+        attn_implementation=resolve_attention(attn, device),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        **options,
+    )
+    if missing := sorted(loaded["missing_keys"]):
+        shown = ", ".join(missing[:3])
+        raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
+    check_placement(model, device)
+    return model
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model's real geometry without its weights, for counting and planning."""
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Raises UserError where the folder holds no model's configuration."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no model folder: config.json is missing")
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+
+
+def resolve_attention(attn: str, device: DeviceParams) -> str:
+    """`auto` is flash attention where it is installed and a GPU is there, else SDPA."""
+    if attn == "auto":
+        return "flash_attention_2" if device.kind == "cuda" and is_flash_attn_2_available() else "sdpa"
+    if attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("memory.attn is flash_attention_2, but flash-attn is not installed; use auto or sdpa")
+    return attn
+
+
+def local_device(device: DeviceParams) -> torch.device:
+    """The device of this process: cpu, or the GPU that its local rank names."""
+    if device.kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.distributed.get_node_local_rank(fallback_rank=0))
+
+
+def check_device(device: DeviceParams, precision: str) -> None:
+    if device.kind == "cpu":
+        return
+    if torch.cuda.device_count() < device.count:
+        raise UserError(
+            f"the profile wants {device.count} CUDA device(s), but {torch.cuda.device_count()} can be seen; "
+            "choose another with: dvc exp run -S profile=tiny"
+        )
+    # torch counts emulated bf16 as support unless told not to; a Turing card would crawl.
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
+
+
+def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
+    """Every weight on the kind of device that the profile names: none on meta, a disk, or a CPU beside a GPU."""
+    map_ = getattr(model, "hf_device_map", {})
+    astray = [f"{name or 'the model'} on {where}" for name, where in map_.items() if str(where) in ("cpu", "disk")]
+    if device.kind == "cpu":
+        astray = []
+    wanted: Literal["cpu", "cuda"] = device.kind
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    astray += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
+    if astray:
+        shown = ", ".join(astray[:3]) + (f" and {len(astray) - 3} more" if len(astray) > 3 else "")
+        raise UserError(f"offloaded away from {wanted}: {shown}; free its memory, or choose a profile that fits")

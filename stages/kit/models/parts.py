@@ -1,0 +1,152 @@
+"""The parts of a model that a recipe freezes or trains: vision tower, projector, language model.
+
+Works on real and on meta-device models alike, with or without adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from stages.kit.errors import UserError
+from stages.kit.params import PARTS, LoraParams, Part, PartsParams
+
+# Where a part lives, as regular expressions over full module names; the first that matches decides, and what matches
+# none is the language model. In Qwen2-VL, Qwen2.5-VL and Qwen3-VL the projector is the vision tower's merger
+# (transformers/models/qwen2_vl/modeling_qwen2_vl.py).
+_WHERE: tuple[tuple[Part, str], ...] = (
+    ("projector", r"model\.visual\.(merger|deepstack_merger_list)\."),
+    ("vision", r"model\.visual\."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainableCounts:
+    vision: int
+    projector: int
+    llm: int
+    total: int
+    """Trainable parameters of all parts."""
+    all: int
+    """Parameters of the model with its adapters, trainable or not."""
+
+    def __str__(self) -> str:
+        by_part = ", ".join(f"{part} {getattr(self, part):,}" for part in PARTS)
+        return f"trainable={self.total:,} of {self.all:,} ({by_part})"
+
+
+def part_of(name: str) -> Part:
+    """The part that a parameter or module belongs to, by its full name, PEFT's prefixes and infixes allowed."""
+    name = plain_name(name)
+    return next((part for part, where in _WHERE if re.match(where, name)), "llm")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def apply_recipe(model: PreTrainedModel, parts: PartsParams, lora: LoraParams | None) -> PreTrainedModel | PeftModel:
+    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep what is trained in fp32.
+
+    Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a LoRA target.
+    """
+    present = {part_of(name) for name, _ in model.named_parameters()}
+    for part in parts.trained():
+        if part not in present:
+            raise UserError(f"parts.{part} is to be trained, but {type(model).__name__} has no {part}")
+    model.requires_grad_(False)
+    adapted: PreTrainedModel | PeftModel = model
+    if parts.trained("lora"):
+        assert lora is not None
+        adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=_is_meta(model))
+    full = set(parts.trained("full"))
+    for name, parameter in adapted.named_parameters():
+        if not _is_adapter(name) and part_of(name) in full:
+            parameter.requires_grad_(True)
+        if parameter.requires_grad:
+            # fp16 needs fp32 weights under GradScaler, and small updates to bf16 weights are lost to rounding.
+            parameter.data = parameter.data.to(torch.float32)
+    return adapted
+
+
+def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
+    """PEFT's configuration with a target expression that matches what the recipe names and nothing else.
+
+    Raises UserError for a target that matches no linear layer of its part.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part, suffixes in lora.targets.items():
+        for suffix in suffixes:
+            if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
+                endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
+                raise UserError(
+                    f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}"
+                )
+    names = [
+        name
+        for name in linears
+        if any(_ends_with(name, suffix) for suffix in lora.targets.get(part_of(name), ()))
+    ]
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=_exactly(names),
+    )
+
+
+def count_trainable(model: nn.Module) -> TrainableCounts:
+    counts = dict.fromkeys(PARTS, 0)
+    everything = 0
+    for name, parameter in model.named_parameters():
+        size = _true_numel(parameter)
+        everything += size
+        if parameter.requires_grad:
+            counts[part_of(name)] += size
+    return TrainableCounts(**counts, total=sum(counts.values()), all=everything)
+
+
+def trained_modules(model: nn.Module) -> set[str]:
+    """Plain names of the modules whose weights a recipe changes."""
+    return {
+        re.sub(r"\.lora_.*$", "", plain_name(name)) if _is_adapter(name) else plain_name(name).rpartition(".")[0]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def counts_dict(counts: TrainableCounts) -> dict[str, int]:
+    return asdict(counts)
+
+
+def _ends_with(name: str, suffix: str) -> bool:
+    """Whole dotted components only: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def _exactly(names: list[str]) -> str:
+    """A regular expression for these module names, their layer numbers folded so that it stays readable."""
+    folded = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names})
+    return "|".join(folded)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _true_numel(parameter: nn.Parameter) -> int:
+    """Weights in a parameter; bitsandbytes packs two 4-bit weights in a byte (bnb.nn.Params4bit)."""
+    state = getattr(parameter, "quant_state", None)
+    return int(torch.Size(state.shape).numel()) if state is not None else parameter.numel()

@@ -1,0 +1,63 @@
+"""Processors and tokenizers: from conversations to the model's inputs, through the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.models.load import load_config
+from stages.kit.models.without_torchvision import PicturesOnlyProcessor
+from stages.kit.params import ImageParams
+
+Processor = ProcessorMixin | PreTrainedTokenizerBase
+"""A vision-language model's processor, or a text model's tokenizer."""
+
+
+def load_processor(folder: Path, images: ImageParams | None) -> Processor:
+    """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
+
+    Pictures are resized by Pillow everywhere, never by torchvision, so that a CPU and a GPU machine see the same pixels.
+    """
+    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if load_config(folder).model_type == "qwen2_vl":
+        tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
+        processor: Processor = PicturesOnlyProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+    else:
+        processor = AutoProcessor.from_pretrained(folder, **offline)
+    if images is not None and isinstance(processor, ProcessorMixin):
+        processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    return processor
+
+
+def encode(
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    padding_side: Literal["left", "right"],
+) -> dict[str, torch.Tensor]:
+    """The model's inputs for these conversations, through the model's own chat template.
+
+    Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
+    pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
+    """
+    texts = [
+        processor.apply_chat_template(
+            conversation.messages, tokenize=False, add_generation_prompt=not conversation.answered()
+        )
+        for conversation in conversations
+    ]
+    options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return dict(processor(texts, add_special_tokens=False, **options))
+    images = [conversation.images for conversation in conversations if conversation.images]
+    return dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer

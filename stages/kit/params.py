@@ -1,0 +1,355 @@
+"""params.yaml as validated, frozen dataclasses: the only way a stage learns what a person asked for.
+
+Every problem of the file is reported in one go, each with its dotted path. Read with YAML 1.2 rules, because
+`dvc exp run -S recipes.x.learning_rate=1e-5` writes `1e-05`, which YAML 1.1 readers take for a string.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stages.kit.errors import UserError
+
+Part = Literal["vision", "projector", "llm"]
+PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class DeviceParams:
+    kind: Literal["cpu", "cuda"]
+    count: Positive = 1
+    """How many devices one training run uses."""
+    memory_gb: Rate | None = None
+    """Memory of one device in GB; none on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class GenerateParams:
+    train: Positive
+    val: Positive
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class DatasetParams:
+    task: Name
+    """The task whose `sources` package reads it."""
+    source: Annotated[str, Field(pattern=r"^(generated|folder:.+|hub:.+@.+)$")]
+    """`generated`, `folder:PATH`, or `hub:OWNER/NAME@REVISION`."""
+    generate: GenerateParams | None = None
+    """How much to generate; read only where the source is `generated`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class ImageParams:
+    min_pixels: Positive
+    max_pixels: Positive
+    """A picture is resized to between these many pixels, its shape kept."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class MemoryParams:
+    precision: Literal["fp32", "fp16", "bf16"]
+    """Of the arithmetic and of frozen weights. Trained weights are always kept in fp32."""
+    quantization: Literal["as-recipe", "none"] = "as-recipe"
+    """`none` trains every recipe on unquantized weights, whatever it asks for (a CPU has no nf4)."""
+    micro_batch: Positive
+    """Samples on one device in one forward pass; accumulation makes up the effective batch."""
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False
+    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
+    placement: Literal["single", "ddp", "balanced"] = "single"
+    """One process on one device; one process a device; or one process with the layers spread over the devices."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class EvaluationParams:
+    batch_size: Positive
+    max_new_tokens: Positive
+    max_samples: Positive | None = None
+    """Only the first this many validation samples; null for all."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class ProfileParams:
+    description: str
+    device: DeviceParams
+    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+)$")]]
+    """Base models by name: `folder:PATH` or `hub:OWNER/NAME@REVISION`."""
+    datasets: dict[Name, DatasetParams]
+    images: ImageParams | None = None
+    memory: MemoryParams
+    evaluation: EvaluationParams
+    learning_rate_scale: Rate = 1.0
+    """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
+    dataloader_workers: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class LoraParams:
+    rank: Positive
+    """Adapter width."""
+    alpha: Rate
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]]
+    """By part, ends of module names, whole dotted components: `attn.proj` does not match `o_proj`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class PartsParams:
+    vision: Literal["frozen", "full", "lora"] = "frozen"
+    projector: Literal["frozen", "full", "lora"] = "frozen"
+    llm: Literal["frozen", "full", "lora"] = "frozen"
+
+    def trained(self, how: str | None = None) -> tuple[Part, ...]:
+        """The parts that are trained at all, or those trained `how` ("full" or "lora")."""
+        wanted = {how} if how else {"full", "lora"}
+        return tuple(part for part in PARTS if getattr(self, part) in wanted)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class RecipeParams:
+    task: Name
+    base: Annotated[str, Field(pattern=r"^(bases/[^/]+|runs/[^/]+/merged)$")]
+    """The folder below data/ to start from: `bases/NAME`, or `runs/RECIPE/merged` to continue another recipe."""
+    data: Name
+    parts: PartsParams
+    quantization: Literal["none", "nf4"] = "none"
+    """nf4: frozen weights in 4 bits with double quantization, CUDA only."""
+    lora: LoraParams | None = None
+    loss: Literal["assistant-only", "all-tokens"]
+    learning_rate: Rate
+    part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
+    """Parts that take another learning rate than `learning_rate`."""
+    epochs: Positive
+    max_steps: Positive | None = None
+    """Stop after this many optimizer steps, before the epochs are over."""
+    effective_batch: Positive
+    """Samples in one optimizer step: micro_batch x accumulation x devices."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Share = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Rate = 1.0
+    max_length: Positive
+    """Tokens of a sample, picture tokens counted; a longer one is an error, never cut."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+
+    def base_recipe(self) -> str | None:
+        """The recipe that this one continues, or None where it starts from a base."""
+        kind, _, rest = self.base.partition("/")
+        return rest.removesuffix("/merged") if kind == "runs" else None
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class BaselineParams:
+    """A base evaluated as it is, as a row to compare with."""
+
+    task: Name
+    base: Annotated[str, Field(pattern=r"^bases/[^/]+$")]
+    data: Name
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class DataParams:
+    skip_invalid: bool = False
+    """Leave invalid records out, counted and listed, where they would otherwise stop the run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class TrackingParams:
+    wandb: bool = False
+    wandb_mode: Literal["offline", "online"] = "offline"
+    wandb_project: str = "bakeoff"
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Params:
+    profile: Name
+    data: DataParams
+    tracking: TrackingParams
+    baselines: dict[Name, BaselineParams]
+    recipes: dict[Name, RecipeParams]
+    profiles: dict[Name, ProfileParams]
+
+    @property
+    def active(self) -> ProfileParams:
+        return self.profiles[self.profile]
+
+    def recipe(self, name: str) -> RecipeParams:
+        return self.recipes[self._known(name, self.recipes, "recipe")]
+
+    def dataset(self, name: str) -> DatasetParams:
+        return self.active.datasets[self._known(name, self.active.datasets, f"dataset of profile {self.profile}")]
+
+    def base_source(self, name: str) -> str:
+        return self.active.bases[self._known(name, self.active.bases, f"base of profile {self.profile}")]
+
+    @staticmethod
+    def _known(name: str, names: dict[str, Any], kind: str) -> str:
+        if name not in names:
+            raise UserError(f"no {kind} is called {name!r}{_nearest(name, names)}; there are: {', '.join(names)}")
+        return name
+
+
+def load_params(path: Path = Path("params.yaml")) -> Params:
+    """Read and check the whole file.
+
+    Raises UserError with every problem found, each under its dotted path.
+    """
+    try:
+        raw = YAML(typ="safe", pure=True).load(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; run from the top of the repository") from None
+    except YAMLError as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+        params = TypeAdapter(Params).validate_json(json.dumps(raw, default=str), strict=True)
+    except ValidationError as error:
+        raise _refusal(path, [_problem(raw, details) for details in error.errors()]) from None
+    if problems := list(_contradictions(params)):
+        raise _refusal(path, problems)
+    return params
+
+
+def _refusal(path: Path, problems: list[str]) -> UserError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return UserError(f"{path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _problem(raw: Any, details: Any) -> str:
+    """One pydantic error as `dotted.path: what is wrong`, with the nearest known key for an unknown one."""
+    where = ".".join(str(step) for step in details["loc"] if step != "[key]") or "the file"
+    if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        *parent, key = details["loc"]
+        return f"{where}: unknown key{_nearest(str(key), _keys_at(parent))}"
+    if details["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{where}: missing"
+    return f"{where}: {details['msg'][0].lower()}{details['msg'][1:]}, found {details['input']!r}"
+
+
+def _keys_at(steps: list[Any]) -> list[str]:
+    """The keys that params.yaml may have below a path, read off the dataclasses."""
+    here: Any = Params
+    for step in steps:
+        here = get_type_hints(here).get(str(step)) if is_dataclass(here) else get_args(here)[-1]
+        if isinstance(here, UnionType):
+            here = get_args(here)[0]
+        if not (is_dataclass(here) or get_args(here)):
+            return []
+    return [field.name for field in fields(here)] if is_dataclass(here) else []
+
+
+def _nearest(name: str, known: Any) -> str:
+    match = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _contradictions(params: Params) -> list[str]:
+    """Settings that are each right alone and wrong together."""
+    problems = []
+    if params.profile not in params.profiles:
+        problems.append(f"profile: no profile is called {params.profile!r}{_nearest(params.profile, params.profiles)}")
+    known_bases = {base for profile in params.profiles.values() for base in profile.bases}
+    known_data = {name for profile in params.profiles.values() for name in profile.datasets}
+    for name, baseline in params.baselines.items():
+        here = f"baselines.{name}"
+        if not name.startswith("base-") or name in params.recipes:
+            problems.append(f"{here}: a baseline's name starts with 'base-' and is no recipe's")
+        problems += _unknown_sources(here, baseline.base, baseline.data, known_bases, known_data)
+    for name, recipe in params.recipes.items():
+        here = f"recipes.{name}"
+        if (parent := recipe.base_recipe()) is None:
+            problems += _unknown_sources(here, recipe.base, recipe.data, known_bases, known_data)
+        elif parent not in params.recipes:
+            problems.append(f"{here}.base: no recipe is called {parent!r}{_nearest(parent, params.recipes)}")
+        problems += _recipe_contradictions(here, recipe)
+        if cycle := _base_cycle(name, params.recipes):
+            problems.append(f"{here}.base: forms a cycle: {' -> '.join(cycle)}")
+    for name, profile in params.profiles.items():
+        problems += _profile_contradictions(f"profiles.{name}", profile)
+    return problems
+
+
+def _unknown_sources(
+    here: str, base: str, data: str, known_bases: set[str], known_data: set[str]
+) -> list[str]:
+    problems = []
+    if (base_name := base.removeprefix("bases/")) not in known_bases:
+        problems.append(f"{here}.base: no profile has a base {base_name!r}{_nearest(base_name, known_bases)}")
+    if data not in known_data:
+        problems.append(f"{here}.data: no profile has a dataset {data!r}{_nearest(data, known_data)}")
+    return problems
+
+
+def _recipe_contradictions(here: str, recipe: RecipeParams) -> list[str]:
+    problems = []
+    if not recipe.parts.trained():
+        problems.append(f"{here}.parts: every part is frozen, so nothing would be trained")
+    if recipe.parts.trained("lora") and recipe.lora is None:
+        problems.append(f"{here}.lora: missing, though parts ask for it")
+    if recipe.lora is not None:
+        for part in PARTS:
+            wants = getattr(recipe.parts, part) == "lora"
+            if wants and part not in recipe.lora.targets:
+                problems.append(f"{here}.lora.targets.{part}: missing, though parts.{part} is lora")
+            if not wants and part in recipe.lora.targets:
+                problems.append(f"{here}.lora.targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}")
+    if recipe.quantization == "nf4" and recipe.parts.trained("full"):
+        problems.append(f"{here}.quantization: nf4 weights cannot be trained in full; use lora, or quantization: none")
+    for part in recipe.part_learning_rates:
+        if part not in recipe.parts.trained():
+            problems.append(f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen")
+    return problems
+
+
+def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
+    problems = []
+    memory, device = profile.memory, profile.device
+    if profile.images and profile.images.min_pixels > profile.images.max_pixels:
+        problems.append(f"{here}.images.min_pixels: larger than max_pixels")
+    if device.kind == "cpu":
+        if memory.quantization != "none":
+            problems.append(f"{here}.memory.quantization: a CPU has no nf4; set it to none")
+        if memory.precision == "fp16" or memory.attn == "flash_attention_2" or "8bit" in memory.optimizer:
+            problems.append(f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda")
+        if memory.placement == "balanced":
+            problems.append(f"{here}.memory.placement: balanced needs several CUDA devices")
+    if (device.count > 1) != (memory.placement != "single"):
+        problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
+    for name, dataset in profile.datasets.items():
+        if dataset.source == "generated" and dataset.generate is None:
+            problems.append(f"{here}.datasets.{name}.generate: missing, though the source is generated")
+    return problems
+
+
+def _base_cycle(name: str, recipes: dict[str, RecipeParams]) -> list[str]:
+    """The way from a recipe through its bases back to itself, or [] where it ends at a base."""
+    path = [name]
+    while (parent := recipes[path[-1]].base_recipe()) in recipes:
+        path.append(str(parent))
+        if parent == name:
+            return path
+        if path.count(str(parent)) > 1:  # a cycle further down, reported at the recipes that form it
+            return []
+    return []

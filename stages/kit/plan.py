@@ -1,0 +1,155 @@
+"""plan.yaml: every setting of one training run, resolved from recipe, profile and data before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stages.kit.errors import UserError
+from stages.kit.params import DeviceParams, ImageParams, LoraParams, Params, Part, PartsParams
+
+_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Schedule:
+    train_samples: int
+    effective_batch: int
+    micro_batch: int
+    grad_accumulation: int
+    epochs: int
+    steps_per_epoch: int
+    num_steps: int
+    """Optimizer steps in all."""
+    warmup_steps: int
+    lr_schedule: Literal["cosine", "linear", "constant"]
+    learning_rates: dict[Part, float]
+    """Of the trained parts, after the profile's scale."""
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Plan:
+    recipe: str
+    profile: str
+    task: str
+    base_dir: str
+    """Relative to the workspace, as are all paths here."""
+    data_dir: str
+    device: DeviceParams
+    placement: Literal["single", "ddp", "balanced"]
+    precision: Literal["fp32", "fp16", "bf16"]
+    quantization: Literal["none", "nf4"]
+    attn: str
+    gradient_checkpointing: bool
+    optimizer: str
+    dataloader_workers: int
+    parts: PartsParams
+    lora: LoraParams | None
+    loss: Literal["assistant-only", "all-tokens"]
+    max_length: int
+    images: ImageParams | None
+    schedule: Schedule
+    seed: int
+    trainable: Annotated[dict[str, int], Field(default_factory=dict)]
+    """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
+
+
+def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
+    """The settings of recipe `name` on the active profile; trainable counts are still to be added.
+
+    train_samples: how many training samples the prepared data holds.
+    Raises UserError where the effective batch does not divide.
+    """
+    recipe, profile = params.recipe(name), params.active
+    memory = profile.memory
+    quantization = recipe.quantization if memory.quantization == "as-recipe" else "none"
+    return Plan(
+        recipe=name,
+        profile=params.profile,
+        task=recipe.task,
+        base_dir=f"data/{recipe.base}",
+        data_dir=f"data/prepared/{recipe.data}",
+        device=profile.device,
+        placement=memory.placement,
+        precision=memory.precision,
+        quantization=quantization,
+        attn=memory.attn,
+        gradient_checkpointing=memory.gradient_checkpointing,
+        optimizer=memory.optimizer,
+        dataloader_workers=profile.dataloader_workers,
+        parts=recipe.parts,
+        lora=recipe.lora,
+        loss=recipe.loss,
+        max_length=recipe.max_length,
+        images=profile.images,
+        schedule=_schedule(params, name, train_samples),
+        seed=recipe.seed,
+        trainable={},
+    )
+
+
+def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
+    recipe, profile = params.recipe(name), params.active
+    memory = profile.memory
+    replicas = profile.device.count if memory.placement == "ddp" else 1
+    at_once = memory.micro_batch * replicas
+    if recipe.effective_batch % at_once:
+        raise UserError(
+            f"recipes.{name}.effective_batch is {recipe.effective_batch}, which is not a multiple of micro_batch "
+            f"{memory.micro_batch} x {replicas} device(s) (profiles.{params.profile}.memory.micro_batch)"
+        )
+    if train_samples < 1:
+        raise UserError(f"recipe {name} has no training samples")
+    # The last, smaller batch of an epoch is a step too, as in transformers' Trainer.
+    steps_per_epoch = ceil(train_samples / recipe.effective_batch)
+    num_steps = min(steps_per_epoch * recipe.epochs, recipe.max_steps or steps_per_epoch * recipe.epochs)
+    rates = {
+        part: recipe.part_learning_rates.get(part, recipe.learning_rate) * profile.learning_rate_scale
+        for part in recipe.parts.trained()
+    }
+    return Schedule(
+        train_samples=train_samples,
+        effective_batch=recipe.effective_batch,
+        micro_batch=memory.micro_batch,
+        grad_accumulation=recipe.effective_batch // at_once,
+        epochs=recipe.epochs,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps,
+        warmup_steps=ceil(num_steps * recipe.warmup_ratio),
+        lr_schedule=recipe.lr_schedule,
+        learning_rates=rates,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+    )
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    yaml = YAML()
+    yaml.default_flow_style = False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        # Through JSON, so that tuples and numbers are YAML's plain ones.
+        yaml.dump(json.loads(json.dumps(asdict(plan))), file)
+
+
+def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
+    """The plan of a recipe. Raises UserError where it is missing or damaged."""
+    path = runs_dir / recipe / "plan.yaml"
+    mend = f"rebuild it with: dvc repro -f -s plan@{recipe}"
+    try:
+        raw = YAML(typ="safe", pure=True).load(path)
+        return TypeAdapter(Plan).validate_json(json.dumps(raw), strict=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {mend}") from None
+    except (YAMLError, ValidationError, TypeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged: {error}; {mend}") from None

@@ -1,0 +1,209 @@
+"""The comparison as one HTML file that needs nothing else: no network, no script, no other file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+from stages.kit.reporting import plots
+from stages.kit.reporting.comparison import Comparison, Contender, interval_words
+from stages.kit.reporting.runs import Run
+from stages.kit.reporting.settings import cost_table, plan_settings, split_settings, trainable_table
+from stages.kit.reporting.tables import Table, cell_text
+
+TEMPLATE = "page.html"
+MAX_PICTURE_WIDTH = 512
+"""Pixels; wider pictures are scaled down, since a page holds dozens."""
+MAX_PNG_BYTES = 60_000
+"""Larger pictures are stored as JPEG, which photographs shrink in tenfold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    svg: Markup
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    source: str
+    """A data: URI."""
+    width: int
+    height: int
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gallery:
+    name: str
+    groups: tuple[tuple[str, tuple[Picture, ...]], ...]
+    """(best, worst or random; its pictures)."""
+
+
+def render_page(comparison: Comparison, table: Table, *, task: str, profile: str) -> str:
+    """The whole page. table: the one that the terminal shows. Names and texts are escaped, whatever they hold."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["cell_text"] = cell_text
+    environment.filters["typeset"] = typeset
+    runs = [contender.run for contender in comparison.evaluated if contender.run]
+    trained = [run for run in runs if run.plan]
+    colours = contender_colours(comparison.contenders)
+    differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
+    return environment.get_template(TEMPLATE).render(
+        comparison=comparison,
+        report=comparison.report,
+        task=task,
+        profile=profile,
+        table=table,
+        palette=plots.PALETTE,
+        colours=colours,
+        scores=_scores(comparison, colours),
+        differences=_differences(comparison),
+        curves=_curves(comparison, runs, colours),
+        galleries=[_gallery(run) for run in runs if any(run.pictures.values())],
+        differing=differing,
+        outstanding=outstanding,
+        shared=shared,
+        trainable=trainable_table(trained),
+        costs=cost_table(runs),
+    )
+
+
+def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
+    """Palette names: grey for baselines, and each recipe its own, whether or not the ones before it were run."""
+    colours, recipes = {}, 0
+    for contender in contenders:
+        colours[contender.name] = "series-0" if contender.baseline is None else plots.series_colour(recipes)
+        recipes += contender.baseline is not None
+    return colours
+
+
+def typeset(words: str) -> str:
+    """Figures that stay on one line, with the minus sign of print."""
+    whole = re.sub(r"\[[^\]]*\]", lambda interval: interval.group().replace(" ", "\N{NO-BREAK SPACE}"), words)
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", whole)
+
+
+def inline_picture(path: Path, description: str) -> Picture:
+    """A picture file as a data: URI, scaled down and stored as JPEG where it is large."""
+    with Image.open(path) as image:
+        width, height = image.size
+        small = width <= MAX_PICTURE_WIDTH and path.stat().st_size <= MAX_PNG_BYTES
+        if small and image.format == "PNG":
+            return Picture(
+                source=_data_uri("image/png", path.read_bytes()), width=width, height=height, description=description
+            )
+        scale = min(1.0, MAX_PICTURE_WIDTH / width)
+        size = round(width * scale), round(height * scale)
+        stored = io.BytesIO()
+        # Without chroma subsampling: it would smear the thin red and green outlines.
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
+    return Picture(
+        source=_data_uri("image/jpeg", stored.getvalue()), width=size[0], height=size[1], description=description
+    )
+
+
+def _data_uri(media_type: str, content: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _drawing(figure: Figure, name: str, caption: str, description: str) -> Drawing:
+    return Drawing(svg=Markup(plots.svg(figure, name=name, title=description)), caption=caption)
+
+
+def _scores(comparison: Comparison, colours: dict[str, str]) -> Drawing:
+    primary = comparison.report.primary
+    rows = [
+        plots.IntervalRow(
+            label=contender.name,
+            value=contender.value,
+            interval=contender.interval,
+            text=f"{contender.value:.3f}{interval_words(contender.interval)}",
+            colour=colours[contender.name],
+        )
+        for contender in comparison.evaluated
+        if contender.value is not None
+    ]
+    said = "; ".join(f"{row.label} {row.text}" for row in rows)
+    return _drawing(
+        plots.plot_intervals(rows, primary.heading),
+        "scores",
+        f"{primary.heading} of each model with its 95% interval.",
+        f"{primary.heading} and 95% interval: {said}",
+    )
+
+
+def _differences(comparison: Comparison) -> Drawing | None:
+    """A forest plot of the insights that have an answer; None where none has."""
+    colour_of = {"better": "better", "worse": "worse"}
+    rows = [
+        plots.IntervalRow(
+            label=insight.topic,
+            value=insight.difference.mean,
+            interval=insight.difference.interval,
+            text=typeset(f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"),
+            colour=colour_of.get(insight.difference.verdict, "muted"),
+        )
+        for insight in comparison.insights
+        if insight.difference
+    ]
+    if not rows:
+        return None
+    words = comparison.report.primary_words
+    return _drawing(
+        plots.plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
+        "differences",
+        "Each difference with its 95% interval. Right of the dashed line the first of the pair is ahead; an interval "
+        "that touches the line shows no difference.",
+        "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
+    )
+
+
+def _curves(comparison: Comparison, runs: Sequence[Run], colours: dict[str, str]) -> list[Drawing]:
+    report = comparison.report
+    losses = {run.name: run.loss for run in runs if run.loss is not None}
+    scores = {run.name: run.columns[report.score] for run in runs}
+    drawings = [
+        _drawing(
+            plots.plot_scores(scores, colours, report.score_heading),
+            "distribution",
+            f"How many samples reach a given {report.score_heading}. The higher a curve, the better the model.",
+            f"Share of samples by {report.score_heading} reached, one curve for each of {', '.join(scores)}",
+        )
+    ]
+    if losses:
+        drawings.append(
+            _drawing(
+                plots.plot_losses(losses, colours),
+                "loss",
+                "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
+                f"Training loss by optimizer step, one curve for each of {', '.join(losses)}",
+            )
+        )
+    return drawings
+
+
+def _gallery(run: Run) -> Gallery:
+    return Gallery(
+        name=run.name,
+        groups=tuple(
+            (kind, tuple(inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths))
+            for kind, paths in run.pictures.items()
+            if paths
+        ),
+    )

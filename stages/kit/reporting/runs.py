@@ -1,0 +1,162 @@
+"""What a run folder holds for a report: metrics, predictions, plan, training record, loss curve, pictures."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.kit.errors import UserError
+from stages.kit.evaluation.intervals import Floats
+from stages.kit.plan import Plan, read_plan
+
+PICTURE_KINDS = ("best", "worst", "random")
+"""Pictures are named KIND-anything.png."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    steps: Floats
+    values: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One evaluated model."""
+
+    name: str
+    metrics: Mapping[str, float | str]
+    samples: tuple[str, ...]
+    """What each sample is, its id and its truth, in order: equal for runs that may be compared."""
+    sample_ids: tuple[str, ...]
+    columns: Mapping[str, Floats]
+    """Per-sample values by column of predictions.parquet, each (samples,)."""
+    plan: Plan | None = None
+    """None for an untrained base; likewise the training record."""
+    training: Mapping[str, Any] | None = None
+    loss: Curve | None = None
+    pictures: Mapping[str, tuple[Path, ...]]
+    """By kind, in order of name."""
+
+
+def read_run(
+    run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], trained: bool
+) -> Run | None:
+    """The run in a folder, or None where it has not been evaluated.
+
+    identity: columns of predictions.parquet that say what a sample is, its id first.
+    columns:  numeric columns to read, one value a sample.
+    trained:  whether it comes from training, with a plan and a training record.
+    Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
+    """
+    metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
+    if not metrics_path.is_file() or not predictions_path.is_file():
+        return None
+    rows = _read_predictions(predictions_path, [*identity, *columns])
+    described = zip(*(rows.column(name).to_pylist() for name in identity), strict=True)
+    return Run(
+        name=run_dir.name,
+        metrics=_read_json(metrics_path),
+        samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
+        sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
+        columns={name: _numbers(rows, name, predictions_path) for name in columns},
+        plan=read_plan(run_dir.name, runs_dir=run_dir.parent) if trained else None,
+        training=_read_json(run_dir / "training" / "training.json") if trained else None,
+        loss=_read_curve(run_dir / "training" / "plots" / "metrics" / "train" / "loss.tsv") if trained else None,
+        pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+    )
+
+
+def refuse_different_samples(runs: Sequence[Run]) -> None:
+    """Raise UserError unless all runs were evaluated on the same samples, with the same truth, in the same order."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.samples, []).append(run)
+    if len(groups) <= 1:
+        return
+    lines = [
+        f"  {', '.join(run.name for run in group)}: {len(samples)} samples, digest {_digest(samples)}"
+        for samples, group in groups.items()
+    ]
+    first, second = list(groups.values())[:2]
+    raise UserError(
+        "these runs were evaluated on different samples, so their scores cannot be compared:\n"
+        + "\n".join(lines)
+        + f"\n{_first_difference(first[0], second[0])}; evaluate them on the same data with: dvc repro "
+        + " ".join(f"evaluate@{run.name}" for run in runs)
+    )
+
+
+def _first_difference(one: Run, other: Run) -> str:
+    for row, (ours, theirs) in enumerate(zip(one.samples, other.samples, strict=False)):
+        if ours != theirs:
+            ids = one.sample_ids[row], other.sample_ids[row]
+            what = "the truth of " + repr(ids[0]) if ids[0] == ids[1] else f"{ids[0]!r} against {ids[1]!r}"
+            return f"{one.name} and {other.name} first differ in row {row} ({what})"
+    shorter, longer = sorted((one, other), key=lambda run: len(run.samples))
+    return f"{longer.name} goes on after the {len(shorter.samples)} samples of {shorter.name}"
+
+
+def _digest(samples: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    mend = f"rebuild it with: dvc repro -f -s {_stage_of(path)}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {mend}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, expected a mapping; {mend}")
+    return content
+
+
+def _stage_of(path: Path) -> str:
+    return f"train@{path.parent.parent.name}" if path.parent.name == "training" else f"evaluate@{path.parent.name}"
+
+
+def _read_predictions(path: Path, columns: Sequence[str]) -> pa.Table:
+    mend = f"rebuild it with: dvc repro -f -s {_stage_of(path)}"
+    try:
+        present = pq.read_schema(path).names
+        if missing := [name for name in columns if name not in present]:
+            raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {mend}")
+        return pq.read_table(path, columns=list(dict.fromkeys(columns)))
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+
+
+def _numbers(rows: pa.Table, name: str, path: Path) -> Floats:
+    values = np.asarray(rows.column(name).to_pylist(), dtype=np.float64)  # a null becomes NaN
+    if broken := int((~np.isfinite(values)).sum()):
+        raise UserError(
+            f"{path}: {broken} of {len(values)} values of {name} are missing or not finite, expected a number for "
+            f"every sample; rebuild it with: dvc repro -f -s {_stage_of(path)}"
+        )
+    return values
+
+
+def _read_curve(path: Path) -> Curve | None:
+    """A DVCLive curve: tab-separated, a `step` column and one named as the metric (`train/loss`)."""
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
+    if value_column is None:
+        return None
+    points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
+    steps, values = np.asarray(points, dtype=np.float64).T
+    return Curve(steps=steps, values=values)

@@ -1,0 +1,110 @@
+"""What the recipes of a report were given, and what they took: settings, trained parameters, time, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from stages.kit.params import PARTS
+from stages.kit.plan import Plan
+from stages.kit.reporting.runs import Run
+from stages.kit.reporting.tables import ABSENT, Column, Row, Table
+
+_NOT_SETTINGS = {"recipe", "trainable"}
+_MEMORY_KINDS = {"rss": "of the process (RSS)", "cuda_allocated": "on the GPU (allocated)"}
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings by dotted path, as text; an empty mapping or None shows as ABSENT."""
+    flat = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        elif isinstance(value, list | tuple):
+            flat[f"{prefix}{key}"] = ", ".join(map(str, value)) or ABSENT
+        elif isinstance(value, bool):
+            flat[f"{prefix}{key}"] = "yes" if value else "no"
+        elif isinstance(value, float):
+            flat[f"{prefix}{key}"] = format(value, "g")
+        else:
+            flat[f"{prefix}{key}"] = ABSENT if value is None or value == {} else str(value)
+    return flat
+
+
+def plan_settings(plan: Plan) -> dict[str, str]:
+    """Every setting of a plan by dotted path; what the plan derives or is named by is left out."""
+    return flatten({key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS})
+
+
+def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, frozenset[tuple[int, int]], Table]:
+    """(what differs between the runs, the cells of it that stand out, what all share).
+
+    The first table has a row a setting and a column a run; a cell (row, column) stands out where it is not the
+    commonest value of its row. The second has the columns setting and value.
+    """
+    paths = list(dict.fromkeys(path for settings in by_run.values() for path in settings))
+    differing, shared, outstanding = [], [], set()
+    for path in paths:
+        values = [settings.get(path, ABSENT) for settings in by_run.values()]
+        if len(set(values)) == 1:
+            shared.append(Row(cells=(path, values[0])))
+            continue
+        # A tie goes to the value seen first, which Counter keeps in order.
+        commonest = Counter(values).most_common(1)[0][0]
+        outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != commonest}
+        differing.append(Row(cells=(path, *values)))
+    names = tuple(Column(name, name) for name in by_run)
+    return (
+        Table(columns=(Column("setting", "Setting"), *names), rows=tuple(differing)),
+        frozenset(outstanding),
+        Table(columns=(Column("setting", "Setting"), Column("value", "Value")), rows=tuple(shared)),
+    )
+
+
+def trainable_table(runs: Sequence[Run]) -> Table:
+    """Trained parameters by part, and their share of all; a base trains none."""
+    columns = (
+        Column("model", "Model"),
+        *(Column(part, part, ",") for part in PARTS),
+        Column("total", "Trained", ","),
+        Column("all", "All parameters", ","),
+        Column("share", "Share", ".2%"),
+    )
+    rows = []
+    for run in runs:
+        counts = _trainable(run)
+        total, everything = counts.get("total"), counts.get("all")
+        share = total / everything if total is not None and everything else None
+        rows.append(Row(cells=(run.name, *(counts.get(part) for part in PARTS), total, everything, share)))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def cost_table(runs: Sequence[Run]) -> Table:
+    """Steps, time and memory of training, and the speed of evaluation."""
+    columns = (
+        Column("model", "Model"),
+        Column("num_steps", "Steps", ","),
+        Column("train_seconds", "Training time", "seconds"),
+        Column("samples_per_second", "Training samples/s", ".1f"),
+        Column("peak_memory_bytes", "Peak memory", "bytes"),
+        Column("memory_kind", "Measured"),
+        Column("final_loss", "Final loss", ".4f"),
+        Column("evaluation_samples_per_second", "Evaluation samples/s", ".1f"),
+    )
+    rows = []
+    for run in runs:
+        training = run.training or {}
+        values = {**training, "evaluation_samples_per_second": run.metrics.get("samples_per_second")}
+        values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
+        rows.append(Row(cells=(run.name, *(values.get(column.key) for column in columns[1:]))))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def _trainable(run: Run) -> Mapping[str, int]:
+    """What training counted, or else what the plan says."""
+    if run.training and run.training.get("trainable"):
+        counted: Mapping[str, int] = run.training["trainable"]
+        return counted
+    return run.plan.trainable if run.plan else {}

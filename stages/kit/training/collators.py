@@ -1,0 +1,104 @@
+"""From conversations to a batch of tensors, with the tokens that count in the loss chosen by the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
+from stages.kit.models.processors import Processor, encode, tokenizer_of
+
+IGNORED = -100
+"""The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
+
+# Tokens that stand for pictures: nothing to learn in predicting them.
+_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+class ConversationCollator:
+    """Batches of answered conversations, padded on the right.
+
+    loss: `assistant-only` counts the assistant's words and the end-of-turn token; `all-tokens` counts all text, chat
+    markup included. Padding and vision tokens never count.
+    """
+
+    def __init__(
+        self,
+        processor: Processor,
+        converse: Callable[[int], Conversation],
+        *,
+        loss: Literal["assistant-only", "all-tokens"],
+        max_length: int,
+    ) -> None:
+        """converse: the conversation of a sample, by its index in the dataset."""
+        self.processor = processor
+        self.converse = converse
+        self.max_length = max_length
+        tokenizer = tokenizer_of(processor)
+        if loss == "assistant-only":
+            spans = AssistantSpans(tokenizer)
+            self._counted: Callable[[list[int], Conversation], list[bool]] = spans.mask
+        else:
+            vision = {tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS}
+            self._counted = lambda ids, _: [token not in vision for token in ids]
+
+    def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
+        conversations = [self.converse(int(example["sample"])) for example in examples]
+        batch = encode(self.processor, conversations, padding_side="right")
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        for row, conversation in enumerate(conversations):
+            length = int(batch["attention_mask"][row].sum())
+            if length > self.max_length:
+                raise UserError(
+                    f"sample {conversation.sample_id} has {length} tokens, more than max_length {self.max_length}; "
+                    "raise the recipe's max_length or lower the profile's images.max_pixels"
+                )
+            ids = batch["input_ids"][row, :length]
+            counted = torch.tensor(self._counted(ids.tolist(), conversation), dtype=torch.bool)
+            labels[row, :length][counted] = ids[counted]
+        return {**batch, "labels": labels}
+
+
+class AssistantSpans:
+    """Finds the assistant's turns in the token ids of a ChatML conversation (Qwen2, Qwen2-VL, Qwen2.5)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # The header's newline is looked for apart: it may fuse with a newline that begins the answer.
+        self.header: list[int] = tokenizer.encode("<|im_start|>assistant", add_special_tokens=False)
+        self.newline: list[int] = tokenizer.encode("\n", add_special_tokens=False)
+        (self.end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+
+    def mask(self, ids: list[int], conversation: Conversation) -> list[bool]:
+        """True for each token of an answer, the end of its turn included and the newline after it left out.
+
+        Raises UserError where the turns found are not those of the conversation, as when a text holds chat markup.
+        """
+        counted = [False] * len(ids)
+        turns = 0
+        position = 0
+        while position < len(ids):
+            if ids[position : position + len(self.header)] != self.header:
+                position += 1
+                continue
+            start = position + len(self.header)
+            if ids[start : start + 1] == self.newline:
+                start += 1
+            try:
+                stop = ids.index(self.end, start) + 1
+            except ValueError:
+                break  # a turn without an end: reported below
+            counted[start:stop] = [True] * (stop - start)
+            turns += 1
+            position = stop
+        expected = sum(message["role"] == "assistant" for message in conversation.messages)
+        if turns != expected:
+            raise UserError(
+                f"sample {conversation.sample_id} has {expected} assistant turns, but {turns} were found in its tokens: "
+                "the chat template is not ChatML, or a text holds chat markup such as <|im_start|>"
+            )
+        return counted

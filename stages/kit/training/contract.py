@@ -1,0 +1,76 @@
+"""The start contract: before the first step, and after its backward pass, training is what the plan says it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from stages.kit.errors import UserError
+from stages.kit.models.load import check_placement
+from stages.kit.models.parts import count_trainable, counts_dict, part_of
+from stages.kit.plan import Plan
+
+
+class ContractBreach(UserError):
+    """The run does not do what its recipe says; the message names the part."""
+
+
+def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
+    """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device.
+
+    devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
+    """
+    if isinstance(model, nn.DataParallel) or devices_in_use > 1:
+        raise ContractBreach(f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced")
+    check_placement(model, plan.device)
+    found = counts_dict(count_trainable(model))
+    for part, expected in plan.trainable.items():
+        if found[part] != expected:
+            raise ContractBreach(
+                f"recipe {plan.recipe}: {part} has {found[part]:,} parameters to train, but the plan says {expected:,}"
+                if part != "all"
+                else f"recipe {plan.recipe}: the model has {found[part]:,} parameters, but the plan says {expected:,}"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ContractBreach(f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32")
+
+
+def check_gradients(model: nn.Module, plan: Plan) -> None:
+    """After a backward pass: a gradient wherever one is due, none elsewhere, and each trained part moves."""
+    moving: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        if parameter.requires_grad and parameter.grad is None:
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but {name} got no gradient")
+        if not parameter.requires_grad and parameter.grad is not None:
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is frozen there, but {name} got a gradient")
+        if parameter.grad is not None:
+            moving[part] = moving.get(part, False) or bool(parameter.grad.abs().max() > 0)
+    for part in plan.parts.trained():
+        if not moving.get(part):
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but all its gradients are zero")
+
+
+class StartContract(TrainerCallback):
+    """Checks gradients once, between the first backward pass and the first optimizer step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked = False
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not self.checked:
+            assert model is not None
+            check_gradients(model, self.plan)
+            self.checked = True

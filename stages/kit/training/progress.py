@@ -1,0 +1,94 @@
+"""What a person and the tracking tools see of a running training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+from dvclive import Live
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from stages.kit.errors import UserError
+from stages.kit.params import TrackingParams
+
+log = logging.getLogger(__name__)
+
+
+class LineProgress(TrainerCallback):
+    """One line a logging interval, for logs and pipes; a terminal gets transformers' progress bar."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.started = time.monotonic()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        rate = state.global_step / (time.monotonic() - self.started)
+        left = (state.max_steps - state.global_step) / rate
+        log.info(
+            "step %d/%d  loss %.4f  %.2f steps/s  %d:%02d left",
+            *(state.global_step, state.max_steps, logs["loss"], rate, left // 60, left % 60),
+        )
+
+
+class LiveMetrics(TrainerCallback):
+    """Training metrics into DVCLive's files, for `dvc plots` and the report.
+
+    transformers' own DVCLiveCallback also writes all training arguments, which hold paths of this machine.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            self.live.step = state.global_step
+            for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy"):
+                if name in logs:
+                    self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
+            self.live.make_summary()
+
+
+def progress_callback() -> TrainerCallback:
+    return ProgressCallback() if sys.stderr.isatty() else LineProgress()
+
+
+PROGRESS_CALLBACKS = (ProgressCallback, PrinterCallback)
+"""What Trainer adds by itself; taken out, so that progress is shown once."""
+
+
+def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
+    """Trainer arguments for Weights & Biases, the run named after recipe and experiment; nothing where it is off.
+
+    Raises UserError where it is on, but not installed.
+    """
+    if not tracking.wandb:
+        return {"report_to": "none"}
+    try:
+        import wandb  # noqa: F401, PLC0415
+    except ImportError:
+        raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
+    os.environ.setdefault("WANDB_MODE", tracking.wandb_mode)
+    os.environ.setdefault("WANDB_PROJECT", tracking.wandb_project)
+    experiment = os.environ.get("DVC_EXP_NAME")
+    return {"report_to": "wandb", "run_name": f"{recipe}-{experiment}" if experiment else recipe}

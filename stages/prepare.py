@@ -1,0 +1,41 @@
+"""Prepare a dataset: every record checked, EXIF rotation applied, no image in both splits.
+
+Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `generated`, `folder:PATH` or
+        `hub:OWNER/NAME@REVISION`; data.skip_invalid
+Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}
+Run     docker/run prepare nutrition-tables
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from stages.kit.logs import configure_logging
+from stages.kit.params import load_params
+from stages.tasks import load_task
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("dataset")
+def main(dataset: str) -> None:
+    configure_logging(f"prepare {dataset}")
+    params = load_params()
+    chosen = params.dataset(dataset)
+    stats = load_task(chosen.task, "sources").prepare(
+        chosen.source,
+        generate=chosen.generate,
+        skip_invalid=params.data.skip_invalid,
+        out_dir=Path("data/prepared") / dataset,
+    )
+    log.info("dataset %s from %s", dataset, stats["source"])
+    for split, counts in stats["splits"].items():
+        log.info("%s: %d records, %d invalid rows left out", split, counts["records"], counts["invalid_rows"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Tasks, one folder each. A stage loads just the face of a task that it needs, by name: no registry, no base class.
+
+sources  reads raw data and writes prepared records            (prepare)
+samples  records, what the model is asked and how it answers   (plan, train, merge, evaluate)
+scoring  compares answers with the truth                       (evaluate)
+report   columns and insights of the comparison                (compare)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from stages.kit.errors import UserError
+
+FACES = ("sources", "samples", "scoring", "report")
+
+
+def load_task(task: str, face: str) -> ModuleType:
+    """The module `stages.tasks.TASK.FACE`. Raises UserError where there is no such task."""
+    assert face in FACES, face
+    try:
+        return import_module(f"stages.tasks.{task}.{face}")
+    except ModuleNotFoundError as error:
+        if error.name != f"stages.tasks.{task}":
+            raise
+        raise UserError(f"no task is called {task!r}: there is no folder stages/tasks/{task}") from None

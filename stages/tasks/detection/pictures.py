@@ -1,0 +1,109 @@
+"""Predictions drawn on their pictures: ground truth dashed green, prediction red, the IoU above."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from stages.tasks.detection.records import Box, DetectionRecord
+
+MAX_WIDTH = 512
+"""Pixels; a report holds many of them."""
+TRUTH_COLOUR = (0, 185, 70)
+PREDICTION_COLOUR = (225, 25, 25)
+_LINE = 3
+_DASH = 9
+_FONT_SIZE = 15
+
+
+def write_pictures(
+    records: Sequence[DetectionRecord],
+    rows: Sequence[Mapping[str, Any]],
+    out_dir: Path,
+    *,
+    count: int = 3,
+    seed: int = 0,
+) -> list[Path]:
+    """Write best-1.png ..., worst-1.png ... (by `iou`, 1 the most extreme) and random-1.png ... to `out_dir`.
+
+    rows: of metrics.score, one for each record.
+    count: of each kind, fewer where there are fewer records.
+    seed: of the random choice, which is the same for every model on the same records, so that models compare.
+    """
+    assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
+    by_iou = sorted(range(len(rows)), key=lambda index: rows[index]["iou"])
+    count = min(count, len(rows))
+    chosen = {
+        "best": by_iou[::-1][:count],
+        "worst": by_iou[:count],
+        "random": random.Random(seed).sample(range(len(rows)), count),
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    written = []
+    for kind, indices in chosen.items():
+        for rank, index in enumerate(indices, start=1):
+            path = out_dir / f"{kind}-{rank}.png"
+            draw_prediction(records[index], rows[index]).save(path, optimize=True)
+            written.append(path)
+    return written
+
+
+def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
+    """One sample as an RGB picture, at most MAX_WIDTH wide, with a caption above it."""
+    image = record.open_image()
+    if image.width > MAX_WIDTH:
+        image = image.resize(
+            (MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)), Image.Resampling.LANCZOS
+        )
+    draw = ImageDraw.Draw(image)
+    for box in row["boxes"]:
+        _draw_outline(draw, _pixels(box, image.size), PREDICTION_COLOUR, dashed=False)
+    # The truth comes last, so that the red shows between its dashes where both lie on one line.
+    for box in row["truth"]:
+        _draw_outline(draw, _pixels(box, image.size), TRUTH_COLOUR, dashed=True)
+    return _captioned(image, f"IoU {row['iou']:.2f}" if row["valid"] else "IoU 0.00, no box", record.image_id)
+
+
+def _pixels(box: Box | Sequence[float], size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """First and last pixel of a box in x and y, inside the picture."""
+    (width, height), (x0, y0, x1, y1) = size, box
+    left, top = min(round(x0 * width), width - 1), min(round(y0 * height), height - 1)
+    return left, top, max(round(x1 * width) - 1, left), max(round(y1 * height) - 1, top)
+
+
+def _draw_outline(
+    draw: ImageDraw.ImageDraw, box: tuple[int, int, int, int], colour: tuple[int, int, int], *, dashed: bool
+) -> None:
+    """The frame of a box, its line inside the box."""
+    if not dashed:
+        draw.rectangle(box, outline=colour, width=_LINE)
+        return
+    left, top, right, bottom = box
+    for start, end in _dashes(left, right):
+        draw.rectangle((start, top, end, min(top + _LINE - 1, bottom)), fill=colour)
+        draw.rectangle((start, max(bottom - _LINE + 1, top), end, bottom), fill=colour)
+    for start, end in _dashes(top, bottom):
+        draw.rectangle((left, start, min(left + _LINE - 1, right), end), fill=colour)
+        draw.rectangle((max(right - _LINE + 1, left), start, right, end), fill=colour)
+
+
+def _dashes(first: int, last: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, last + 1, 2 * _DASH):
+        yield start, min(start + _DASH - 1, last)
+
+
+def _captioned(image: Image.Image, figure: str, image_id: str) -> Image.Image:
+    """The picture below a white strip with the figure, and the image's id where there is room for it."""
+    font = ImageFont.load_default(_FONT_SIZE)
+    text = f"{figure}   {image_id}"
+    if font.getlength(text) > image.width - 8:
+        text = figure
+    strip = round(_FONT_SIZE * 1.6)
+    captioned = Image.new("RGB", (image.width, image.height + strip), "white")
+    captioned.paste(image, (0, strip))
+    ImageDraw.Draw(captioned).text((4, strip // 2), text, fill="black", font=font, anchor="lm")
+    return captioned

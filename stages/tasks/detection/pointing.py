@@ -1,0 +1,185 @@
+"""Losses that teach a vision-language model to point. For pre-training only: none of them stays in the model.
+
+Predicting the answer's text alone barely teaches a small model where things are. Three kinds of help are given.
+Dense ones on the vision side, on every patch after a middle block and on every cell after the projector: what
+is here, does an edge of an object fall here, and where in the cell? The same on the cells in the early layers
+of the language model: row and column, then the digits of the edge's coordinate. And one on attention, which
+makes two heads look, where a coordinate is about to be written, at the cells on that edge.
+
+A patch is 14 x 14 pixels; a cell is 2 x 2 patches, one visual token of the language model. An edge is one of
+x0, y0, x1, y1, in that order wherever four of a kind are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen2VLForConditionalGeneration
+
+from stages.tasks.detection.records import Box
+
+IGNORED = -100
+PATCH_PARTS, CELL_PARTS = 2, 4
+"""Into how many parts a patch and a cell are divided to say where in it an edge falls."""
+MAX_SIDE = 16
+"""Rows or columns of cells that can be told apart."""
+LOOKING_HEADS = 2
+
+
+@dataclass(frozen=True)
+class GridTargets:
+    """What to know about one picture, on a grid of `rows` x `columns`, row by row. G = rows * columns."""
+
+    category: Tensor
+    """(G,) 1 + index of the category that covers it, 0 for none, IGNORED where it covers a fifth or less."""
+    edge_part: Tensor
+    """(G, 4) 1 + the part of the place in which an object's edge falls, 0 where none does."""
+    digits: Tensor
+    """(G, 8) hundreds, then tens, of the four edges' coordinates in 0..1000; IGNORED where no edge falls."""
+    on_edge: Tensor
+    """(objects, 4, G) whether the place lies on that edge of that object."""
+
+
+def grid_targets(
+    boxes: Sequence[Box], categories: Sequence[int], rows: int, columns: int, parts: int
+) -> GridTargets:
+    """boxes: x0 y0 x1 y1 in 0..1. categories: the index of each one's."""
+    row = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).reshape(-1)
+    column = torch.arange(columns, dtype=torch.float32)[None].expand(rows, columns).reshape(-1)
+    category = torch.zeros(rows * columns, dtype=torch.long)
+    edge_part = torch.zeros(rows * columns, 4, dtype=torch.long)
+    digits = torch.full((rows * columns, 8), IGNORED)
+    on_edge = torch.zeros(len(boxes), 4, rows * columns, dtype=torch.bool)
+    for index, (box, kind) in enumerate(zip(boxes, categories, strict=True)):
+        x0, y0, x1, y1 = box[0] * columns, box[1] * rows, box[2] * columns, box[3] * rows
+        wide, high = _overlap(x0, x1, column), _overlap(y0, y1, row)
+        covered = wide * high
+        category[covered > 0.2] = kind + 1
+        category[(covered > 0) & (covered <= 0.2) & (category == 0)] = IGNORED
+        # A far edge on the border between two places belongs to the one inside the object.
+        edges = ((x0, column, high), (y0, row, wide), (x1 - 1e-4, column, high), (y1 - 1e-4, row, wide))
+        for edge, (at, axis, across) in enumerate(edges):
+            here = (axis == int(at)) & (across > 0.1)
+            coordinate = min(999, int(box[edge] * 1000))
+            edge_part[here, edge] = 1 + min(parts - 1, int((at - int(at)) * parts))
+            digits[here, edge] = coordinate // 100
+            digits[here, 4 + edge] = coordinate // 10 % 10
+            on_edge[index, edge] = here
+    return GridTargets(category, edge_part, digits, on_edge)
+
+
+def _overlap(low: float, high: float, place: Tensor) -> Tensor:
+    """Share of each place, [place, place + 1], that lies in [low, high]."""
+    return (torch.clamp(place + 1, max=high) - torch.clamp(place, min=low)).clamp(min=0)
+
+
+def merge_order(rows: int, columns: int) -> Tensor:
+    """(rows * columns,) the order in which Qwen2-VL stores patches: four of a cell, then four of the next."""
+    return torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Where attention should go. N coordinate digits in a batch, T tokens in a row."""
+
+    row: Tensor
+    """(N,) of the batch."""
+    query: Tensor
+    """(N,) position from which the digit is predicted."""
+    allowed: Tensor
+    """(N, T) whether a token is a cell on the digit's edge."""
+
+
+@dataclass(frozen=True)
+class PointingTargets:
+    """Of a batch: P patches and C cells of all pictures, one picture after the other."""
+
+    patch_category: Tensor
+    """(P,)"""
+    patch_edge_part: Tensor
+    """(P, 4)"""
+    cell_category: Tensor
+    """(C,)"""
+    cell_edge_part: Tensor
+    """(C, 4)"""
+    cell_digits: Tensor
+    """(C, 8)"""
+    cell_position: Tensor
+    """(C, 2) row and column."""
+    looks: Looks
+
+
+class PointingLoss(nn.Module):
+    """Reads a model's inner states through hooks, and holds the small heads that the losses need."""
+
+    def __init__(self, model: Qwen2VLForConditionalGeneration, num_categories: int) -> None:
+        super().__init__()
+        vision, language = model.model.visual, model.model.language_model
+        kinds = num_categories + 1
+        vision_width, width = model.config.vision_config.embed_dim, model.config.text_config.hidden_size
+        self.kinds = kinds
+        self.patch_head = nn.Linear(vision_width, kinds + 4 * (PATCH_PARTS + 1))
+        self.projected_head = nn.Linear(width, kinds + 4 * (CELL_PARTS + 1))
+        self.position_head = nn.Linear(width, 2 * MAX_SIDE)
+        self.digits_head = nn.Linear(width, kinds + 8 * 10)
+        self.seen: dict[str, Tensor] = {}
+        self.hooks = [
+            vision.blocks[len(vision.blocks) // 2 - 1].register_forward_hook(self._keep("patches")),
+            vision.merger.register_forward_hook(self._keep("projected")),
+            language.layers[0].register_forward_hook(self._keep("first layer")),
+            language.layers[1].register_forward_hook(self._keep("second layer")),
+            language.layers[2].self_attn.register_forward_hook(self._keep("attention", item=1)),
+        ]
+
+    def _keep(self, name: str, item: int = 0):
+        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self.seen[name] = output[item] if isinstance(output, tuple) else output
+
+        return hook
+
+    def forward(self, targets: PointingTargets, is_cell: Tensor) -> Tensor:
+        """The sum of the losses for the batch that the model has just seen.
+
+        is_cell: (B, T) whether a token stands for a cell. The language model must use eager attention, the
+        only kind that returns its weights.
+        """
+        kinds, cross_entropy = self.kinds, functional.cross_entropy
+        patches = self.patch_head(self.seen["patches"])
+        projected = self.projected_head(self.seen["projected"])
+        position = self.position_head(self.seen["first layer"][is_cell])
+        second = self.digits_head(self.seen["second layer"][is_cell])
+
+        digits = cross_entropy(
+            second[:, kinds:].unflatten(1, (8, 10)).transpose(1, 2), targets.cell_digits, reduction="none"
+        )  # (C, 8)
+        due = (targets.cell_digits != IGNORED).float()
+        hundreds = digits[:, :4].sum() / due[:, :4].sum().clamp(min=1)
+        tens = digits[:, 4:].sum() / due[:, 4:].sum().clamp(min=1)
+
+        looks = targets.looks
+        attention = self.seen["attention"][looks.row, :LOOKING_HEADS, looks.query]  # (N, heads, T)
+        on_edge = (attention * looks.allowed[:, None]).sum(-1)
+        return (
+            cross_entropy(patches[:, :kinds], targets.patch_category)
+            + 2
+            * cross_entropy(patches[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.patch_edge_part)
+            + cross_entropy(projected[:, :kinds], targets.cell_category)
+            + 2
+            * cross_entropy(
+                projected[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.cell_edge_part
+            )
+            + cross_entropy(position.unflatten(1, (2, -1)).transpose(1, 2), targets.cell_position)
+            + cross_entropy(second[:, :kinds], targets.cell_category)
+            + hundreds
+            + 0.5 * tens
+            - torch.log(on_edge + 1e-6).mean()
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()

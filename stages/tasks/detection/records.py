@@ -1,0 +1,223 @@
+"""What one sample of detection data is, and how a raw row of a dataset becomes one.
+
+The raw rows follow the Open Food Facts schema (dataset openfoodfacts/nutrition-table-detection on the hub):
+image_id, image {bytes, path}, objects {bbox, category_name}, where a bbox is (y_min, x_min, y_max, x_max) in
+0..1 of the image as it is seen, its EXIF rotation applied. Elsewhere in the code a box is (x0, y0, x1, y1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from PIL import Image, ImageOps
+
+from stages.kit.data.tables import read_rows
+from stages.kit.errors import UserError
+
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
+
+TARGET = "nutrition-table"
+"""What is asked for. Categories that start with it (nutrition-table-small, ...) count as it."""
+
+COLUMNS = ("image_id", "image", "objects")
+REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
+"""What a row is read from; width and height are the decoded image's own, and `meta` is not used."""
+
+SCHEMA = pa.schema(
+    [
+        ("image_id", pa.string()),
+        ("image", pa.binary()),
+        ("width", pa.int64()),
+        ("height", pa.int64()),
+        ("boxes", pa.list_(pa.list_(pa.float64()))),
+        ("categories", pa.list_(pa.string())),
+        ("sha256", pa.string()),
+    ]
+)
+"""Of a prepared split."""
+
+ROUNDING = 1e-6
+"""How far outside 0..1 a coordinate may lie: what float32 and a division by the image size leave behind."""
+
+_ORIENTATION = 0x0112
+_TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and means nothing
+# What Pillow and its plugins raise on damaged files; DecompressionBombError is not among them by inheritance.
+_DECODING_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+@dataclass(frozen=True)
+class DetectionRecord:
+    image_id: str
+    image: bytes
+    """Encoded (JPEG, PNG, ...), upright: no EXIF orientation is left to apply."""
+    width: int
+    height: int
+    """In pixels, of the upright image."""
+    boxes: tuple[Box, ...]
+    """At least one, in the order of the dataset."""
+    categories: tuple[str, ...]
+    """One for each box."""
+    sha256: str = ""
+    """Of the upright image's pixels."""
+
+    def open_image(self) -> Image.Image:
+        """The decoded picture, RGB."""
+        with Image.open(io.BytesIO(self.image)) as image:
+            return image.convert("RGB")
+
+    def target_boxes(self) -> tuple[Box, ...]:
+        """The nutrition tables, at least one, in reading order, as they are to be answered."""
+        wanted = [
+            b for b, category in zip(self.boxes, self.categories, strict=True) if category.startswith(TARGET)
+        ]
+        return reading_order(wanted)
+
+
+def reading_order(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """From top to bottom, and from left to right where tops are level."""
+    return tuple(sorted(boxes, key=lambda box: (box[1], box[0], box[3], box[2])))
+
+
+def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
+    """Check one raw row.
+
+    Returns the record, or every problem that keeps the row from being one, in words.
+    """
+    problems = [f"column {name} is missing" for name in COLUMNS if name not in row]
+    if problems:
+        return problems
+    if not isinstance(row["image_id"], str) or not row["image_id"]:
+        problems.append(f"image_id is {row['image_id']!r}, expected a non-empty string")
+    boxes, categories, object_problems = _parse_objects(row["objects"])
+    problems += object_problems
+    encoded = row["image"].get("bytes") if isinstance(row["image"], Mapping) else None
+    if not encoded:
+        return [*problems, "no image: there are no bytes in column image"]
+    try:
+        image, (width, height), sha256 = _upright(encoded)
+    except _DECODING_ERRORS as error:
+        return [*problems, f"unreadable image: {error}"]
+    return problems or DetectionRecord(row["image_id"], image, width, height, boxes, categories, sha256)
+
+
+def to_row(record: DetectionRecord) -> dict[str, Any]:
+    """A record as a row of SCHEMA."""
+    return {
+        **vars(record),
+        "boxes": [list(box) for box in record.boxes],
+        "categories": list(record.categories),
+    }
+
+
+def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
+    """The records of a prepared split, in their order.
+
+    Raises UserError where prepare has not run.
+    """
+    path = prepared_dir / f"{split}.parquet"
+    if not path.is_file():
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+    return [_from_row(row) for row in read_rows(path)]
+
+
+def _from_row(row: dict[str, Any]) -> DetectionRecord:
+    boxes = tuple((x0, y0, x1, y1) for x0, y0, x1, y1 in row["boxes"])
+    return DetectionRecord(**{**row, "boxes": boxes, "categories": tuple(row["categories"])})
+
+
+def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
+    if not isinstance(objects, Mapping):
+        return (), (), [f"objects is {objects!r}, expected bbox and category_name"]
+    missing = [
+        f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None
+    ]
+    if missing:
+        return (), (), missing
+    bboxes, names = objects["bbox"], objects["category_name"]
+    if len(bboxes) != len(names):
+        return (), (), [f"{len(bboxes)} boxes, but {len(names)} category names"]
+    if not bboxes:
+        return (), (), ["no boxes"]
+    problems = [
+        f"category {i} is {name!r}, expected a name" for i, name in enumerate(names) if not _is_name(name)
+    ]
+    boxes = []
+    for index, bbox in enumerate(bboxes):
+        if problem := _box_problem(bbox):
+            problems.append(f"box {index} {problem}")
+        else:
+            y0, x0, y1, x1 = (min(max(float(value), 0.0), 1.0) for value in bbox)
+            boxes.append((x0, y0, x1, y1))
+    if not problems and not any(name.startswith(TARGET) for name in names):
+        problems.append(
+            f"no box of a category that starts with {TARGET}; found {', '.join(sorted(set(names)))}"
+        )
+    return tuple(boxes), tuple(names), problems
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name)
+
+
+def _box_problem(bbox: Any) -> str | None:
+    """What is wrong with one (y_min, x_min, y_max, x_max)."""
+    if not isinstance(bbox, list | tuple) or len(bbox) != 4:
+        return f"is {bbox!r}, expected (y_min, x_min, y_max, x_max)"
+    shown = "(" + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in bbox) + ")"
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in bbox):
+        return f"{shown} holds what is not a number"
+    if not all(-ROUNDING <= value <= 1 + ROUNDING for value in bbox):
+        return f"{shown} lies outside 0..1"
+    y0, x0, y1, x1 = (min(max(value, 0), 1) for value in bbox)
+    if y0 > y1 or x0 > x1:
+        return f"{shown} is in the wrong order: expected y_min < y_max and x_min < x_max"
+    if y0 == y1 or x0 == x1:
+        return f"{shown} has zero area"
+    return None
+
+
+def _upright(encoded: bytes) -> tuple[bytes, tuple[int, int], str]:
+    """Decode an image in full and undo its EXIF orientation.
+
+    Returns (encoded bytes, (width, height), digest of the pixels). The bytes stay as they are unless the
+    image has to be turned; then they are a JPEG of quality 95 without chroma subsampling, so that boxes on
+    fine lines survive.
+    Raises one of _DECODING_ERRORS where it is no image, or not a whole one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", Image.DecompressionBombWarning
+        )  # a large photograph is none; errors remain
+        with Image.open(io.BytesIO(encoded)) as opened:
+            if opened.getexif().get(_ORIENTATION) not in _TURNED:
+                return encoded, opened.size, _digest(opened)
+            turned = ImageOps.exif_transpose(opened).convert("RGB")
+    buffer = io.BytesIO()
+    turned.save(buffer, "JPEG", quality=95, subsampling=0)
+    # The digest of the pixels before they are encoded again: a lossless copy of the same picture has it too.
+    return buffer.getvalue(), turned.size, _digest(turned)
+
+
+def _digest(image: Image.Image) -> str:
+    """SHA-256 of the size and the RGB pixels: the same picture with other metadata counts as the same."""
+    width, height = image.size
+    return hashlib.sha256(struct.pack("<II", width, height) + image.convert("RGB").tobytes()).hexdigest()

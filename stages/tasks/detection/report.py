@@ -1,0 +1,48 @@
+"""How detection models are compared: the columns, the evidence, and the questions the experiment asks."""
+
+from __future__ import annotations
+
+from stages.kit.reporting.comparison import Metric, Question, TaskReport
+
+REPORT = TaskReport(
+    title="Nutrition-table detection",
+    metrics=(
+        Metric(
+            key="mean_iou",
+            heading="Mean IoU",
+            format=".3f",
+            meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over all "
+            "samples. Output that cannot be parsed counts as 0.",
+        ),
+        Metric(
+            key="detection_rate",
+            heading="Det Rate",
+            format=".1%",
+            meaning="Share of samples whose answer holds a readable box, wherever it lies.",
+        ),
+        Metric(
+            key="iou_over_50",
+            heading="IoU>0.5",
+            format=".1%",
+            meaning="Share of samples with an IoU above 0.5: the table is found.",
+        ),
+        Metric(
+            key="iou_over_70",
+            heading="IoU>0.7",
+            format=".1%",
+            meaning="Share of samples with an IoU above 0.7: the box is good enough to crop by.",
+        ),
+    ),
+    primary_words="mean IoU",
+    identity=("image_id", "truth"),
+    evidence=("iou",),
+    score="iou",
+    score_heading="IoU",
+    questions=(
+        Question("Two-stage against LLM-only", "r3-stage2", "r1-llm-only"),
+        Question("Joint against LLM-only", "r4-joint", "r1-llm-only"),
+        Question("Joint against two-stage", "r4-joint", "r3-stage2"),
+        Question("Vision-only against LLM-only", "r2-vision-only", "r1-llm-only"),
+        Question("Second stage against the first alone", "r3-stage2", "r3-stage1"),
+    ),
+)

@@ -1,0 +1,38 @@
+"""What a model is asked about a picture, and how it is to answer."""
+
+from __future__ import annotations
+
+from PIL import Image, ImageDraw
+
+from stages.kit.data.conversation import Conversation
+from stages.tasks.detection.boxes import encode_boxes
+from stages.tasks.detection.records import Box, DetectionRecord, read_split
+
+__all__ = ["PROMPT", "conversation", "probes", "read_split"]
+
+PROMPT = "Detect the bounding box of the nutrition table."
+
+
+def conversation(record: DetectionRecord, *, answered: bool) -> Conversation:
+    """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
+    return _conversation(record.image_id, record.open_image(), record.target_boxes() if answered else None)
+
+
+def probes() -> list[Conversation]:
+    """Two answered conversations about plain drawings, upright and wide, to compare two models on."""
+    boxes: tuple[Box, ...] = ((0.2, 0.1, 0.7, 0.5), (0.25, 0.6, 0.9, 0.95))
+    found = []
+    for index, size in enumerate(((224, 280), (280, 224))):
+        picture = Image.linear_gradient("L").resize(size).convert("RGB")
+        draw = ImageDraw.Draw(picture)
+        for x0, y0, x1, y1 in boxes[: index + 1]:
+            draw.rectangle((x0 * size[0], y0 * size[1], x1 * size[0], y1 * size[1]), fill="white", outline="black")
+        found.append(_conversation(f"probe-{index}", picture, boxes[: index + 1]))
+    return found
+
+
+def _conversation(sample_id: str, picture: Image.Image, boxes: tuple[Box, ...] | None) -> Conversation:
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
+    if boxes is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode_boxes(boxes)}]})
+    return Conversation(sample_id=sample_id, messages=messages, images=[picture])

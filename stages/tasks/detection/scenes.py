@@ -1,0 +1,295 @@
+"""Generated pictures for detection: plain objects to pre-train on, packages with nutrition tables to fine-tune on.
+
+A picture is a pure function of (kind, seed, index), so a dataset needs no storage to be the same everywhere.
+Three kinds: `objects` shows one to three kinds of panel, barcode, logo, text block or QR code, and never a
+nutrition table; `front` and `back` show a package, a little rotated, with one to three nutrition tables among
+other things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from PIL import Image, ImageDraw, ImageFilter
+
+from stages.tasks.detection.drawing import (
+    BRANDS,
+    Colour,
+    clutter,
+    drawn,
+    fit_font,
+    gradient,
+    ink_on,
+    pick_colour,
+    pick_font,
+)
+from stages.tasks.detection.records import TARGET, Box
+
+Kind = Literal["objects", "front", "back"]
+Split = Literal["train", "val"]
+PixelBox = tuple[int, int, int, int]
+"""x0, y0, x1, y1; x1 and y1 are the first pixels outside."""
+
+OBJECTS = ("barcode", "logo", "panel", "qr-code", "text-block")
+SHAPES = ((256, 256), (224, 280), (280, 224), (240, 272), (272, 240))
+"""Width and height of the pictures, in pixels."""
+
+SIZES: dict[str, tuple[tuple[float, float], tuple[float, float] | None]] = {
+    "barcode": ((0.2, 0.45), (0.12, 0.3)),
+    "logo": ((0.15, 0.4), None),
+    "panel": ((0.2, 0.7), (0.15, 0.6)),
+    "qr-code": ((0.15, 0.3), None),
+    "text-block": ((0.25, 0.6), (0.15, 0.4)),
+    TARGET: ((0.32, 0.72), (0.3, 0.72)),
+}
+"""Range of an object's width as a share of the picture's, and of its height; None: about as high as wide."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture and what is marked in it, top to bottom then left to right."""
+
+    image: Image.Image
+    boxes: tuple[Box, ...]
+    categories: tuple[str, ...]
+
+
+def draw_scene(kind: Kind, seed: int, index: int, *, objects: int | None = None) -> Scene:
+    """Draws picture `index` of the endless series (kind, seed).
+
+    objects: how many categories an `objects` scene shows, 1 to 3; left out, one to three by chance.
+    """
+    rng = random.Random(f"{kind}/{seed}/{index}")
+    if kind == "objects":
+        return _draw_objects(rng, objects or rng.randint(1, 3))
+    return _draw_package(rng, kind)
+
+
+def generate_rows(split: Split, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yields `count` package pictures in the schema of openfoodfacts/nutrition-table-detection.
+
+    The split is part of what the pictures are drawn from and of their barcodes, so train and val share none.
+    Barcodes are EAN-13 of the range 20 to 29, which is given to no product.
+    Raises ValueError for any other split.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split is {split!r}, expected train or val")
+    for index in range(count):
+        rng = random.Random(f"{split}/{seed}/{index}")
+        kind: Kind = "front" if rng.random() < 0.35 else "back"
+        scene = draw_scene(kind, _split_seed(split, seed), index)
+        jpeg = io.BytesIO()
+        scene.image.save(jpeg, "JPEG", quality=rng.randint(75, 95))
+        barcode = ean13(f"{20 if split == 'train' else 21}{seed % 1000:03d}{index:07d}")
+        view = "1" if kind == "front" else "2"
+        width, height = scene.image.size
+        yield {
+            "image_id": f"{barcode}_{view}",
+            "image": {"bytes": jpeg.getvalue(), "path": f"{barcode}_{view}.jpg"},
+            "width": width,
+            "height": height,
+            "meta": {
+                "barcode": barcode,
+                "off_image_id": view,
+                "image_url": f"generated:{kind}/{split}/{seed}/{index}",
+            },
+            "objects": {
+                "bbox": [[y0, x0, y1, x1] for x0, y0, x1, y1 in scene.boxes],
+                "category_id": [0] * len(scene.boxes),
+                "category_name": list(scene.categories),
+            },
+        }
+
+
+def ean13(digits: str) -> str:
+    """Appends the check digit of EAN-13 to 12 digits (GS1 General Specifications, 7.9.1)."""
+    assert re.fullmatch("[0-9]{12}", digits), digits
+    total = sum(int(digit) * (3 if place % 2 else 1) for place, digit in enumerate(digits))
+    return digits + str(-total % 10)
+
+
+def _split_seed(split: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:8], "big")
+
+
+def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float, float]]]) -> Scene:
+    """Pixels to shares of the picture, from top to bottom."""
+    width, height = image.size
+    marked = sorted(marked, key=lambda item: (item[1][1], item[1][0]))
+    boxes = tuple((x0 / width, y0 / height, x1 / width, y1 / height) for _, (x0, y0, x1, y1) in marked)
+    return Scene(image, boxes, tuple(category for category, _ in marked))
+
+
+def _place(
+    rng: random.Random,
+    size: tuple[int, int],
+    category: str,
+    taken: list[PixelBox],
+    *,
+    scale: float = 1.0,
+    gap: int = 3,
+) -> PixelBox | None:
+    """A free rectangle for an object on a surface of `size`, or None where 25 tries find none."""
+    width, height = size
+    widths, heights = SIZES[category]
+    for _ in range(25):
+        box_width = round(rng.uniform(*widths) * width * scale)
+        box_height = round(
+            rng.uniform(*heights) * height * scale if heights else box_width * rng.uniform(0.85, 1.15)
+        )
+        if box_width > width - 4 or box_height > height - 4:
+            continue
+        x, y = rng.randint(2, width - box_width - 2), rng.randint(2, height - box_height - 2)
+        box = (x, y, x + box_width, y + box_height)
+        apart = (
+            box[0] > t[2] + gap or box[2] < t[0] - gap or box[1] > t[3] + gap or box[3] < t[1] - gap
+            for t in taken
+        )
+        if all(apart):
+            return box
+    return None
+
+
+def _put(surface: Image.Image, rng: random.Random, category: str, box: PixelBox) -> None:
+    part = drawn(category, box[2] - box[0], box[3] - box[1], rng)
+    surface.paste(part, box[:2], part)
+
+
+def _draw_objects(rng: random.Random, objects: int) -> Scene:
+    width, height = rng.choice(SHAPES)
+    colour = pick_colour(rng, 20, 255)
+    image = gradient(rng, width, height, colour)
+    clutter(image, rng, colour, rng.randint(2, 6))
+    for _ in range(rng.randint(0, 2)):
+        _write_brand(image, rng, ink_on(rng, colour), rng.uniform(0.05, 0.11) * height)
+    while True:  # until all of them found room; the surface is drawn once
+        wanted = rng.sample(OBJECTS, objects)
+        if rng.random() < 0.2:
+            wanted.append(rng.choice(wanted))  # two of a kind: an answer with two boxes
+        taken: list[PixelBox] = []
+        for category in wanted:
+            box = _place(rng, (width, height), category, taken)
+            if box is None:
+                break
+            taken.append(box)
+        else:
+            break
+    for category, box in zip(wanted, taken, strict=True):
+        _put(image, rng, category, box)
+    return _scene(image, list(zip(wanted, taken, strict=True)))
+
+
+def _write_brand(surface: Image.Image, rng: random.Random, ink: Colour, size: float) -> None:
+    width, height = surface.size
+    brand = rng.choice(BRANDS).upper()
+    font = fit_font(pick_font(rng, size, bold=True), brand, width * 0.9)
+    place = rng.uniform(0, width - font.getlength(brand)), rng.uniform(0, height - font.size * 1.2)
+    ImageDraw.Draw(surface).text(place, brand, fill=ink, font=font)
+
+
+def _draw_package(rng: random.Random, kind: Literal["front", "back"]) -> Scene:
+    """A package lying on a surface, seen a little askew, in uneven light."""
+    width, height = rng.choice(SHAPES)
+    ground = pick_colour(rng, 20, 255)
+    image = gradient(rng, width, height, ground)
+    clutter(image, rng, ground, rng.randint(2, 5))
+
+    pack, tables = _draw_face(
+        rng, kind, round(width * rng.uniform(0.82, 1.05)), round(height * rng.uniform(0.82, 1.05))
+    )
+    angle = rng.gauss(0, 5) if rng.random() < 0.85 else 0.0
+    centre = width * rng.uniform(0.47, 0.53), height * rng.uniform(0.47, 0.53)
+    turned = pack.rotate(angle, resample=Image.Resampling.BICUBIC, expand=True)
+    image.paste(turned, (round(centre[0] - turned.width / 2), round(centre[1] - turned.height / 2)), turned)
+    hulls = [_clip(_turned_hull(table, pack.size, angle, centre), image.size) for table in tables]
+
+    if rng.random() < 0.4:
+        _shine(image, rng)
+    if rng.random() < 0.3:
+        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 0.8)))
+    return _scene(image, [(TARGET, hull) for hull in hulls])
+
+
+def _draw_face(
+    rng: random.Random, kind: Literal["front", "back"], width: int, height: int
+) -> tuple[Image.Image, list[PixelBox]]:
+    """One face of a package (RGBA, rounded corners) and where its tables are. What finds no room is left out."""
+    colour = pick_colour(rng, 20, 255)
+    face = gradient(rng, width, height, colour).convert("RGBA")
+    if kind == "front":
+        clutter(face, rng, colour, rng.randint(3, 6))
+        _write_brand(face, rng, ink_on(rng, colour), rng.uniform(0.12, 0.2) * height)
+        num_tables, scale = 1, 0.75
+        others = rng.choices(
+            ("logo", "panel", "barcode", "text-block"), weights=(4, 3, 1, 1), k=rng.randint(1, 3)
+        )
+    else:
+        clutter(face, rng, colour, rng.randint(0, 2))
+        num_tables = rng.choices((1, 2, 3), weights=(78, 16, 6))[0]
+        scale = (1.0, 0.7, 0.55)[num_tables - 1]
+        others = [
+            "text-block",
+            *rng.choices(("barcode", "text-block", "logo", "qr-code", "panel"), k=rng.randint(0, 2)),
+        ]
+
+    tables: list[PixelBox] = []
+    for _ in range(num_tables):
+        if box := _place(rng, face.size, TARGET, tables, scale=scale):
+            _put(face, rng, TARGET, box)
+            tables.append(box)
+    taken = list(tables)
+    for category in others:
+        if box := _place(rng, face.size, category, taken):
+            _put(face, rng, category, box)
+            taken.append(box)
+
+    corners = Image.new("L", face.size)
+    ImageDraw.Draw(corners).rounded_rectangle(
+        [0, 0, width - 1, height - 1], radius=rng.randint(0, 14), fill=255
+    )
+    face.putalpha(corners)
+    return face, tables
+
+
+def _turned_hull(
+    box: PixelBox, face_size: tuple[int, int], angle: float, centre: tuple[float, float]
+) -> tuple[float, float, float, float]:
+    """Axis-aligned hull, in the picture, of a rectangle of a face.
+
+    angle: degrees, anticlockwise as seen (as Image.rotate), about the face's middle, which lies at `centre`.
+    """
+    cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    corners = [
+        (x - face_size[0] / 2, y - face_size[1] / 2) for x in (box[0], box[2]) for y in (box[1], box[3])
+    ]
+    xs = [centre[0] + x * cosine + y * sine for x, y in corners]
+    ys = [centre[1] - x * sine + y * cosine for x, y in corners]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _clip(box: tuple[float, float, float, float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = box
+    return max(0.0, x0), max(0.0, y0), min(float(size[0]), x1), min(float(size[1]), y1)
+
+
+def _shine(image: Image.Image, rng: random.Random) -> None:
+    """Glare: a soft white streak that half hides what lies below."""
+    width, height = image.size
+    light = Image.new("L", image.size)
+    x, y, reach = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.08, 0.25) * width
+    if rng.random() < 0.5:
+        box = [x - reach, y - reach * 0.6, x + reach, y + reach * 0.6]
+        ImageDraw.Draw(light).ellipse(box, fill=rng.randint(90, 220))
+    else:
+        slope = rng.uniform(-0.5, 0.5) * height
+        ImageDraw.Draw(light).line(
+            [(x, -10), (x + slope, height + 10)], fill=rng.randint(70, 180), width=int(reach * 0.6)
+        )
+    image.paste((255, 255, 255), (0, 0), light.filter(ImageFilter.GaussianBlur(reach * 0.25)))

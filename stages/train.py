@@ -1,0 +1,124 @@
+"""Train one recipe, exactly as its plan says, and keep what was trained.
+
+Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
+Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
+        data/runs/RECIPE/training/  training.json (totals), and curves in DVCLive's form
+Run     docker/run train r1-llm-only
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import torch
+from dvclive import Live
+from transformers import TrainerCallback
+
+from stages.kit.errors import UserError
+from stages.kit.lineage import short, verified_lineage, write_lineage
+from stages.kit.logs import configure_logging
+from stages.kit.models.load import load_model
+from stages.kit.models.parts import TrainableCounts, apply_recipe
+from stages.kit.models.processors import load_processor
+from stages.kit.models.trained import save_trained
+from stages.kit.params import load_params
+from stages.kit.plan import Plan, read_plan
+from stages.kit.publish import published
+from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.progress import LiveMetrics, progress_callback, wandb_settings
+from stages.kit.training.record import TrainingRecord, peak_memory, write_record
+from stages.kit.training.seed import seed_everything
+from stages.kit.training.trainer import RecipeTrainer
+from stages.tasks import load_task
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("recipe")
+def main(recipe: str) -> None:
+    plan = read_plan(recipe)
+    start_one_process_a_device(plan)
+    configure_logging(f"train {recipe} ({plan.profile})")
+    seed_everything(plan.seed)
+    base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
+    log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
+
+    model = load_model(
+        Path(plan.base_dir),
+        device=plan.device,
+        precision=plan.precision,
+        quantization=plan.quantization,
+        attn=plan.attn,
+        placement=plan.placement,
+    )
+    model = apply_recipe(model, plan.parts, plan.lora)
+    log.info("%s", TrainableCounts(**plan.trainable))
+    processor = load_processor(Path(plan.base_dir), plan.images)
+    samples = load_task(plan.task, "samples")
+    records = samples.read_split(Path(plan.data_dir), "train")
+    collator = ConversationCollator(
+        processor,
+        lambda index: samples.conversation(records[index], answered=True),
+        loss=plan.loss,
+        max_length=plan.max_length,
+    )
+
+    run_dir = Path("data/runs") / recipe
+    with (
+        published(run_dir / "training", keep=is_first_process()) as training_dir,
+        published(run_dir / "trained", keep=is_first_process()) as trained_dir,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        callbacks: list[TrainerCallback] = [progress_callback()]
+        if is_first_process():
+            callbacks.append(LiveMetrics(Live(str(training_dir), dvcyaml=None, save_dvc_exp=False, report=None)))
+        trainer = RecipeTrainer(
+            plan,
+            model=model,
+            processor=processor,
+            collator=collator,
+            callbacks=callbacks,
+            scratch_dir=Path(scratch),
+            **wandb_settings(load_params().tracking, recipe),
+        )
+        started = time.monotonic()
+        result = trainer.train()
+        if result.global_step != plan.schedule.num_steps:
+            raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
+        record = TrainingRecord.of(plan, trainer.state, seconds=time.monotonic() - started, peak=peak_memory(plan.device))
+        if is_first_process():
+            save_trained(trainer.accelerator.unwrap_model(trainer.model), trained_dir, base_dir=plan.base_dir)
+            lineage = write_lineage(
+                trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
+            )
+            write_record(record, training_dir / "training.json")
+            log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
+
+
+def start_one_process_a_device(plan: Plan) -> None:
+    """Under placement ddp, become torchrun with one worker a device; the workers come back here with their rank."""
+    if plan.placement != "ddp" or "LOCAL_RANK" in os.environ:
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.device.count}"]
+    os.execv(sys.executable, [*launcher, "-m", "stages.train", plan.recipe])
+
+
+def is_first_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def rebuild_base(plan: Plan) -> str:
+    """The command that makes the base anew."""
+    kind, name, *_ = Path(plan.base_dir).relative_to("data").parts
+    return f"dvc repro -f -s {'base' if kind == 'bases' else 'merge'}@{name}"
+
+
+if __name__ == "__main__":
+    main()

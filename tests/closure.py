@@ -1,0 +1,79 @@
+"""Which files of the project a module runs: its imports, and theirs, read from the source without running it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def import_closure(module: str) -> set[str]:
+    """Paths, relative to the repository, of the project's files that importing `module` can lead to.
+
+    Imports inside functions count, those under TYPE_CHECKING do not, and empty files are left out. Non-Python files
+    that a module names in a string, next to itself, count too.
+    """
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _path(name)
+        if path is None or str(path.relative_to(ROOT)) in seen:
+            continue
+        seen.add(str(path.relative_to(ROOT)))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        waiting += _imports(tree, package=name if path.name == "__init__.py" else name.rpartition(".")[0])
+        waiting += _parents(name)
+        seen |= {str(file.relative_to(ROOT)) for file in _named_files(tree, path.parent)}
+    return {path for path in seen if (ROOT / path).read_text(encoding="utf-8").strip()}
+
+
+def task_faces(module: str) -> set[str]:
+    """The faces of a task that a stage loads: the literals in its calls of `load_task`."""
+    path = _path(module)
+    assert path is not None, module
+    return {
+        str(node.args[1].value)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "load_task"
+        and isinstance(node.args[1], ast.Constant)
+    }
+
+
+def _path(module: str) -> Path | None:
+    """The file of one of the project's modules; None for a name inside a module and for other packages."""
+    plain = ROOT / Path(*module.split("."))
+    return next((path for path in (plain.with_suffix(".py"), plain / "__init__.py") if path.is_file()), None)
+
+
+def _parents(module: str) -> list[str]:
+    steps = module.split(".")
+    return [".".join(steps[:count]) for count in range(1, len(steps))]
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    only_for_types = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in only_for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {package}"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".html", ".css", ".js")):
+            if "/" not in node.value and (folder / node.value).is_file():
+                yield folder / node.value

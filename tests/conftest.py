@@ -1,0 +1,27 @@
+"""Fixtures that more than one folder uses."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.kit.data.conversation import Conversation
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Qwen2-VL of about 0.25 million random weights. Not to be written to."""
+    from tests.tiny import save_tiny_vlm
+
+    return save_tiny_vlm(tmp_path_factory.mktemp("models") / "vlm")
+
+
+@pytest.fixture(scope="session")
+def answered() -> list[Conversation]:
+    from tests.tiny import table_conversation
+
+    return [table_conversation(index) for index in range(8)]
+
+
+@pytest.fixture(scope="session")
+def probes(answered: list[Conversation]) -> list[Conversation]:
+    return answered[:2]

@@ -1,0 +1,83 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, split_files, write_rows
+from stages.kit.errors import UserError
+
+SCHEMA = pa.schema([("n", pa.int64())])
+
+
+def rows(count: int) -> list[dict[str, int]]:
+    return [{"n": n} for n in range(count)]
+
+
+def test_rows_come_back_in_order_across_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_rows(rows(2 * ROW_GROUP + 3), path, SCHEMA)
+    assert list(read_rows(path)) == rows(2 * ROW_GROUP + 3)
+    assert pq.ParquetFile(path).num_row_groups == 3
+
+
+def test_same_rows_give_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rows(rows(ROW_GROUP + 1), tmp_path / name, SCHEMA)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_rows(rows(1), path, SCHEMA)
+
+    def broken() -> Iterator[dict[str, int]]:
+        yield from rows(ROW_GROUP + 1)
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_rows(broken(), path, SCHEMA)
+    assert list(read_rows(path)) == rows(1)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_split_files_prefers_the_data_folder_and_sorts(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("data/train-1.parquet", "data/train-0.parquet", "data/val-0.parquet", "train.parquet"):
+        write_rows(rows(1), tmp_path / name, SCHEMA)
+    assert [p.name for p in split_files(tmp_path, "train")] == ["train-0.parquet", "train-1.parquet"]
+    assert [p.name for p in split_files(tmp_path / "data", "val")] == ["val-0.parquet"]
+
+
+def test_missing_folder_and_missing_split_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no dataset folder .*nowhere"):
+        split_files(tmp_path / "nowhere", "train")
+    with pytest.raises(UserError, match="no files for the split val"):
+        split_files(tmp_path, "val")
+
+
+def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_pylist([{"id": "a", "objects": {"bbox": [1.0]}}]), path)
+    wanted = ["id", "objects.bbox", "objects.name", "image", "id.bytes"]
+    assert missing_columns(path, wanted) == ["objects.name", "image", "id.bytes"]
+
+
+def test_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match=r"train\.parquet cannot be read as parquet"):
+        list(read_rows(path))
+
+
+def test_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(
+        pa.table({"text": ["a" * 5000, "b" * 5000]}), path, compression="zstd", use_dictionary=False
+    )
+    content = bytearray(path.read_bytes())
+    content[4:40] = bytes(36)  # the first page, behind the magic number
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"train\.parquet is damaged"):
+        list(read_rows(path))

@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.generation import generate_answers
+from stages.kit.models.load import load_model
+from stages.kit.models.processors import encode, load_processor
+from stages.kit.params import DeviceParams
+
+
+def question(index: int) -> Conversation:
+    """Pictures and texts of different sizes, so that a batch needs padding."""
+    picture = Image.new("RGB", (60 + 30 * (index % 3), 80), (40 * index % 255, 90, 200))
+    text = "Where? " * (index % 4 + 1)
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    return Conversation(sample_id=str(index), messages=[{"role": "user", "content": content}], images=[picture])
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 7])
+def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+
+    def answers(size: int) -> list[str]:
+        return generate_answers(model, processor, question, 7, batch_size=size, max_new_tokens=12)
+
+    alone = answers(1)
+    assert len(set(alone)) > 1, "the questions must not all have one answer, or the test could not fail"
+    assert answers(batch_size) == alone
+
+
+def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+    inputs = encode(processor, [question(0)], padding_side="left")
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    assert ids[3] not in ids[:3]
+    model.generation_config.eos_token_id = ids[3]
+    (answer,) = generate_answers(model, processor, question, 1, batch_size=1, max_new_tokens=8)
+    assert answer == processor.tokenizer.decode(ids[:3])

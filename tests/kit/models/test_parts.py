@@ -1,0 +1,134 @@
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from stages.kit.errors import UserError
+from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.parts import (
+    TrainableCounts,
+    apply_recipe,
+    count_trainable,
+    lora_config,
+    part_of,
+    trained_modules,
+)
+from stages.kit.params import LoraParams, Params, PartsParams, load_params
+
+ROOT = Path(__file__).parents[3]
+PARAMS = load_params(ROOT / "params.yaml")
+LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+GEOMETRIES = {
+    "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
+    "Qwen/Qwen2-VL-2B-Instruct": "tests/geometries/qwen2-vl-2b",
+    "Qwen/Qwen2-VL-7B-Instruct": "tests/geometries/qwen2-vl-7b",
+}
+"""Where the real configuration of each base lies in the repository."""
+
+
+def meta(base: str) -> torch.nn.Module:
+    warnings.simplefilter("ignore", FutureWarning)
+    return meta_model(load_config(ROOT / GEOMETRIES[base]))
+
+
+def counts(recipe: str, base: str) -> TrainableCounts:
+    params = PARAMS.recipe(recipe)
+    return count_trainable(apply_recipe(meta(base), params.parts, params.lora))
+
+
+def bases_of(params: Params) -> set[str]:
+    sources = {source for profile in params.profiles.values() for source in profile.bases.values()}
+    return {source.partition(":")[2].partition("@")[0] for source in sources}
+
+
+def test_the_real_geometries_are_complete() -> None:
+    """Sizes as published: 2.21 and 8.29 billion, a vision tower of 0.67."""
+    assert count_trainable(meta("Qwen/Qwen2-VL-2B-Instruct")).all == 2_208_985_600
+    assert count_trainable(meta("Qwen/Qwen2-VL-7B-Instruct")).all == 8_291_375_616
+
+
+@pytest.mark.parametrize("base", sorted(bases_of(PARAMS)))
+@pytest.mark.parametrize("recipe", sorted(PARAMS.recipes))
+def test_every_recipe_trains_what_it_says_on_every_base(recipe: str, base: str) -> None:
+    parts = PARAMS.recipe(recipe).parts
+    found = counts(recipe, base)
+    for part in ("vision", "projector", "llm"):
+        assert (getattr(found, part) > 0) == (part in parts.trained()), part
+    assert found.total == found.vision + found.projector + found.llm
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vision", "projector", "llm"),
+    [
+        ("r1-llm-only", 0, 0, 161_480_704),
+        ("r2-vision-only", 631_183_360, 44_575_744, 0),
+        ("r3-stage1", 631_183_360, 44_575_744, 0),
+        ("r3-stage2", 0, 0, 161_480_704),
+        ("r4-joint", 41_943_040, 0, 161_480_704),
+    ],
+)
+def test_counts_on_qwen2_vl_7b(recipe: str, vision: int, projector: int, llm: int) -> None:
+    found = counts(recipe, "Qwen/Qwen2-VL-7B-Instruct")
+    assert (found.vision, found.projector, found.llm) == (vision, projector, llm)
+
+
+def test_r2_trains_exactly_the_vision_tower_of_the_7b() -> None:
+    params = PARAMS.recipe("r2-vision-only")
+    model = apply_recipe(meta("Qwen/Qwen2-VL-7B-Instruct"), params.parts, params.lora)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"model.visual.{name}" for name, _ in model.model.visual.named_parameters()}
+
+
+@pytest.mark.parametrize("base", ["Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct"])
+def test_lora_sits_on_what_it_names_and_nothing_else(base: str) -> None:
+    model = apply_recipe(meta(base), PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)
+    adapted = trained_modules(model)
+    vision = {name for name in adapted if part_of(name) == "vision"}
+    assert {name.rsplit(".", 1)[-1] for name in adapted - vision} == LLM_LINEARS
+    assert len(adapted - vision) == 28 * 7
+    assert {".".join(name.split(".")[-2:]) for name in vision} == {"attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"}
+    assert len(vision) == 32 * 4
+
+
+def test_proj_does_not_catch_o_proj() -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"vision": ("attn.proj",)})
+    model = apply_recipe(meta("Qwen/Qwen2-VL-2B-Instruct"), PartsParams(vision="lora"), lora)
+    assert all(name.endswith("attn.proj") and "visual" in name for name in trained_modules(model))
+    assert len(trained_modules(model)) == 32
+
+
+def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"llm": ("q_proj", "query")})
+    with pytest.raises(UserError, match=r"lora.targets.llm: 'query' names no linear layer; the llm's end in .*q_proj"):
+        lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
+
+
+def test_a_text_model_has_no_vision_to_train() -> None:
+    config = Qwen2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    with pytest.raises(UserError, match="has no vision"):
+        apply_recipe(meta_model(config), PartsParams(vision="full"), None)
+
+
+def test_trained_weights_are_kept_in_fp32() -> None:
+    model = meta("data/tiny/qwen2-vl").to(torch.bfloat16)
+    adapted = apply_recipe(model, PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in adapted.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.visual.blocks.0.attn.proj.weight", "vision"),
+        ("model.visual.patch_embed.proj.weight", "vision"),
+        ("model.visual.merger.mlp.0.weight", "projector"),
+        ("model.language_model.layers.0.self_attn.o_proj.weight", "llm"),
+        ("lm_head.weight", "llm"),
+        ("base_model.model.model.visual.blocks.0.attn.proj.lora_A.default.weight", "vision"),
+        ("base_model.model.model.visual.blocks.0.attn.proj.base_layer.weight", "vision"),
+    ],
+)
+def test_part_of(name: str, part: str) -> None:
+    assert part_of(name) == part

@@ -1,0 +1,100 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
+from stages.kit.models.certificate import changed_modules, compare_logits, probe_logits, weight_digests
+from stages.kit.models.load import load_model
+from stages.kit.models.parts import apply_recipe, trained_modules
+from stages.kit.models.processors import load_processor
+from stages.kit.models.trained import WEIGHTS_FILE, load_trained, merge_trained, save_trained
+from stages.kit.params import DeviceParams, LoraParams, PartsParams
+
+LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {
+    "lora": (PartsParams(llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
+    "full": (PartsParams(vision="full", projector="full"), None),
+    "joint": (
+        PartsParams(vision="lora", llm="lora"),
+        LoraParams(rank=4, alpha=8, targets={"llm": LLM, "vision": ("attn.qkv", "attn.proj", "mlp.fc1")}),
+    ),
+    "mixed": (PartsParams(vision="full", llm="lora"), LoraParams(rank=4, alpha=8, targets={"llm": LLM})),
+}
+
+
+def load(folder: Path) -> Any:
+    return load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+
+
+@pytest.fixture
+def trained(tiny_vlm: Path, tmp_path: Path) -> Callable[[str], Any]:
+    """A model whose trained weights were moved at random (LoRA's B starts at zero), saved into tmp_path."""
+
+    def make(way: str) -> Any:
+        torch.manual_seed(0)
+        model = apply_recipe(load(tiny_vlm), *WAYS[way]).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        save_trained(model, tmp_path, base_dir="data/bases/vlm")
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_saved_is_what_was_trained(
+    trained: Callable[[str], Any], way: str, tiny_vlm: Path, tmp_path: Path, probes: list[Conversation]
+) -> None:
+    processor = load_processor(tiny_vlm, None)
+    before = probe_logits(load(tiny_vlm), processor, probes)
+    wanted = probe_logits(trained(way), processor, probes)
+    found = probe_logits(load_trained(load(tiny_vlm), tmp_path).eval(), processor, probes)
+    assert compare_logits(found, wanted)[0] == 0
+    assert compare_logits(before, wanted)[0] > 0.01
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_merged_model_equals_adapter_model(
+    trained: Callable[[str], Any], way: str, tiny_vlm: Path, tmp_path: Path, probes: list[Conversation]
+) -> None:
+    processor = load_processor(tiny_vlm, None)
+    expected = trained_modules(trained(way))
+    base = load(tiny_vlm)
+    digests = weight_digests(base)
+    adapted = load_trained(base, tmp_path).eval()
+    wanted = probe_logits(adapted, processor, probes)
+    merge_trained(adapted).save_pretrained(tmp_path / "merged")
+    merged = load(tmp_path / "merged")
+    assert compare_logits(probe_logits(merged, processor, probes), wanted)[0] < 1e-4
+    assert changed_modules(digests, weight_digests(merged)) == expected
+
+
+def test_the_adapter_names_its_base_relative_to_the_workspace(trained: Callable[[str], Any], tmp_path: Path) -> None:
+    trained("lora")
+    config = (tmp_path / "adapter/adapter_config.json").read_text()
+    assert '"base_model_name_or_path": "data/bases/vlm"' in config
+    assert str(tmp_path) not in config
+
+
+def test_only_what_was_trained_is_saved(trained: Callable[[str], Any], tmp_path: Path) -> None:
+    trained("full")
+    assert not (tmp_path / "adapter").exists()
+    assert all(name.startswith("model.visual.") for name in load_file(tmp_path / WEIGHTS_FILE))
+
+
+def test_an_empty_folder_and_strange_weights_are_refused(tiny_vlm: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds neither"):
+        load_trained(load(tiny_vlm), tmp_path)
+    save_file({"model.visual.nothing": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(UserError, match="model.visual.nothing, which .* does not have"):
+        load_trained(load(tiny_vlm), tmp_path)
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(UserError, match=r"lm_head.weight as \(2,\)"):
+        load_trained(load(tiny_vlm), tmp_path)

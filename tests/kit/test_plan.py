@@ -1,0 +1,109 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from stages.kit.errors import UserError
+from stages.kit.params import Params, load_params
+from stages.kit.plan import read_plan, resolve_plan, write_plan
+
+PARAMS = load_params(Path(__file__).parents[2] / "params.yaml")
+
+
+def with_changes(recipe: dict[str, Any] | None = None, **memory: Any) -> Params:
+    """The shipped parameters, with changes to r1-llm-only and to the memory settings of the tiny profile."""
+    profile = PARAMS.active
+    return replace(
+        PARAMS,
+        recipes={**PARAMS.recipes, "r1-llm-only": replace(PARAMS.recipe("r1-llm-only"), **(recipe or {}))},
+        profiles={**PARAMS.profiles, "tiny": replace(profile, memory=replace(profile.memory, **memory))},
+    )
+
+
+def on(profile: str) -> Params:
+    return replace(PARAMS, profile=profile)
+
+
+@pytest.mark.parametrize("recipe", PARAMS.recipes)
+@pytest.mark.parametrize("profile", PARAMS.profiles)
+def test_every_recipe_resolves_on_every_profile_and_survives_the_file(
+    recipe: str, profile: str, tmp_path: Path
+) -> None:
+    plan = resolve_plan(on(profile), recipe, train_samples=1083)
+    write_plan(plan, tmp_path / recipe / "plan.yaml")
+    assert read_plan(recipe, runs_dir=tmp_path) == plan
+
+
+def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
+    plan = resolve_plan(on("qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=1083)
+    schedule = plan.schedule
+    assert (schedule.micro_batch, schedule.grad_accumulation, schedule.effective_batch) == (2, 8, 16)
+    assert schedule.num_steps == 3 * 68
+    assert schedule.learning_rates == {"llm": 1e-4}
+    assert plan.quantization == "nf4"
+    assert plan.images is not None
+    assert (plan.images.min_pixels, plan.images.max_pixels) == (256 * 28 * 28, 1280 * 28 * 28)
+
+
+def test_the_tiny_profile_scales_rates_and_leaves_quantization_out() -> None:
+    plan = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
+    assert plan.schedule.learning_rates == {"llm": 1e-4 * PARAMS.active.learning_rate_scale}
+    assert plan.quantization == "none"
+
+
+def test_an_effective_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match=r"effective_batch is 16, which is not a multiple of micro_batch 3 x 1 device"):
+        resolve_plan(with_changes(micro_batch=3), "r1-llm-only", train_samples=10)
+
+
+def test_devices_share_the_effective_batch_under_ddp_only() -> None:
+    device = replace(PARAMS.active.device, count=4)
+    spread = replace(with_changes(micro_batch=2, placement="ddp").active, device=device)
+    schedule = resolve_plan(replace(PARAMS, profiles={"tiny": spread}), "r1-llm-only", train_samples=10).schedule
+    assert schedule.grad_accumulation == 2
+    balanced = resolve_plan(on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule
+    assert balanced.grad_accumulation == 8
+
+
+def test_a_part_may_have_a_rate_of_its_own() -> None:
+    params = replace(PARAMS.recipe("r4-joint"), part_learning_rates={"vision": 5e-5})
+    plan = resolve_plan(replace(PARAMS, recipes={"r4-joint": params}), "r4-joint", train_samples=10)
+    assert plan.schedule.learning_rates["vision"] == plan.schedule.learning_rates["llm"] / 2
+
+
+@given(
+    samples=st.integers(1, 5000),
+    micro=st.sampled_from([1, 2, 4, 8, 16]),
+    accumulation=st.integers(1, 8),
+    epochs=st.integers(1, 5),
+    max_steps=st.none() | st.integers(1, 100),
+)
+def test_the_effective_batch_is_kept_and_every_sample_is_seen(
+    samples: int, micro: int, accumulation: int, epochs: int, max_steps: int | None
+) -> None:
+    effective = micro * accumulation
+    params = with_changes({"effective_batch": effective, "epochs": epochs, "max_steps": max_steps}, micro_batch=micro)
+    schedule = resolve_plan(params, "r1-llm-only", train_samples=samples).schedule
+    assert schedule.micro_batch * schedule.grad_accumulation == effective
+    assert (schedule.steps_per_epoch - 1) * effective < samples <= schedule.steps_per_epoch * effective
+    assert schedule.num_steps <= (max_steps or schedule.num_steps)
+    assert 0 <= schedule.warmup_steps <= schedule.num_steps
+
+
+def test_a_damaged_plan_names_the_command_that_mends_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is missing; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
+        read_plan("r1-llm-only", runs_dir=tmp_path)
+    (tmp_path / "r1-llm-only").mkdir()
+    for text in ("", "a: [", "recipe: 3\n", "\0"):
+        (tmp_path / "r1-llm-only/plan.yaml").write_text(text)
+        with pytest.raises(UserError, match="is damaged"):
+            read_plan("r1-llm-only", runs_dir=tmp_path)
+
+
+def test_the_shipped_parameters_round_trip_through_json() -> None:
+    adapter = TypeAdapter(Params)
+    assert adapter.validate_json(adapter.dump_json(PARAMS), strict=True) == PARAMS

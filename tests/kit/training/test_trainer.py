@@ -1,0 +1,132 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.models.load import load_model
+from stages.kit.models.parts import apply_recipe, count_trainable, counts_dict, part_of
+from stages.kit.models.processors import load_processor
+from stages.kit.params import DeviceParams, load_params
+from stages.kit.plan import Plan, resolve_plan
+from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.contract import ContractBreach
+from stages.kit.training.seed import seed_everything
+from stages.kit.training.trainer import RecipeTrainer
+
+PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
+
+
+def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: Any) -> Plan:
+    profile = PARAMS.active
+    memory = replace(profile.memory, micro_batch=micro_batch)
+    changed = replace(PARAMS.recipe(recipe), **{"effective_batch": 4, "epochs": 2, **changes})
+    params = replace(
+        PARAMS, profiles={"tiny": replace(profile, memory=memory)}, recipes={**PARAMS.recipes, recipe: changed}
+    )
+    return resolve_plan(params, recipe, train_samples=samples)
+
+
+@pytest.fixture
+def build(
+    tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path
+) -> Callable[..., RecipeTrainer]:
+    def make(plan: Plan, **more: Any) -> RecipeTrainer:
+        seed_everything(plan.seed)
+        model = apply_recipe(
+            load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32"), plan.parts, plan.lora
+        )
+        plan = replace(plan, trainable={**counts_dict(count_trainable(model)), **more})
+        processor = load_processor(tiny_vlm, None)
+        collator = ConversationCollator(
+            processor, lambda index: answered[index], loss=plan.loss, max_length=plan.max_length
+        )
+        return RecipeTrainer(
+            plan,
+            model=model,
+            processor=processor,
+            collator=collator,
+            callbacks=[],
+            scratch_dir=tmp_path,
+            report_to="none",
+        )
+
+    return make
+
+
+def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def test_training_moves_what_is_trained_and_nothing_else(build: Callable[..., RecipeTrainer]) -> None:
+    plan = plan_for("r4-joint")
+    trainer = build(plan)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.state.global_step == plan.schedule.num_steps == 4
+    for name, parameter in trainer.model.named_parameters():
+        if not parameter.requires_grad:
+            assert torch.equal(before[name], parameter), name
+        elif "lora_B" in name:
+            assert not torch.equal(before[name], parameter), name
+
+
+def test_each_part_has_its_own_learning_rate(build: Callable[..., RecipeTrainer]) -> None:
+    trainer = build(plan_for("r4-joint", part_learning_rates={"vision": 3e-5}))
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    rates = {
+        part_of(names[id(parameter)]): group["lr"]
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
+    scale = PARAMS.active.learning_rate_scale
+    assert rates == {"vision": pytest.approx(3e-5 * scale), "llm": pytest.approx(1e-4 * scale)}
+
+
+def test_accumulation_follows_the_trajectory_of_the_whole_batch(build: Callable[..., RecipeTrainer]) -> None:
+    """The loss is weighted by tokens over the whole effective batch, whatever the micro-batch."""
+    lora = replace(PARAMS.recipe("r1-llm-only").lora, dropout=0.0)
+    ends = []
+    for micro_batch in (4, 2, 1):
+        trainer = build(plan_for("r1-llm-only", micro_batch=micro_batch, lora=lora))
+        trainer.train()
+        ends.append(weights(trainer))
+    for other in ends[1:]:
+        for name, tensor in ends[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-5)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(build: Callable[..., RecipeTrainer]) -> None:
+    ends = []
+    for seed in (1, 1, 2):
+        trainer = build(plan_for("r1-llm-only", seed=seed))
+        trainer.train()
+        ends.append(weights(trainer))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
+
+
+def test_checkpointing_changes_nothing_but_memory(build: Callable[..., RecipeTrainer]) -> None:
+    ends = []
+    for checkpointing in (False, True):
+        trainer = build(replace(plan_for("r2-vision-only"), gradient_checkpointing=checkpointing))
+        trainer.train()
+        ends.append(weights(trainer))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_run_unlike_its_plan_does_not_start(build: Callable[..., RecipeTrainer]) -> None:
+    with pytest.raises(ContractBreach, match="llm has"):
+        build(plan_for("r1-llm-only"), llm=7)
+
+
+def test_a_part_without_gradients_stops_the_first_step(build: Callable[..., RecipeTrainer]) -> None:
+    trainer = build(plan_for("r2-vision-only"))
+    trainer.model.model.visual.merger.register_forward_hook(lambda *_: _[-1].detach())
+    trainer.model.model.language_model.embed_tokens.register_forward_hook(lambda *_: _[-1].requires_grad_())
+    with pytest.raises(ContractBreach, match=r"vision is trained, but .* got no gradient"):
+        trainer.train()

@@ -1,0 +1,123 @@
+"""Run folders as evaluation and training leave them, made up, for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from stages.kit.params import Params, load_params
+from stages.kit.plan import resolve_plan, write_plan
+
+PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
+DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint")
+
+
+def project_params() -> Params:
+    return load_params(PARAMS_PATH)
+
+
+def made_up_ious(mean: float, num_samples: int, *, seed: int) -> NDArray[np.float64]:
+    """Scores in 0..1 that share how hard each sample is, as those of real models do; (num_samples,)."""
+    hardness = np.random.default_rng(0).normal(0, 0.12, num_samples)
+    own = np.random.default_rng(seed).normal(0, 0.05, num_samples)
+    return np.clip(mean + hardness + own, 0, 1)
+
+
+def write_made_up_run(
+    runs_dir: Path,
+    name: str,
+    ious: Sequence[float] | NDArray[np.float64],
+    *,
+    params: Params | None = None,
+    image_ids: Sequence[str] | None = None,
+    truth: Sequence[float] = (0.2, 0.2, 0.8, 0.8),
+    num_pictures: int = 1,
+) -> Path:
+    """An evaluated run; with `params`, also plan and training record of the recipe of that name."""
+    run_dir = runs_dir / name
+    (run_dir / "pictures").mkdir(parents=True)
+    scores = np.asarray(ious, dtype=np.float64)
+    ids = list(image_ids) if image_ids is not None else [f"image-{index:03d}" for index in range(len(scores))]
+    rows = {
+        "image_id": ids,
+        "text": ["<|box_start|>(200,200),(800,800)<|box_end|>"] * len(scores),
+        "valid": [bool(score > 0) for score in scores],
+        "boxes": [[[0.2, 0.2, 0.8, 0.8]]] * len(scores),
+        "truth": [[list(truth)]] * len(scores),
+        "iou": scores,
+        "matched_iou": scores,
+    }
+    pq.write_table(pa.table(rows), run_dir / "predictions.parquet")
+    _write_json(
+        run_dir / "metrics.json",
+        {
+            "samples": len(scores),
+            "mean_iou": float(scores.mean()) if len(scores) else 0.0,
+            "detection_rate": float((scores > 0).mean()) if len(scores) else 0.0,
+            "iou_over_50": float((scores > 0.5).mean()) if len(scores) else 0.0,
+            "iou_over_70": float((scores > 0.7).mean()) if len(scores) else 0.0,
+            "map_score_policy": "answer-order",
+            "samples_per_second": 12.5,
+        },
+    )
+    for kind in ("best", "worst", "random"):
+        for rank in range(1, num_pictures + 1):
+            _write_picture(run_dir / "pictures" / f"{kind}-{rank}.png")
+    if params is not None:
+        _write_training(run_dir, name, params)
+    return run_dir
+
+
+def _write_training(run_dir: Path, name: str, params: Params) -> None:
+    plan = resolve_plan(params, name, train_samples=160)
+    write_plan(plan, run_dir / "plan.yaml")
+    vision = 1_204_000 if "vision" in plan.parts.trained() else 0
+    llm = 688_000 if "llm" in plan.parts.trained() else 0
+    _write_json(
+        run_dir / "training" / "training.json",
+        {
+            "recipe": name,
+            "profile": plan.profile,
+            "num_steps": plan.schedule.num_steps,
+            "epochs": 3.0,
+            "train_loss": 0.9,
+            "final_loss": 0.61,
+            "train_seconds": 74.2,
+            "samples_per_second": 16.1,
+            "peak_memory_bytes": 1_300_000_000,
+            "memory_kind": "rss",
+            "trainable": {
+                "vision": vision,
+                "projector": 0,
+                "llm": llm,
+                "total": vision + llm,
+                "all": 3_100_000,
+            },
+        },
+    )
+    curve = run_dir / "training" / "plots" / "metrics" / "train" / "loss.tsv"
+    curve.parent.mkdir(parents=True)
+    steps = np.arange(1, 31)
+    losses = 0.5 + 2.0 * np.exp(-steps / 8) + np.random.default_rng(len(name)).normal(0, 0.06, len(steps))
+    lines = [f"{step}\t{loss:.4f}" for step, loss in zip(steps, losses, strict=True)]
+    curve.write_text("\n".join(["step\tloss", *lines]) + "\n", encoding="utf-8")
+
+
+def _write_picture(path: Path) -> None:
+    image = Image.new("RGB", (168, 224), (236, 229, 214))
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((38, 60, 130, 190), outline=(0, 160, 60), width=3)
+    draw.rectangle((44, 52, 124, 180), outline=(225, 25, 25), width=3)
+    image.save(path)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,143 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from stages.tasks.detection.boxes import CODECS, decode_boxes, encode_boxes
+from stages.tasks.detection.records import Box, reading_order
+
+SIZE = (644, 924)
+"""Of a resized image, for the families that count its pixels."""
+
+
+def label(points: str) -> str:
+    return f"<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>{points}<|box_end|>"
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    x, y = (sorted(draw(st.lists(st.floats(0, 1), min_size=2, max_size=2, unique=True))) for _ in range(2))
+    return x[0], y[0], x[1], y[1]
+
+
+@pytest.mark.parametrize("family", CODECS)
+@given(given_boxes=st.lists(boxes(), min_size=1, max_size=4))
+@example(given_boxes=[(0.0, 0.0, 1.0, 1.0)])
+@example(given_boxes=[(1 - 1e-9, 0.0, 1.0, 1e-9)])
+@example(given_boxes=[(0.50051, 0.4995, 0.50052, 0.49951)])
+def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box]) -> None:
+    decoded = decode_boxes(encode_boxes(given_boxes, family=family, size=SIZE), family=family, size=SIZE)
+    assert decoded.valid
+    assert not decoded.problems
+    assert len(decoded.boxes) == len(given_boxes)
+    grid = CODECS[family].grid(SIZE)
+    for back, box in zip(decoded.boxes, reading_order(given_boxes), strict=True):
+        for axis, step in enumerate(1 / steps for steps in grid):
+            # A side narrower than a step may have been widened to one, its ends moved by up to a step.
+            off = 0.5 * step if box[axis + 2] - box[axis] >= step else step
+            assert abs(back[axis] - box[axis]) <= off + 1e-9
+            assert abs(back[axis + 2] - box[axis + 2]) <= off + 1e-9
+
+
+def test_answer_is_qwen2_vls_grounding_text_in_reading_order() -> None:
+    answer = encode_boxes([(0.5, 0.6, 0.7, 0.8), (0.1234, 0.0, 1.0, 0.5678)])
+    assert answer == label("(123,0),(1000,568)") + label("(500,600),(700,800)")
+
+
+def test_coordinates_are_rounded_not_cut() -> None:
+    assert "(100,200),(300,1000)" in encode_boxes([(0.0996, 0.1996, 0.2996, 0.9996)])
+
+
+def test_other_families_answer_json() -> None:
+    box = (0.25, 0.5, 0.75, 1.0)
+    assert (
+        encode_boxes([box], family="qwen3_vl")
+        == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
+    )
+    assert "[161, 462, 483, 924]" in encode_boxes([box], family="qwen2_5_vl", size=SIZE)
+    with pytest.raises(ValueError, match="of the resized image"):
+        encode_boxes([box], family="qwen2_5_vl")
+
+
+def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
+    text = (
+        '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
+    )
+    decoded = decode_boxes(text, family="qwen3_vl")
+    assert decoded.boxes == ((0.001, 0.002, 0.03, 0.04),)
+    assert decoded.malformed == 2
+
+
+@pytest.mark.parametrize(
+    "box", [(0.5, 0.1, 0.4, 0.2), (0.1, 0.1, 0.1, 0.2), (0.1, 0.1, 1.1, 0.2), (float("nan"), 0.1, 0.4, 0.2)]
+)
+def test_encoding_refuses_what_is_no_box(box: Box) -> None:
+    with pytest.raises(ValueError, match="is not x0 < x1, y0 < y1"):
+        encode_boxes([box])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (label("(500,100),(400,900)"), "reversed"),
+        (label("(100,900),(400,100)"), "reversed"),
+        (label("(100,100),(100,900)"), "zero area"),
+        (label("(100,900),(400,900)"), "zero area"),
+        (label("(100,100),(1001,900)"), "outside"),
+        (label("(100,100),(99999999999,900)"), "is not"),
+        (label("(-1,100),(400,900)"), "is not"),
+        (label("(0.1,0.1),(0.4,0.9)"), "is not"),
+        (label("(100,100), (400,900)"), "is not"),
+        (label("(100,100)"), "is not"),
+        (label(""), "is not"),
+        (label("(\u0661\u0660\u0660,100),(400,900)"), "is not"),  # digits, but not the tokenizer's
+        ("<|box_start|>(100,100),(400,90", "no <|box_end|>"),
+        ("<|box_start|>(100,100),(400,900)", "no <|box_end|>"),
+        ("(100,100),(400,900)<|box_end|>", "no <|box_start|>"),
+        ("The table is at (100,100),(400,900).", "no <|box_start|>"),
+        ("<|box_end|>", "no <|box_start|>"),
+    ],
+)
+def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, problem: str) -> None:
+    alone = decode_boxes(text + "<|im_end|>")
+    assert not alone.valid
+    assert alone.malformed == 1
+    assert problem in alone.problems[0]
+    beside = decode_boxes(text + label("(0,0),(500,1000)"))
+    assert beside.boxes == ((0.0, 0.0, 0.5, 1.0),)
+    assert beside.valid
+    assert beside.malformed == 1
+
+
+def test_words_without_a_box_are_invalid_and_not_malformed() -> None:
+    decoded = decode_boxes("There is no nutrition table here.<|im_end|>")
+    assert (decoded.valid, decoded.malformed) == (False, 0)
+
+
+TOKENS = [
+    "<|box_start|>",
+    "<|box_end|>",
+    "(",
+    ")",
+    ",",
+    "7",
+    "1000",
+    "(1,2)",
+    "[",
+    "{",
+    "}",
+    '"bbox_2d"',
+    ":",
+    "[1,2,3,4]",
+]
+
+
+@pytest.mark.parametrize("family", CODECS)
+@given(text=st.one_of(st.text(), st.lists(st.sampled_from(TOKENS)).map("".join)))
+@example(text="<|box_start|>(" + "9" * 5000 + ",1),(2,3)<|box_end|>")
+@example(text='{"bbox_2d": ' + "[" * 100_000)
+@example(text='{"bbox_2d": [' + "9" * 5000 + "]}")
+@example(text='{"label": "bbox_2d"}')
+def test_decoding_never_raises_and_gives_only_proper_boxes(family: str, text: str) -> None:
+    for x0, y0, x1, y1 in decode_boxes(text, family=family, size=SIZE).boxes:
+        assert 0 <= x0 < x1 <= 1
+        assert 0 <= y0 < y1 <= 1

@@ -1,0 +1,123 @@
+import io
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stages.tasks.detection.records import DetectionRecord, parse_row, reading_order
+from tests.tasks.detection.rows import RED, patch_jpeg, picture, raw_row
+
+
+def parsed(row: dict[str, Any]) -> DetectionRecord:
+    record = parse_row(row)
+    assert isinstance(record, DetectionRecord), record
+    return record
+
+
+def without(name: str) -> dict[str, Any]:
+    row = raw_row()
+    del row[name]
+    return row
+
+
+def test_axes_of_the_file_become_x_first() -> None:
+    record = parsed(raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]]))
+    assert record.boxes == ((0.2, 0.1, 0.9, 0.5),)
+    assert (record.width, record.height) == (40, 30)
+
+
+def test_upright_image_keeps_its_bytes() -> None:
+    for image in (picture(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (160, 120), orientation=1)):
+        assert parsed(raw_row(image=image)).image == image
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
+    box, size = (0.1, 0.25, 0.5, 0.45), (80, 160)
+    record = parsed(raw_row(image=patch_jpeg(box, size, orientation), bbox=[[0.25, 0.1, 0.45, 0.5]]))
+    upright = record.open_image()
+    assert upright.size == (record.width, record.height) == size
+    assert Image.open(io.BytesIO(record.image)).getexif().get(0x0112, 1) == 1, "nothing is left to rotate"
+
+    (x0, y0, x1, y1) = record.boxes[0]
+    is_red = np.abs(np.asarray(upright, dtype=int) - RED).sum(axis=2) < 60  # (height, width)
+    ys, xs = np.nonzero(is_red)
+    found = (xs.min() / size[0], ys.min() / size[1], (xs.max() + 1) / size[0], (ys.max() + 1) / size[1])
+    assert found == pytest.approx((x0, y0, x1, y1), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (without("image"), "column image is missing"),
+        (without("objects"), "column objects is missing"),
+        ({**raw_row(), "image_id": None}, "image_id is None"),
+        ({**raw_row(), "image": None}, "no image"),
+        ({**raw_row(), "image": {"bytes": None, "path": "a.jpg"}}, "no image"),
+        (raw_row(image=b"<html>not found</html>"), "unreadable image: cannot identify"),
+        (raw_row(image=patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]), "unreadable image: .*truncated"),
+        (raw_row(image=picture(size=(160, 120))[:-30]), "unreadable image"),
+        (raw_row(bbox=[]), "no boxes"),
+        (raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]], names=[]), "1 boxes, but 0 category names"),
+        (raw_row(bbox=[[0.1, 0.2, 0.5, 1.2]]), r"box 0 \(0.1, 0.2, 0.5, 1.2\) lies outside 0..1"),
+        (raw_row(bbox=[[-0.1, 0.2, 0.5, 0.9]]), "box 0 .* lies outside 0..1"),
+        (raw_row(bbox=[[10, 20, 50, 90]]), "box 0 .* lies outside 0..1"),
+        (raw_row(bbox=[[0.5, 0.2, 0.1, 0.9]]), "box 0 .* wrong order"),
+        (raw_row(bbox=[[0.1, 0.9, 0.5, 0.2]]), "box 0 .* wrong order"),
+        (raw_row(bbox=[[0.1, 0.2, 0.1, 0.9]]), "box 0 .* zero area"),
+        (raw_row(bbox=[[0.1, 1.0, 0.5, 1.0000005]]), "box 0 .* zero area"),
+        (raw_row(bbox=[[0.1, 0.2, float("nan"), 0.9]]), "box 0 .* not a number"),
+        (raw_row(bbox=[[0.1, 0.2, None, 0.9]]), "box 0 .* not a number"),
+        (raw_row(bbox=[[0.1, 0.2, 0.5]]), "box 0 is .*, expected"),
+        (raw_row(bbox=[None]), "box 0 is None, expected"),
+        (raw_row(names=[None]), "category 0 is None"),
+        (raw_row(names=["barcode"]), "no box of a category that starts with nutrition-table; found barcode"),
+    ],
+)
+def test_bad_row_is_reported(row: dict[str, Any], problem: str) -> None:
+    problems = parse_row(row)
+    assert isinstance(problems, list)
+    assert len(problems) == 1
+    assert re.search(problem, problems[0])
+
+
+def test_every_problem_of_a_row_is_reported() -> None:
+    problems = parse_row(raw_row(image_id="", image=b"no", bbox=[[0.5, 0.2, 0.1, 0.9], [0.1, 0.2, 0.3, 7.0]]))
+    assert isinstance(problems, list)
+    assert [problem.split()[0] for problem in problems] == ["image_id", "box", "box", "unreadable"]
+
+
+def test_rounding_outside_the_image_is_clipped() -> None:
+    record = parsed(raw_row(bbox=[[-5e-7, 0.2, 1.0000005, 0.9]]))
+    assert record.boxes == ((0.2, 0.0, 0.9, 1.0),)
+
+
+def test_same_picture_in_other_clothes_has_the_same_digest() -> None:
+    plain = picture((10, 20, 30))
+    with_metadata = io.BytesIO()
+    Image.open(io.BytesIO(plain)).save(with_metadata, "PNG", dpi=(300, 300))
+    assert plain != with_metadata.getvalue()
+    assert parsed(raw_row(image=plain)).sha256 == parsed(raw_row(image=with_metadata.getvalue())).sha256
+    assert parsed(raw_row(image=plain)).sha256 != parsed(raw_row(image=picture((10, 20, 31)))).sha256
+
+
+def test_digest_tells_shapes_with_equal_pixels_apart() -> None:
+    wide, tall = (parsed(raw_row(image=picture(size=size))) for size in ((40, 30), (30, 40)))
+    assert wide.sha256 != tall.sha256
+
+
+def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
+    bbox = [[0.6, 0.1, 0.9, 0.4], [0.0, 0.0, 0.1, 0.1], [0.1, 0.5, 0.4, 0.9], [0.1, 0.1, 0.4, 0.4]]
+    names = ["nutrition-table", "barcode", "nutrition-table-small", "nutrition-table-text"]
+    assert parsed(raw_row(bbox=bbox, names=names)).target_boxes() == (
+        (0.1, 0.1, 0.4, 0.4),
+        (0.5, 0.1, 0.9, 0.4),
+        (0.1, 0.6, 0.4, 0.9),
+    )
+
+
+def test_reading_order_is_top_to_bottom_then_left_to_right() -> None:
+    low, right, left = (0.0, 0.5, 0.2, 0.9), (0.6, 0.1, 0.9, 0.3), (0.1, 0.1, 0.4, 0.4)
+    assert reading_order([low, right, left]) == (left, right, low)

@@ -1,0 +1,98 @@
+"""dvc.yaml as a whole: what each stage depends on, and that every profile has what the stages ask for."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.closure import ROOT, import_closure, task_faces
+
+PIPELINE: dict[str, Any] = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
+PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+
+
+def instances(stage: str) -> list[dict[str, Any]]:
+    """The `do` blocks of a foreach stage with its items put in, as DVC does; `${profile}` is left."""
+    entry = PIPELINE[stage]
+    items = entry["foreach"]
+    if isinstance(items, str):
+        items = PARAMS[items.removeprefix("${").removesuffix("}")]
+    if isinstance(items, list):
+        return [_filled(entry["do"], {"item": item}) for item in items]
+    return [
+        _filled(entry["do"], {"key": key, **{f"item.{name}": value for name, value in item.items()}})
+        for key, item in items.items()
+    ]
+
+
+def _filled(value: Any, names: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {_filled(key, names): _filled(inner, names) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, names) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{([^}]+)\}", lambda match: str(names.get(match[1], match[0])), value)
+    return value
+
+
+def entry_point(do: dict[str, Any]) -> str:
+    return "stages." + do["cmd"].split()[1]
+
+
+def declared_code(do: dict[str, Any]) -> set[str]:
+    """The project's files that a stage declares, folders spread out, empty files left out."""
+    declared: set[str] = set()
+    for dep in do["deps"]:
+        path = ROOT / dep
+        if dep.startswith("stages/"):
+            assert path.exists(), dep
+            files = [path] if path.is_file() else [file for file in path.rglob("*") if "__pycache__" not in file.parts]
+            declared |= {
+                str(file.relative_to(ROOT)) for file in files if file.is_file() and file.read_text(encoding="utf-8").strip()
+            }
+    return declared
+
+
+@pytest.mark.parametrize("stage", PIPELINE)
+def test_a_stage_depends_on_exactly_the_code_it_runs(stage: str) -> None:
+    for do in instances(stage):
+        module = entry_point(do)
+        needed = import_closure(module)
+        for face in task_faces(module):
+            task = next(match[1] for dep in do["deps"] if (match := re.match(rf"stages/tasks/([^/]+)/{face}", dep)))
+            needed |= import_closure(f"stages.tasks.{task}.{face}")
+        declared = declared_code(do)
+        assert sorted(declared - needed) == [], f"{do['cmd']}: declared, but not used"
+        assert sorted(needed - declared) == [], f"{do['cmd']}: used, but not declared"
+
+
+@pytest.mark.parametrize("profile", PARAMS["profiles"])
+@pytest.mark.parametrize("stage", PIPELINE)
+def test_every_profile_has_the_parameters_that_the_stages_read(stage: str, profile: str) -> None:
+    for do in instances(stage):
+        for name in _filled(do.get("params", []), {"profile": profile}):
+            here: Any = PARAMS
+            for step in name.split("."):
+                # A profile without this task's base or data leaves that task's stages out.
+                if step not in here and ".bases." in name or step not in here and ".datasets." in name:
+                    break
+                assert step in here, f"{do['cmd']} reads {name}"
+                here = here[step]
+
+
+@pytest.mark.parametrize("stage", PIPELINE)
+def test_every_command_is_one_call_of_the_launcher(stage: str) -> None:
+    for do in instances(stage):
+        assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9._-]+", do["cmd"])
+
+
+def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
+    """The one list that a new recipe has to be added to."""
+    for do in instances("compare"):
+        task = do["cmd"].split()[-1]
+        runs = {name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task}
+        for output in ("metrics.json", "predictions.parquet", "pictures"):
+            waits = {Path(dep).parent.name for dep in do["deps"] if dep.endswith(f"/{output}")}
+            assert waits == runs, f"add {sorted(runs ^ waits)} to compare in dvc.yaml"

@@ -1,0 +1,183 @@
+"""All stages in a row, as the pipeline runs them, on the smallest model: chaining, certificates, refusals."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from stages.kit.lineage import read_lineage, true_base, write_lineage
+from tests.closure import ROOT
+
+pytestmark = pytest.mark.pipeline
+
+
+def run(stage: str, name: str) -> Result:
+    return CliRunner().invoke(import_module(f"stages.{stage}").main, [name])
+
+
+def done(stage: str, name: str) -> None:
+    result = run(stage, name)
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+
+
+def refused(stage: str, name: str) -> str:
+    """The message of a stage that stops as a user's fault does: exit 1, no traceback."""
+    result = run(stage, name)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
+def small_params(tiny_vlm: Path) -> dict[str, Any]:
+    """The shipped parameters, with less of everything."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    tiny = raw["profiles"]["tiny"]
+    tiny["bases"]["vlm"] = f"folder:{tiny_vlm}"
+    tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 10, "val": 5, "seed": 1}
+    tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+    tiny["memory"]["micro_batch"] = 2
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 8}
+    for recipe in raw["recipes"].values():
+        recipe.update(effective_batch=4, epochs=1)
+    return raw
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A workspace in which r1, and r3 in its two stages, went all the way."""
+    workspace = tmp_path_factory.mktemp("workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        with Path("params.yaml").open("w") as file:
+            YAML().dump(small_params(tiny_vlm), file)
+        done("base", "vlm")
+        done("prepare", "nutrition-tables")
+        done("evaluate", "base-vlm")
+        for recipe in ("r1-llm-only", "r3-stage1", "r3-stage2"):
+            for stage in ("plan", "train", "merge", "evaluate"):
+                done(stage, recipe)
+        done("compare", "detection")
+        yield workspace
+
+
+@pytest.fixture
+def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A moved copy of the finished workspace, to damage."""
+    moved = tmp_path / "moved workspace"
+    shutil.copytree(finished, moved)
+    monkeypatch.chdir(moved)
+    return moved
+
+
+def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
+    for name in ("base-vlm", "r1-llm-only", "r3-stage2"):
+        run_dir = finished / "data/runs" / name
+        metrics = json.loads((run_dir / "metrics.json").read_text())
+        assert metrics["samples"] == 5
+        for figure in (
+            *("mean_iou", "median_iou", "min_iou", "max_iou", "detection_rate", "iou_over_50", "iou_over_70"),
+            *("parse_failure_rate", "map_50_95", "samples_per_second"),
+        ):
+            assert isinstance(metrics[figure], int | float), figure
+        assert pq.read_table(run_dir / "predictions.parquet").num_rows == 5
+        assert {path.name.split("-")[0] for path in (run_dir / "pictures").iterdir()} == {"best", "worst", "random"}
+    training = json.loads((finished / "data/runs/r1-llm-only/training/training.json").read_text())
+    assert training["num_steps"] == 3
+    assert training["peak_memory_bytes"] > 0
+    assert (finished / "data/runs/r1-llm-only/training/plots/metrics/train/loss.tsv").is_file()
+    assert (finished / "data/report/detection/index.html").is_file()
+
+
+def test_recipes_without_a_result_are_named_in_the_report(finished: Path) -> None:
+    text = (finished / "data/report/detection/comparison.md").read_text()
+    assert "r4-joint" in text
+    assert "dvc repro" in text
+
+
+def test_stage_2_was_trained_on_the_result_of_stage_1(finished: Path) -> None:
+    runs = finished / "data/runs"
+    lineage = read_lineage(runs / "r3-stage2/merged")
+    assert lineage.parents["base"].lineage == read_lineage(runs / "r3-stage1/merged")
+    assert lineage.root() == read_lineage(finished / "data/bases/vlm")
+    assert true_base(runs / "r3-stage2/trained") == runs / "r3-stage1/merged"
+
+
+def test_a_merged_folder_loads_with_plain_transformers(finished: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    folder = finished / "data/runs/r3-stage2/merged"
+    model, loaded = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert json.loads((folder / "processor_config.json").read_text())["processor_class"] == "Qwen2VLProcessor"
+
+
+def test_a_moved_workspace_goes_on(workspace: Path) -> None:
+    done("merge", "r3-stage2")
+    done("evaluate", "r3-stage2")
+
+
+def test_an_adapter_is_never_merged_into_another_base(workspace: Path) -> None:
+    """The r3 accident: the base under the plan's path is not the one that stage 2 was trained on."""
+    merged = workspace / "data/runs/r3-stage1/merged"
+    shutil.rmtree(merged)
+    shutil.copytree(workspace / "data/bases/vlm", merged)
+    wanted = read_lineage(workspace / "data/runs/r3-stage2/trained").parents["base"].lineage.digest
+    message = refused("merge", "r3-stage2")
+    assert f"trained on base {wanted[:12]}" in message
+    assert f"holds {read_lineage(merged).digest[:12]}" in message
+
+
+def test_a_damaged_base_is_refused_before_training(workspace: Path) -> None:
+    weights = workspace / "data/bases/vlm/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    message = refused("train", "r1-llm-only")
+    assert "data/bases/vlm was recorded with content" in message
+    assert "dvc repro -f -s base@vlm" in message
+
+
+def test_what_was_not_certified_is_not_evaluated(workspace: Path) -> None:
+    run_dir = workspace / "data/runs/r1-llm-only"
+    shutil.rmtree(run_dir / "merged")
+    shutil.copytree(workspace / "data/bases/vlm", run_dir / "merged")
+    write_lineage(run_dir / "merged", kind="merged", name="r1-llm-only")
+    assert "merge.json certifies" in refused("evaluate", "r1-llm-only")
+    (run_dir / "merge.json").unlink()
+    assert "no model is evaluated without its certificate" in refused("evaluate", "r1-llm-only")
+
+
+def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None:
+    before = read_lineage(workspace / "data/runs/r1-llm-only/trained")
+    plan = workspace / "data/runs/r1-llm-only/plan.yaml"
+    plan.write_text(plan.read_text().replace("max_length: 2048", "max_length: 9"))
+    assert "more than max_length 9" in refused("train", "r1-llm-only")
+    assert read_lineage(workspace / "data/runs/r1-llm-only/trained") == before
+    assert not list((workspace / "data/runs/r1-llm-only").glob(".*partial"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "message"),
+    [
+        ("base", "vml", "no base of profile tiny is called 'vml' (did you mean 'vlm'?)"),
+        ("prepare", "tables", "no dataset of profile tiny is called 'tables'"),
+        ("plan", "r1", "no recipe is called 'r1'"),
+        ("train", "r4-joint", "dvc repro -f -s plan@r4-joint"),
+        ("merge", "r4-joint", "dvc repro -f -s plan@r4-joint"),
+        ("evaluate", "r4-joint", "data/runs/r4-joint/merged/lineage.json is missing"),
+        ("evaluate", "base-text", "no recipe is called 'base-text'"),
+        ("compare", "detecting", "detecting"),
+    ],
+)
+def test_a_name_or_step_that_is_missing_is_named(workspace: Path, stage: str, name: str, message: str) -> None:
+    assert message in " ".join(refused(stage, name).split())
