@@ -1,30 +1,35 @@
 """Compare the models of a task: which is best, by how much, and is the evidence enough to say so?
 
-Reads   data/runs/RECIPE/ of every recipe of the task, and data/runs/BASELINE/ of every untrained base
-Writes  data/report/TASK/: index.html (self-contained), comparison.md, comparison.csv, comparison.json (flat, for
-        `dvc metrics`), distribution.csv (for `dvc plots`)
+Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe and each untrained base
+Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
+        comparison.csv, comparison.json (flat, for `dvc metrics`), distribution.csv (for `dvc plots`)
 Run     docker/run compare detection
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stages.kit.errors import UserError
 from stages.kit.params import Params, load_params
+from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.plots import share_at_least
 from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
-from stages.kit.reporting.tables import Column, Row, Table, csv_text, escape_markdown, markdown, terminal_table
+from stages.kit.reporting.tables import Table, csv_text
+from stages.kit.reporting.texts import (
+    comparison_markdown,
+    comparison_table,
+    comparison_text,
+    distribution_csv,
+    flat_metrics,
+    print_comparison,
+)
 from stages.tasks import load_task
 
 
@@ -40,7 +45,7 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     report = load_report(params, task)
-    contenders = read_contenders(params, task, report, data_dir / "runs")
+    contenders = read_contenders(params, task, report, cards_dir(data_dir, task))
     comparison = compare(report, contenders)
     table = comparison_table(comparison)
     report_dir = data_dir / "report" / task
@@ -62,11 +67,17 @@ def load_report(params: Params, task: str) -> TaskReport:
 
 def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Path) -> list[Contender]:
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
-    names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
-    names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
+    names: dict[str, str | None] = {
+        name: None for name, base in params.baselines.items() if base.task == task
+    }
+    names |= {
+        name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task
+    }
     columns = sorted({*report.evidence, report.score})
     runs: dict[str, Run | None] = {
-        name: read_run(runs_dir / name, identity=report.identity, columns=columns, trained=name in params.recipes)
+        name: read_run(
+            runs_dir / name, identity=report.identity, columns=columns, trained=name in params.recipes
+        )
         for name in names
     }
     evaluated = [run for run in runs.values() if run]
@@ -103,51 +114,15 @@ def _refuse_other_profile(params: Params, runs: list[Run]) -> None:
     if others:
         found = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
         raise UserError(
-            f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; train them "
-            f"again with: dvc repro {' '.join(f'evaluate@{run.name}' for run in others)}"
+            f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; "
+            f"train them again with: dvc repro {' '.join(run.stage for run in others)}"
         )
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """A row a model; those not run are there too, empty, with the command that runs them."""
-    metrics = comparison.report.metrics
-    primary = comparison.report.primary
-    columns = (
-        Column("model", "Model"),
-        *(Column(metric.key, metric.heading, metric.format) for metric in metrics),
-        Column(primary.key, "95% interval", primary.format),
-        Column("role", ""),
-    )
-    rows = []
-    for contender in comparison.contenders:
-        recorded = contender.run.metrics if contender.run else {}
-        best = contender is comparison.best
-        cells = (
-            contender.name,
-            *(recorded.get(metric.key) for metric in metrics),
-            contender.interval,
-            "highest" if best and not comparison.answer.enough else "best" if best else contender.role,
-        )
-        rows.append(Row(cells=cells, emphasised=best, note=contender.note))
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
-    """The table, the answer and the insights, as text that no name can turn into markup."""
-    console.print()
-    console.print(terminal_table(table))
-    for name, note in table.notes:
-        console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=True)
-    console.print()
-    console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
-    for insight in comparison.insights:
-        console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
-    console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
 
 
 def write_report(comparison: Comparison, table: Table, report_dir: Path, *, task: str, profile: str) -> None:
     report_dir.mkdir(parents=True, exist_ok=True)
     written = {
+        "table.txt": comparison_text(comparison, table),
         "comparison.md": comparison_markdown(comparison, table),
         "comparison.csv": csv_text(table),
         "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
@@ -156,43 +131,6 @@ def write_report(comparison: Comparison, table: Table, report_dir: Path, *, task
     }
     for name, text in written.items():
         (report_dir / name).write_text(text, encoding="utf-8")
-
-
-def comparison_markdown(comparison: Comparison, table: Table) -> str:
-    insights = "\n".join(
-        f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
-    )
-    return (
-        f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
-        f"{markdown(table)}\n{insights}\n\n"
-        f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by sample; each "
-        "stands for its own pair, without correction for the number of pairs.\n"
-    )
-
-
-def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
-    """For `dvc metrics`: the best model, and the primary metric of each with its interval."""
-    key = comparison.report.primary.key
-    flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.answer.enough}
-    for contender in comparison.evaluated:
-        assert contender.value is not None
-        flat[f"{contender.name}.{key}"] = contender.value
-        if contender.interval:
-            flat[f"{contender.name}.{key}_low"] = contender.interval.low
-            flat[f"{contender.name}.{key}_high"] = contender.interval.high
-    return flat
-
-
-def distribution_csv(comparison: Comparison) -> str:
-    """For `dvc plots`: by score reached, the share of samples of each model that reach it."""
-    grid = np.linspace(0, 1, 41)
-    runs = [contender.run for contender in comparison.evaluated if contender.run]
-    shares = [share_at_least(run.columns[comparison.report.score], grid) for run in runs]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f"{comparison.report.score}_at_least", *(run.name for run in runs)])
-    writer.writerows([f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True))
-    return text.getvalue()
 
 
 if __name__ == "__main__":

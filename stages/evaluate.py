@@ -1,7 +1,8 @@
 """Let a model answer the validation samples, and score its answers.
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
-Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}
+Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all that a report needs of the run to
+        data/report/TASK/runs/RECIPE/
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
 """
@@ -24,6 +25,7 @@ from stages.kit.models.load import load_model
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
 from stages.kit.publish import published
+from stages.kit.reporting.cards import cards_dir, write_card
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -63,6 +65,7 @@ def main(name: str) -> None:
         scoring.write_pictures(records, rows, pictures_dir)
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    write_card(run_dir, cards_dir(Path("data"), subject.task) / name)
     log.info("%s: %s", name, scoring.summary(metrics))
 
 

@@ -12,7 +12,7 @@ class Engine(Protocol):
     """Runs stages, each in a process that did not exist before."""
 
     def run(self, stage_run: StageRun) -> int:
-        """Run it to its end, leave nothing running, and return the exit code, 128 + n where signal n ended it."""
+        """Run it to its end, leave nothing running; return the exit code, 128 + n where signal n ended it."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Which environment variables reach a stage.
 
-An allow-list: whatever else is set on the machine, secrets above all, stays outside, and two people who run the same
-commit run it in the same environment.
+An allow-list: whatever else is set on the machine, secrets above all, stays outside, and two people who run
+the same commit run it in the same environment.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ PASSED_TO_FETCHING = frozenset(
         # A fetching stage may be told to stay offline too, as `make demo` does.
         *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
         # The way out, which can hold a password.
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+        *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     }
 )

@@ -1,7 +1,7 @@
 """Starts one stage in a fresh process: what `docker/run STAGE [ARGS]` ends in.
 
-Reads BAKEOFF_ENGINE (default: process) and the environment that the stage is to inherit parts of. Its exit code is the
-stage's. Imports nothing heavy: it is on the way of every stage.
+Reads BAKEOFF_ENGINE (default: process) and the environment that the stage is to inherit parts of. Its exit
+code is the stage's. Imports nothing heavy: it is on the way of every stage.
 """
 
 import os
@@ -18,12 +18,12 @@ from stages.kit.containers.stage_run import FETCHING_STAGES, STAGES, StageRun
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("stage", type=click.Choice(STAGES))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh process."""
-    # DVC waits for its stages; killed, it leaves them running, and a second `dvc repro` would then start a second
+    # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     if "DVC_STAGE" in os.environ:
         end_with_own_parent()

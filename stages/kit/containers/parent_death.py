@@ -14,9 +14,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """A function for `Popen(preexec_fn=...)`: the child gets SIGTERM when the caller dies. None where unsupported.
+    """A function for `Popen(preexec_fn=...)`: the child gets SIGTERM when the caller dies.
 
-    SIGTERM, not SIGKILL: a training run saves a checkpoint on it.
+    SIGTERM, not SIGKILL: a stage may save its work on it. None where the system has no such signal.
     """
     prctl = _prctl()
     if prctl is None:

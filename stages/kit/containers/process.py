@@ -15,17 +15,17 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ProcessEngine:
-    """Runs a stage with the launcher's own interpreter. It cannot take the network or the rest of the disk away."""
+    """Runs a stage with the launcher's own interpreter; can take away neither the network nor the disk."""
 
     def run(self, stage_run: StageRun) -> int:
         """Run the stage to its end and return its exit code, 128 + n where signal n ended it.
 
-        SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started itself and left
+        SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started and left
         behind is killed.
         """
         with forwarded_signals() as forward_to:
-            # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from the
-            # terminal while it is already saving its work.
+            # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from
+            # the terminal while it is already saving its work.
             child = subprocess.Popen(
                 [sys.executable, "-m", f"stages.{stage_run.stage}", *stage_run.args],
                 cwd=stage_run.workspace_dir,
@@ -36,7 +36,8 @@ class ProcessEngine:
             )
             forward_to(child)
             code = child.wait()
-        with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of which only zombies are left
+        # PermissionError: what macOS says of a group of which only zombies are left.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         return code if code >= 0 else 128 - code
 

@@ -21,6 +21,6 @@ class StageRun:
     workspace_dir: Path
     """The checkout that holds `stages`, absolute; the stage's working directory."""
     network: bool
-    """Whether the stage may reach the network. An engine that cannot take the network away only tells the libraries."""
+    """Whether the stage may reach the network. An engine that cannot take it away tells the libraries."""
     environment: Mapping[str, str]
     """The whole environment of the stage; nothing is inherited beside it."""

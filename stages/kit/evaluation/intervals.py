@@ -1,13 +1,19 @@
 """How sure a score is: bootstrap intervals of a mean, and of the difference between two paired models.
 
-The samples are redrawn with replacement; the interval is the *expanded percentile* interval: percentiles of the
-redrawn statistics, at levels widened as Student's t widens the normal interval, because the plain percentile
-interval is too narrow by about sqrt((n - 1) / n) and by the unknown variance on top.
+The samples are redrawn with replacement. The interval is the *expanded percentile* interval: percentiles of
+the redrawn statistics, at levels widened as Student's t widens the normal interval, because the plain one is
+too narrow by about sqrt((n - 1) / n), and by the unknown variance on top.
 
-Source: Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69(4), 2015,
-section 4.3. Chosen over BCa (Efron, JASA 82, 1987) by simulation: on IoU-like scores (Beta(8, 2), 12 % zeros) a
-nominal 95 % interval covered the truth in 82.9 % of data sets of 10 samples (BCa 79.7 %, plain 79.4 %), 92.1 % of
-20 (91.0 %, 90.8 %) and 94.9 % of 50 (95.3 %, 94.2 %). All of them are optimistic below about 20 samples.
+Source: Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69(4), 2015.
+Chosen over BCa (Efron, JASA 82, 1987) by simulation. On IoU-like scores (Beta(8, 2), 12 % zeros) a nominal
+95 % interval covered the true mean in this share of 1,500 data sets:
+
+    samples   expanded    BCa     plain percentile
+         10     82.9 %   79.7 %   79.4 %
+         20     92.1 %   91.0 %   90.8 %
+         50     94.9 %   95.3 %   94.2 %
+
+Below about 20 samples all of them are optimistic.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
-"""From column means (..., k) to the statistic (...). Covers means and ratios of sums (a corpus F1, a perplexity)."""
+"""From column means (..., k) to the statistic (...): a mean, or a ratio of sums such as a corpus F1."""
 
 CHUNK_VALUES = 2_000_000
 """Redrawn values held at once: bounds memory at about 32 MB, whatever the number of samples."""
@@ -53,8 +59,8 @@ class Difference:
     def verdict(self) -> str:
         """ "better", "worse", "no difference shown" (the interval holds 0), or "too few samples".
 
-        Too few is judged by the exact sign test: with n pairs, n equal signs are a chance of 2 / 2^n under no
-        difference, so below 6 pairs not even unanimity is evidence at 95 %, and a bootstrap of so few is a guess.
+        Too few is judged by the exact sign test: where nothing differs, all n signs agree with a chance
+        of 2 / 2^n, so below 6 pairs not even unanimity is evidence at 95 %, and a bootstrap is a guess.
         """
         if self.interval is None or 2 * 0.5**self.samples > 1 - self.level:
             return "too few samples"
@@ -111,7 +117,8 @@ def paired_difference(
     our_columns, their_columns = _as_columns(ours), _as_columns(theirs)
     if our_columns.shape != their_columns.shape:
         raise ValueError(
-            f"a paired difference needs the same samples: ours has {our_columns.shape}, theirs {their_columns.shape}"
+            f"a paired difference needs the same samples: ours has {our_columns.shape}, "
+            f"theirs {their_columns.shape}"
         )
     if len(our_columns) == 0:
         raise ValueError("a paired difference needs at least one sample")
@@ -134,7 +141,9 @@ def _as_columns(values: Sequence[float] | Floats) -> Floats:
     columns = columns.reshape(len(columns), -1) if columns.size else columns.reshape(len(columns), 1)
     broken = np.flatnonzero(~np.isfinite(columns).all(axis=1))
     if len(broken):
-        raise ValueError(f"{len(broken)} of {len(columns)} samples are NaN or infinite, the first at row {broken[0]}")
+        raise ValueError(
+            f"{len(broken)} of {len(columns)} samples are NaN or infinite, the first at row {broken[0]}"
+        )
     return columns
 
 
@@ -153,8 +162,8 @@ def _redraw(columns: Floats, statistic: Statistic, seed: int, resamples: int) ->
 def _expanded_percentiles(redrawn: Floats, num_samples: int, level: float) -> Interval:
     if not 0 < level < 1:
         raise ValueError(f"level is a share between 0 and 1, got {level}")
-    widened = math.sqrt(num_samples / (num_samples - 1)) * _student_t_quantile((1 + level) / 2, num_samples - 1)
-    tail = NormalDist().cdf(-widened)
+    freedom = num_samples - 1
+    tail = NormalDist().cdf(-math.sqrt(num_samples / freedom) * _student_t_quantile((1 + level) / 2, freedom))
     low, high = np.quantile(redrawn, [tail, 1 - tail])
     return Interval(float(low), float(high))
 

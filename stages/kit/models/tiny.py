@@ -44,7 +44,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Those of Qwen2-VL, in the order of their ids."""
+"""All of Qwen2-VL's."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -161,7 +161,7 @@ def build_processor(corpus: Iterable[str], geometry: TinyGeometry = TINY) -> Qwe
 
 
 def tiny_config(tokenizer: Qwen2Tokenizer, geometry: TinyGeometry = TINY) -> Qwen2VLConfig:
-    """The model's configuration. Its vocabulary is rounded up to a multiple of 64; the big one's is padded too."""
+    """The model's configuration. Its vocabulary is padded to a multiple of 64, as the big one's is."""
     token_id = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     pairs = geometry.hidden_size // geometry.num_heads // 2
     # Rotary frequencies from fast to slow, shared out to time, height and width as in Qwen2-VL. Time is idle
@@ -220,6 +220,9 @@ def build_tiny_qwen2_vl(
 
 
 def save_model(model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, folder: Path) -> None:
-    """Writes a plain Hugging Face folder, weights as safetensors. Casts `model` to bfloat16 in place."""
+    """Writes a plain Hugging Face folder, weights as bfloat16 safetensors.
+
+    Casts `model` to bfloat16 in place, rotary frequencies too: to use the model, load it again.
+    """
     model.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -17,7 +17,7 @@ from stages.kit.evaluation.intervals import (
     paired_difference,
     sample_mean,
 )
-from stages.kit.reporting.runs import Run
+from stages.kit.reporting.runs import Run, evaluation_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,11 @@ class Contender:
     interval: Interval | None = None
 
     @property
+    def stage(self) -> str:
+        """The pipeline stage that evaluates it."""
+        return evaluation_stage(self.name, trained=self.baseline is not None)
+
+    @property
     def role(self) -> str:
         if self.run is None:
             return "not run"
@@ -89,7 +94,7 @@ class Contender:
     @property
     def note(self) -> str:
         if self.run is None:
-            return f"not run: dvc repro evaluate@{self.name}"
+            return f"not run: dvc repro {self.stage}"
         return f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
 
 
@@ -145,18 +150,19 @@ def score_contender(
         return Contender(name=name, baseline=baseline, stage_of=stage_of, run=None)
     evidence = _evidence(report, run)
     if len(evidence) == 0:
-        raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s evaluate@{name}")
+        raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
     value = float(report.statistic(evidence.mean(axis=0)))
     for metric in report.metrics:
         if not isinstance(run.metrics.get(metric.key), int | float):
             raise UserError(
-                f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s evaluate@{name}"
+                f"metrics.json of {name} has no number {metric.key}; "
+                f"rebuild it with: dvc repro -f -s {run.stage}"
             )
     recorded = float(run.metrics[report.primary.key])
     if not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
         raise UserError(
             f"metrics.json of {name} says {report.primary.key} {recorded:.4f}, its predictions.parquet says "
-            f"{value:.4f}; one of them is stale: dvc repro -f -s evaluate@{name}"
+            f"{value:.4f}; one of them is stale: dvc repro -f -s {run.stage}"
         )
     return Contender(
         name=name,
@@ -190,7 +196,7 @@ def interval_words(interval: Interval | None, *, sign: str = "") -> str:
 
 
 def difference_words(ours: str, theirs: str, difference: Difference) -> str:
-    """The verdict as a sentence without a full stop, e.g. `r4 is better than r1 by +0.050 [+0.020, +0.080]`."""
+    """The verdict as a sentence without its full stop: `r4 is better than r1 by +0.050 [+0.020, +0.080]`."""
     amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
     match difference.verdict:
         case "too few samples":
@@ -209,12 +215,13 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
     if not rivals:
         headline = f"{best.name} is the only model evaluated: {score}"
     elif not undecided:
-        others = rivals[0].name if len(rivals) == 1 else "every other model"
-        headline = f"{best.name} is best: {score}, better than {others}{'' if all_run else ' that was run'}"
+        headline = f"{best.name} is best: {score}, better than {_all_of(rivals, all_run=all_run)}"
     elif against[undecided[0]].verdict == "too few samples":
         headline = f"{best.name} scores highest, {score}, but {_too_few(against[undecided[0]].samples)}"
     else:
-        headline = f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
+        headline = (
+            f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
+        )
     return Answer(
         headline=_sentence(headline),
         enough=bool(rivals) and not undecided,
@@ -224,11 +231,13 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
 
 def _insights(report: TaskReport, by_name: Mapping[str, Contender]) -> tuple[Insight, ...]:
     """The task's own questions, then every recipe against the base it comes from."""
-    questions = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
+    questions = [
+        question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()
+    ]
     questions += [
-        Question(f"{contender.name} against its base", contender.name, contender.baseline)
-        for contender in by_name.values()
-        if contender.baseline in by_name
+        Question(f"{name} against its base", name, contender.baseline)
+        for name, contender in by_name.items()
+        if contender.baseline is not None and contender.baseline in by_name
     ]
     return tuple(_insight(report, question, by_name) for question in questions)
 
@@ -236,8 +245,8 @@ def _insights(report: TaskReport, by_name: Mapping[str, Contender]) -> tuple[Ins
 def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
     ours, theirs = by_name[question.ours], by_name[question.theirs]
     difference = None
-    if unanswered := [contender.name for contender in (ours, theirs) if contender.run is None]:
-        words = f"not answered, not run: dvc repro {' '.join(f'evaluate@{name}' for name in unanswered)}"
+    if unanswered := [contender.stage for contender in (ours, theirs) if contender.run is None]:
+        words = f"not answered, not run: dvc repro {' '.join(unanswered)}"
     else:
         difference = _difference(report, ours, theirs)
         words = _sentence(difference_words(ours.name, theirs.name, difference))
@@ -272,6 +281,12 @@ def _sentence(words: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _all_of(rivals: Sequence[Contender], *, all_run: bool) -> str:
+    if len(rivals) == 1:
+        return rivals[0].name + ("" if all_run else ", the only other model that was run")
+    return "every other model" + ("" if all_run else " that was run")
 
 
 def _too_few(num_samples: int) -> str:

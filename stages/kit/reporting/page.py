@@ -50,7 +50,10 @@ class Gallery:
 
 
 def render_page(comparison: Comparison, table: Table, *, task: str, profile: str) -> str:
-    """The whole page. table: the one that the terminal shows. Names and texts are escaped, whatever they hold."""
+    """The whole page; names and texts are escaped, whatever they hold.
+
+    table: the one that the terminal shows.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -63,7 +66,9 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
     runs = [contender.run for contender in comparison.evaluated if contender.run]
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
-    differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
+    differing, outstanding, shared = split_settings(
+        {run.name: plan_settings(run.plan) for run in trained if run.plan}
+    )
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=comparison.report,
@@ -85,7 +90,7 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
 
 
 def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
-    """Palette names: grey for baselines, and each recipe its own, whether or not the ones before it were run."""
+    """Palette names: grey for baselines, and for each recipe its own, whether or not others were run."""
     colours, recipes = {}, 0
     for contender in contenders:
         colours[contender.name] = "series-0" if contender.baseline is None else plots.series_colour(recipes)
@@ -94,9 +99,10 @@ def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
 
 
 def typeset(words: str) -> str:
-    """Figures that stay on one line, with the minus sign of print."""
+    """Figures kept on one line, the minus sign of print, and a capital where no name comes first."""
     whole = re.sub(r"\[[^\]]*\]", lambda interval: interval.group().replace(" ", "\N{NO-BREAK SPACE}"), words)
-    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", whole)
+    capital = re.sub(r"^no(?=t? )", "No", whole)
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", capital)
 
 
 def inline_picture(path: Path, description: str) -> Picture:
@@ -106,15 +112,23 @@ def inline_picture(path: Path, description: str) -> Picture:
         small = width <= MAX_PICTURE_WIDTH and path.stat().st_size <= MAX_PNG_BYTES
         if small and image.format == "PNG":
             return Picture(
-                source=_data_uri("image/png", path.read_bytes()), width=width, height=height, description=description
+                source=_data_uri("image/png", path.read_bytes()),
+                width=width,
+                height=height,
+                description=description,
             )
         scale = min(1.0, MAX_PICTURE_WIDTH / width)
         size = round(width * scale), round(height * scale)
         stored = io.BytesIO()
         # Without chroma subsampling: it would smear the thin red and green outlines.
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
+            stored, "JPEG", quality=85, subsampling=0
+        )
     return Picture(
-        source=_data_uri("image/jpeg", stored.getvalue()), width=size[0], height=size[1], description=description
+        source=_data_uri("image/jpeg", stored.getvalue()),
+        width=size[0],
+        height=size[1],
+        description=description,
     )
 
 
@@ -156,7 +170,9 @@ def _differences(comparison: Comparison) -> Drawing | None:
             label=insight.topic,
             value=insight.difference.mean,
             interval=insight.difference.interval,
-            text=typeset(f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"),
+            text=typeset(
+                f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"
+            ),
             colour=colour_of.get(insight.difference.verdict, "muted"),
         )
         for insight in comparison.insights
@@ -168,8 +184,8 @@ def _differences(comparison: Comparison) -> Drawing | None:
     return _drawing(
         plots.plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
         "differences",
-        "Each difference with its 95% interval. Right of the dashed line the first of the pair is ahead; an interval "
-        "that touches the line shows no difference.",
+        "Each difference with its 95% interval. Right of the dashed line the first of the pair is ahead; an "
+        "interval that touches the line shows no difference.",
         "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
     )
 
@@ -182,7 +198,7 @@ def _curves(comparison: Comparison, runs: Sequence[Run], colours: dict[str, str]
         _drawing(
             plots.plot_scores(scores, colours, report.score_heading),
             "distribution",
-            f"How many samples reach a given {report.score_heading}. The higher a curve, the better the model.",
+            f"How many samples reach a given {report.score_heading}. The higher a curve, the better.",
             f"Share of samples by {report.score_heading} reached, one curve for each of {', '.join(scores)}",
         )
     ]
@@ -202,7 +218,10 @@ def _gallery(run: Run) -> Gallery:
     return Gallery(
         name=run.name,
         groups=tuple(
-            (kind, tuple(inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths))
+            (
+                kind,
+                tuple(inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths),
+            )
             for kind, paths in run.pictures.items()
             if paths
         ),

@@ -1,7 +1,8 @@
 """Figures of a report as SVG, without pyplot and its global state.
 
-A figure is drawn in the colours of a light page. `svg` names each of them as a CSS variable with that colour as its
-fallback, so a page can redefine them (for the dark) and the SVG alone still looks right. Text stays text.
+A figure is drawn in the colours of a light page. `svg` names each of them as a CSS variable with that colour
+as its fallback, so a page can redefine them (for the dark) and the SVG alone still looks right. Text stays
+text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-import matplotlib
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -37,9 +38,17 @@ PALETTE = {
     "series-6": "#c22f6b",
     "series-7": "#3d7890",
 }
-_DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
-_STYLE = {
+_DASHES = (
+    "solid",
+    (0, (5, 1.5)),
+    (0, (1.5, 1.2)),
+    (0, (6, 1.5, 1.5, 1.5)),
+    (0, (8, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names are no formulas
     "font.family": ["sans-serif"],
     "font.size": 10,
     "axes.edgecolor": PALETTE["grid"],
@@ -79,13 +88,18 @@ def series_colour(index: int) -> str:
 
 def plot_losses(curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Figure:
     """Training loss by step: what was logged, faint, and its smoothed course."""
-    with matplotlib.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE):
         figure, axes = _axes(WIDTH, HEIGHT)
         for index, (name, curve) in enumerate(curves.items()):
             colour = PALETTE[colours[name]]
             axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
             axes.plot(
-                curve.steps, smooth(curve.values), color=colour, linewidth=1.9, linestyle=_dash(index), label=name
+                curve.steps,
+                smooth(curve.values),
+                color=colour,
+                linewidth=1.9,
+                linestyle=_dash(index),
+                label=name,
             )
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("training loss")
@@ -98,7 +112,7 @@ def plot_scores(scores: Mapping[str, Floats], colours: Mapping[str, str], headin
 
     scores: by model, (samples,) in 0..1.
     """
-    with matplotlib.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE):
         figure, axes = _axes(WIDTH, HEIGHT)
         grid = np.linspace(0, 1, 201)
         for index, (name, values) in enumerate(scores.items()):
@@ -120,8 +134,11 @@ def plot_scores(scores: Mapping[str, Floats], colours: Mapping[str, str], headin
 
 
 def plot_intervals(rows: Sequence[IntervalRow], xlabel: str, *, reference: float | None = None) -> Figure:
-    """A forest plot: per row a point and its interval, the label above; `reference` is where nothing differs."""
-    with matplotlib.rc_context(_STYLE):
+    """A forest plot: per row a point and its interval, the label above.
+
+    reference: where a dashed line stands for no difference.
+    """
+    with mpl.rc_context(_STYLE):
         figure, axes = _axes(WIDTH, 0.75 + 0.45 * len(rows))
         axes.grid(visible=False, axis="y")
         if reference is not None:
@@ -160,12 +177,14 @@ def share_at_least(values: Floats, grid: Floats) -> Floats:
 
 
 def svg(figure: Figure, *, name: str, title: str) -> str:
-    """An `<svg>` element to put in a page: accessible name `title`, ids prefixed with `name`, no reference outward.
+    """An `<svg>` element to put in a page, with no reference outward.
 
+    name:  prefix of its ids, so that several drawings fit one page.
+    title: its text for those who cannot see it.
     The same figure gives the same text, so that a report only changes with its data.
     """
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :]
@@ -175,7 +194,10 @@ def svg(figure: Figure, *, name: str, title: str) -> str:
     drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
     drawn = re.sub(r'(url\(|href=")#', rf"\1#{name}-", drawn)
     box = drawn[drawn.index('viewBox="') :].split('"', 2)[1]
-    drawn = f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">' + drawn[drawn.index(">") + 1 :]
+    drawn = (
+        f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">'
+        + drawn[drawn.index(">") + 1 :]
+    )
     for variable, colour in PALETTE.items():
         drawn = drawn.replace(colour, f"var(--{variable}, {colour})")
     return drawn.strip()

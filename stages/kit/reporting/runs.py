@@ -21,6 +21,8 @@ from stages.kit.plan import Plan, read_plan
 
 PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""
+LOSS_CURVE = "plots/metrics/train/loss.tsv"
+"""Where DVCLive writes it, below training/."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Run:
     """One evaluated model."""
 
     name: str
+    stage: str
+    """The pipeline stage that evaluates it."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
     """What each sample is, its id and its truth, in order: equal for runs that may be compared."""
@@ -48,9 +52,12 @@ class Run:
     """By kind, in order of name."""
 
 
-def read_run(
-    run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], trained: bool
-) -> Run | None:
+def evaluation_stage(name: str, *, trained: bool) -> str:
+    """The pipeline stage that evaluates a recipe, or an untrained base."""
+    return f"evaluate@{name}" if trained else f"baseline@{name}"
+
+
+def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], trained: bool) -> Run | None:
     """The run in a folder, or None where it has not been evaluated.
 
     identity: columns of predictions.parquet that say what a sample is, its id first.
@@ -61,23 +68,28 @@ def read_run(
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
     if not metrics_path.is_file() or not predictions_path.is_file():
         return None
-    rows = _read_predictions(predictions_path, [*identity, *columns])
-    described = zip(*(rows.column(name).to_pylist() for name in identity), strict=True)
+    name, training_dir = run_dir.name, run_dir / "training"
+    stage = evaluation_stage(name, trained=trained)
+    rows = _read_predictions(predictions_path, [*identity, *columns], stage)
+    described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
     return Run(
-        name=run_dir.name,
-        metrics=_read_json(metrics_path),
+        name=name,
+        stage=stage,
+        metrics=_read_json(metrics_path, stage),
         samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
-        columns={name: _numbers(rows, name, predictions_path) for name in columns},
-        plan=read_plan(run_dir.name, runs_dir=run_dir.parent) if trained else None,
-        training=_read_json(run_dir / "training" / "training.json") if trained else None,
-        loss=_read_curve(run_dir / "training" / "plots" / "metrics" / "train" / "loss.tsv") if trained else None,
-        pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+        columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
+        plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
+        training=_read_json(training_dir / "training.json", f"train@{name}") if trained else None,
+        loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
+        pictures={
+            kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS
+        },
     )
 
 
 def refuse_different_samples(runs: Sequence[Run]) -> None:
-    """Raise UserError unless all runs were evaluated on the same samples, with the same truth, in the same order."""
+    """Raise UserError unless all runs were evaluated on the same samples and truth, in the same order."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(run.samples, []).append(run)
@@ -92,7 +104,7 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
         "these runs were evaluated on different samples, so their scores cannot be compared:\n"
         + "\n".join(lines)
         + f"\n{_first_difference(first[0], second[0])}; evaluate them on the same data with: dvc repro "
-        + " ".join(f"evaluate@{run.name}" for run in runs)
+        + " ".join(run.stage for run in runs)
     )
 
 
@@ -110,53 +122,58 @@ def _digest(samples: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    mend = f"rebuild it with: dvc repro -f -s {_stage_of(path)}"
+def _rebuild(stage: str) -> str:
+    return f"rebuild it with: dvc repro -f -s {stage}"
+
+
+def _read_json(path: Path, stage: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; {mend}") from None
+        raise UserError(f"{path} is missing; {_rebuild(stage)}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, expected a mapping; {mend}")
+        raise UserError(f"{path} holds a {type(content).__name__}, expected a mapping; {_rebuild(stage)}")
     return content
 
 
-def _stage_of(path: Path) -> str:
-    return f"train@{path.parent.parent.name}" if path.parent.name == "training" else f"evaluate@{path.parent.name}"
-
-
-def _read_predictions(path: Path, columns: Sequence[str]) -> pa.Table:
-    mend = f"rebuild it with: dvc repro -f -s {_stage_of(path)}"
+def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Table:
     try:
         present = pq.read_schema(path).names
         if missing := [name for name in columns if name not in present]:
-            raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {mend}")
+            raise UserError(
+                f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {_rebuild(stage)}"
+            )
         return pq.read_table(path, columns=list(dict.fromkeys(columns)))
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
 
 
-def _numbers(rows: pa.Table, name: str, path: Path) -> Floats:
+def _numbers(rows: pa.Table, name: str, path: Path, stage: str) -> Floats:
     values = np.asarray(rows.column(name).to_pylist(), dtype=np.float64)  # a null becomes NaN
     if broken := int((~np.isfinite(values)).sum()):
         raise UserError(
-            f"{path}: {broken} of {len(values)} values of {name} are missing or not finite, expected a number for "
-            f"every sample; rebuild it with: dvc repro -f -s {_stage_of(path)}"
+            f"{path}: {broken} of {len(values)} values of {name} are missing or not finite, expected "
+            f"a number for every sample; {_rebuild(stage)}"
         )
     return values
 
 
-def _read_curve(path: Path) -> Curve | None:
+def _read_curve(path: Path, stage: str) -> Curve | None:
     """A DVCLive curve: tab-separated, a `step` column and one named as the metric (`train/loss`)."""
     if not path.is_file():
         return None
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
+    value_column = (
+        next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
+    )
     if value_column is None:
         return None
-    points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
+    try:
+        points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
     steps, values = np.asarray(points, dtype=np.float64).T
     return Curve(steps=steps, values=values)

@@ -13,7 +13,7 @@ from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table
 
 _NOT_SETTINGS = {"recipe", "trainable"}
-_MEMORY_KINDS = {"rss": "of the process (RSS)", "cuda_allocated": "on the GPU (allocated)"}
+_MEMORY_KINDS = {"rss": "process, RSS", "cuda_allocated": "GPU, allocated"}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -38,14 +38,18 @@ def plan_settings(plan: Plan) -> dict[str, str]:
     return flatten({key: value for key, value in asdict(plan).items() if key not in _NOT_SETTINGS})
 
 
-def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, frozenset[tuple[int, int]], Table]:
+def split_settings(
+    by_run: Mapping[str, Mapping[str, str]],
+) -> tuple[Table, frozenset[tuple[int, int]], Table]:
     """(what differs between the runs, the cells of it that stand out, what all share).
 
-    The first table has a row a setting and a column a run; a cell (row, column) stands out where it is not the
-    commonest value of its row. The second has the columns setting and value.
+    The first table has a row a setting and a column a run; a cell (row, column) stands out where it is not
+    the commonest value of its row. The second has the columns setting and value.
     """
     paths = list(dict.fromkeys(path for settings in by_run.values() for path in settings))
-    differing, shared, outstanding = [], [], set()
+    differing: list[Row] = []
+    shared: list[Row] = []
+    outstanding: set[tuple[int, int]] = set()
     for path in paths:
         values = [settings.get(path, ABSENT) for settings in by_run.values()]
         if len(set(values)) == 1:
@@ -53,7 +57,9 @@ def split_settings(by_run: Mapping[str, Mapping[str, str]]) -> tuple[Table, froz
             continue
         # A tie goes to the value seen first, which Counter keeps in order.
         commonest = Counter(values).most_common(1)[0][0]
-        outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != commonest}
+        outstanding |= {
+            (len(differing), column) for column, value in enumerate(values, start=1) if value != commonest
+        }
         differing.append(Row(cells=(path, *values)))
     names = tuple(Column(name, name) for name in by_run)
     return (
@@ -89,7 +95,7 @@ def cost_table(runs: Sequence[Run]) -> Table:
         Column("train_seconds", "Training time", "seconds"),
         Column("samples_per_second", "Training samples/s", ".1f"),
         Column("peak_memory_bytes", "Peak memory", "bytes"),
-        Column("memory_kind", "Measured"),
+        Column("memory_kind", "Memory of"),
         Column("final_loss", "Final loss", ".4f"),
         Column("evaluation_samples_per_second", "Evaluation samples/s", ".1f"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,14 +74,11 @@ def cell_text(cell: Cell, column: Column) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Binary units, three digits: 1.50 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes /= 1024
-    else:
-        unit = "TiB"
-    digits = 0 if unit == "B" or num_bytes >= 100 else 1 if num_bytes >= 10 else 2
-    return f"{num_bytes:.{digits}f} {unit}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(num_bytes, 1), 1024)), len(units) - 1)
+    amount = num_bytes / 1024**power
+    digits = 0 if power == 0 or amount >= 100 else 1 if amount >= 10 else 2
+    return f"{amount:.{digits}f} {units[power]}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -115,7 +113,9 @@ def markdown(table: Table) -> str:
     ]
     for row in table.rows:
         texts = [escape_markdown(text) for text in _texts(table, row)]
-        lines.append(_markdown_line([f"**{text}**" if text else "" for text in texts] if row.emphasised else texts))
+        lines.append(
+            _markdown_line([f"**{text}**" if text else "" for text in texts] if row.emphasised else texts)
+        )
     if table.notes:
         lines += ["", *(f"- {escape_markdown(name)}: {escape_markdown(note)}" for name, note in table.notes)]
     return "\n".join(lines) + "\n"
@@ -124,7 +124,10 @@ def markdown(table: Table) -> str:
 def csv_text(table: Table) -> str:
     """Full-precision numbers under machine names; an interval becomes two columns, KEY_low and KEY_high."""
     intervals = {
-        index for index in range(len(table.columns)) for row in table.rows if isinstance(row.cells[index], Interval)
+        index
+        for index in range(len(table.columns))
+        for row in table.rows
+        if isinstance(row.cells[index], Interval)
     }
     header: list[str] = []
     for index, column in enumerate(table.columns):

@@ -1,8 +1,8 @@
 """Draws what packages show: tables, ingredients, barcodes, logos, panels, each filling one rectangle.
 
 Every function draws what its `rng` says and nothing else: the same state of `rng` gives the same pixels. Text
-is set in the DejaVu fonts that matplotlib carries and laid out by Pillow itself, so that pictures do not depend
-on the fonts or the layout engine of the system.
+is set in the DejaVu fonts that matplotlib carries and laid out by Pillow itself, so that pictures do not
+depend on the fonts or the layout engine of the system.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def draw_text_block(picture: Image.Image, rng: random.Random) -> None:
 
 
 def draw_nutrition_table(picture: Image.Image, rng: random.Random) -> None:
-    """A heading and rows of nutrients, in one of four styles of label and with one or two columns of amounts."""
+    """A heading and rows of nutrients with one or two columns of amounts."""
     width, height = picture.size
     draw = ImageDraw.Draw(picture)
     heading = rng.choice(sorted(NUTRIENTS))
@@ -254,7 +254,7 @@ DRAW: dict[str, Callable[[Image.Image, random.Random], None]] = {
 
 
 def drawn(category: str, width: int, height: int, rng: random.Random) -> Image.Image:
-    """One object on a picture of its own, so that nothing of it can stick out of its box; a logo's corners are clear."""
+    """One object (RGBA) on a picture of its own, so that nothing of it can stick out of its box."""
     picture = Image.new("RGB", (width, height))
     DRAW[category](picture, rng)
     if category != "logo":

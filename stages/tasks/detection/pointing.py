@@ -1,10 +1,10 @@
 """Losses that teach a vision-language model to point. For pre-training only: none of them stays in the model.
 
-Predicting the answer's text alone barely teaches a small model where things are. Three kinds of help are given.
-Dense ones on the vision side, on every patch after a middle block and on every cell after the projector: what
-is here, does an edge of an object fall here, and where in the cell? The same on the cells in the early layers
-of the language model: row and column, then the digits of the edge's coordinate. And one on attention, which
-makes two heads look, where a coordinate is about to be written, at the cells on that edge.
+Predicting the answer's text alone barely teaches a small model where things are. Three kinds of help are
+given. Dense losses in the vision tower, on every patch after a middle block and on every cell after the
+projector: what is here, does an edge of an object fall here, and where in the cell? The like on the cells in
+the first layers of the language model: row and column, then the digits of the edge's coordinate. And one on
+attention, which makes two heads look, where a coordinate is about to be written, at the cells on that edge.
 
 A patch is 14 x 14 pixels; a cell is 2 x 2 patches, one visual token of the language model. An edge is one of
 x0, y0, x1, y1, in that order wherever four of a kind are stored.
@@ -12,7 +12,7 @@ x0, y0, x1, y1, in that order wherever four of a kind are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ PATCH_PARTS, CELL_PARTS = 2, 4
 MAX_SIDE = 16
 """Rows or columns of cells that can be told apart."""
 LOOKING_HEADS = 2
+
+Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class PointingLoss(nn.Module):
             language.layers[2].self_attn.register_forward_hook(self._keep("attention", item=1)),
         ]
 
-    def _keep(self, name: str, item: int = 0):
+    def _keep(self, name: str, item: int = 0) -> Hook:
         def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.seen[name] = output[item] if isinstance(output, tuple) else output
 

@@ -103,7 +103,8 @@ def make_optimizers(
     model: Qwen2VLForConditionalGeneration, pointing: PointingLoss, settings: Settings
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for everything else."""
-    matrices, others = [], list(pointing.parameters())
+    matrices: list[torch.nn.Parameter] = []
+    others = list(pointing.parameters())
     for name, parameter in model.named_parameters():
         inner = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
         (matrices if inner else others).append(parameter)
@@ -170,24 +171,24 @@ def main(out_dir: Path, steps: int, seed: int) -> None:
             rate = step / (time.monotonic() - started)
             log.info("step %d/%d  loss %.4f  %.2f steps/s", step, steps, sum(losses[-25:]) / 25, rate)
     seconds = time.monotonic() - started
-    # The figures of what is written: the weights rounded to bfloat16.
-    model.to(torch.bfloat16).to(torch.float32)
-    figures = {
-        "own scenes": measure(model, processor, ("objects",), HELD_OUT_SEED, 128),
-        "nutrition tables": measure(model, processor, ("front", "back"), HELD_OUT_SEED, 128),
-    }
-    for name, values in figures.items():
-        log.info("%s  %s", name, "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
-    record = {
-        "settings": asdict(settings),
-        "first_losses": [round(loss, 4) for loss in losses[:FIRST_STEPS]],
-        "final_loss": round(sum(losses[-25:]) / len(losses[-25:]), 4),
-        "seconds": round(seconds),
-        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "figures": figures,
-    }
     with published(out_dir) as folder:
         save_model(model, processor, folder)
+        # The figures are those of what is written, rounded to bfloat16.
+        model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        figures = {
+            "own scenes": measure(model, processor, ("objects",), HELD_OUT_SEED, 128),
+            "nutrition tables": measure(model, processor, ("front", "back"), HELD_OUT_SEED, 128),
+        }
+        for name, values in figures.items():
+            log.info("%s  %s", name, "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
+        record = {
+            "settings": asdict(settings),
+            "first_losses": [round(loss, 4) for loss in losses[:FIRST_STEPS]],
+            "final_loss": round(sum(losses[-25:]) / len(losses[-25:]), 4),
+            "seconds": round(seconds),
+            "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+            "figures": figures,
+        }
         (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
         (folder / "README.md").write_text(model_card(record))
     log.info("wrote %s", out_dir)
@@ -213,8 +214,8 @@ Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["t
 | {figures["own scenes"]["samples"]} held-out pictures of | mean IoU | IoU > 0.5 | well-formed answers |
 |---|---|---|---|
 {rows}
-`pretraining.json` holds all settings and the first losses, which a test reproduces. The licence is that of the
-code, Apache-2.0.
+`pretraining.json` holds all settings and the first losses, which a test reproduces. The licence is that of
+the code, Apache-2.0.
 """
 
 

@@ -92,7 +92,10 @@ def make_example(seed: int, index: int, objects: int) -> Example:
 def make_batch(
     processor: Qwen2VLProcessor, *, seed: int, step: int, batch_size: int
 ) -> tuple[dict[str, Tensor], PointingTargets]:
-    """The model's inputs with labels, and the auxiliary targets. All scenes of a step show equally many kinds."""
+    """The model's inputs with labels, and the auxiliary targets.
+
+    All scenes of a step show equally many kinds of object, so that its rows are of about one length.
+    """
     first, objects = step * batch_size, 1 + step % 3
     examples = [make_example(seed, first + i, objects) for i in range(batch_size)]
     collate = ConversationCollator(
@@ -110,34 +113,42 @@ def pointing_targets(
     grids: list[tuple[int, int]],
 ) -> PointingTargets:
     """grids: rows and columns of patches of each picture, twice those of its cells."""
-    tokenizer = processor.tokenizer
-    image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    patches, cells, positions, looks = [], [], [], []
-    for row, (example, (rows, columns)) in enumerate(zip(examples, grids, strict=True)):
-        scene = example.scene
-        kinds = [OBJECTS.index(category) for category in scene.categories]
-        order = merge_order(rows, columns)
-        fine = grid_targets(scene.boxes, kinds, rows, columns, PATCH_PARTS)
-        coarse = grid_targets(scene.boxes, kinds, rows // 2, columns // 2, CELL_PARTS)
+    patches, cells, positions = [], [], []
+    for example, (rows, columns) in zip(examples, grids, strict=True):
         assert max(rows, columns) <= 2 * MAX_SIDE, (rows, columns)
+        kinds = [OBJECTS.index(category) for category in example.scene.categories]
+        order = merge_order(rows, columns)
+        fine = grid_targets(example.scene.boxes, kinds, rows, columns, PATCH_PARTS)
         patches.append((fine.category[order], fine.edge_part[order]))
-        cells.append((coarse.category, coarse.edge_part, coarse.digits))
+        cells.append(grid_targets(example.scene.boxes, kinds, rows // 2, columns // 2, CELL_PARTS))
         positions.append(torch.cartesian_prod(torch.arange(rows // 2), torch.arange(columns // 2)))
-
-        ids, labels = inputs["input_ids"][row].tolist(), inputs["labels"][row].tolist()
-        first_cell = ids.index(image_token)
-        for query, answer_box, edge in coordinate_digits(tokenizer, ids, labels):
-            on_edge = coarse.on_edge[example.answered[answer_box], edge]
-            allowed = torch.zeros(len(ids), dtype=torch.bool)
-            allowed[first_cell : first_cell + len(on_edge)] = on_edge
-            looks.append((row, query, allowed))
-    rows_of, queries, allowed_cells = zip(*looks, strict=True)
     return PointingTargets(
-        *(torch.cat(parts) for parts in zip(*patches, strict=True)),
-        *(torch.cat(parts) for parts in zip(*cells, strict=True)),
-        torch.cat(positions),
-        Looks(torch.tensor(rows_of), torch.tensor(queries), torch.stack(allowed_cells)),
+        patch_category=torch.cat([category for category, _ in patches]),
+        patch_edge_part=torch.cat([edge_part for _, edge_part in patches]),
+        cell_category=torch.cat([grid.category for grid in cells]),
+        cell_edge_part=torch.cat([grid.edge_part for grid in cells]),
+        cell_digits=torch.cat([grid.digits for grid in cells]),
+        cell_position=torch.cat(positions),
+        looks=find_looks(processor.tokenizer, examples, inputs, [grid.on_edge for grid in cells]),
     )
+
+
+def find_looks(
+    tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor], on_edges: list[Tensor]
+) -> Looks:
+    """on_edges: of each picture (objects, 4, cells), whether a cell lies on that edge of that object."""
+    image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    rows, queries, allowed = [], [], []
+    for row, (example, on_edge) in enumerate(zip(examples, on_edges, strict=True)):
+        ids, labels = inputs["input_ids"][row].tolist(), inputs["labels"][row].tolist()
+        first_cell, num_cells = ids.index(image_token), on_edge.shape[2]
+        for query, box, edge in coordinate_digits(tokenizer, ids, labels):
+            is_target = torch.zeros(len(ids), dtype=torch.bool)
+            is_target[first_cell : first_cell + num_cells] = on_edge[example.answered[box], edge]
+            rows.append(row)
+            queries.append(query)
+            allowed.append(is_target)
+    return Looks(torch.tensor(rows), torch.tensor(queries), torch.stack(allowed))
 
 
 def coordinate_digits(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[int, int, int]]:

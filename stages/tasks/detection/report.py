@@ -11,8 +11,8 @@ REPORT = TaskReport(
             key="mean_iou",
             heading="Mean IoU",
             format=".3f",
-            meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over all "
-            "samples. Output that cannot be parsed counts as 0.",
+            meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over "
+            "all samples. Output that cannot be parsed counts as 0.",
         ),
         Metric(
             key="detection_rate",

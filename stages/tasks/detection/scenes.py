@@ -1,4 +1,4 @@
-"""Generated pictures for detection: plain objects to pre-train on, packages with nutrition tables to fine-tune on.
+"""Generated pictures for detection: plain objects to pre-train on, packages with tables to fine-tune on.
 
 A picture is a pure function of (kind, seed, index), so a dataset needs no storage to be the same everywhere.
 Three kinds: `objects` shows one to three kinds of panel, barcode, logo, text block or QR code, and never a
@@ -37,17 +37,20 @@ Split = Literal["train", "val"]
 PixelBox = tuple[int, int, int, int]
 """x0, y0, x1, y1; x1 and y1 are the first pixels outside."""
 
+BANNER = "banner"
+"""A panel along the upper side of a package."""
 OBJECTS = ("barcode", "logo", "panel", "qr-code", "text-block")
 SHAPES = ((256, 256), (224, 280), (280, 224), (240, 272), (272, 240))
 """Width and height of the pictures, in pixels."""
 
 SIZES: dict[str, tuple[tuple[float, float], tuple[float, float] | None]] = {
+    BANNER: ((0.45, 0.9), (0.1, 0.2)),
     "barcode": ((0.2, 0.45), (0.12, 0.3)),
     "logo": ((0.15, 0.4), None),
     "panel": ((0.2, 0.7), (0.15, 0.6)),
     "qr-code": ((0.15, 0.3), None),
     "text-block": ((0.25, 0.6), (0.15, 0.4)),
-    TARGET: ((0.32, 0.72), (0.3, 0.72)),
+    TARGET: ((0.32, 0.6), (0.3, 0.6)),
 }
 """Range of an object's width as a share of the picture's, and of its height; None: about as high as wide."""
 
@@ -128,17 +131,12 @@ def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float
 
 
 def _place(
-    rng: random.Random,
-    size: tuple[int, int],
-    category: str,
-    taken: list[PixelBox],
-    *,
-    scale: float = 1.0,
-    gap: int = 3,
+    rng: random.Random, size: tuple[int, int], kind: str, taken: list[PixelBox], *, scale: float = 1.0
 ) -> PixelBox | None:
     """A free rectangle for an object on a surface of `size`, or None where 25 tries find none."""
     width, height = size
-    widths, heights = SIZES[category]
+    widths, heights = SIZES[kind]
+    lowest = 0.06 * height if kind == BANNER else height
     for _ in range(25):
         box_width = round(rng.uniform(*widths) * width * scale)
         box_height = round(
@@ -146,15 +144,20 @@ def _place(
         )
         if box_width > width - 4 or box_height > height - 4:
             continue
-        x, y = rng.randint(2, width - box_width - 2), rng.randint(2, height - box_height - 2)
-        box = (x, y, x + box_width, y + box_height)
-        apart = (
-            box[0] > t[2] + gap or box[2] < t[0] - gap or box[1] > t[3] + gap or box[3] < t[1] - gap
-            for t in taken
+        x, y = (
+            rng.randint(2, width - box_width - 2),
+            rng.randint(2, min(int(lowest), height - box_height - 2)),
         )
-        if all(apart):
+        box = (x, y, x + box_width, y + box_height)
+        if all(_apart(box, other) for other in taken):
             return box
     return None
+
+
+def _apart(box: PixelBox, other: PixelBox) -> bool:
+    """Whether more than three pixels lie between two rectangles."""
+    x0, y0, x1, y1 = other
+    return box[0] > x1 + 3 or box[2] < x0 - 3 or box[1] > y1 + 3 or box[3] < y0 - 3
 
 
 def _put(surface: Image.Image, rng: random.Random, category: str, box: PixelBox) -> None:
@@ -204,7 +207,7 @@ def _draw_package(rng: random.Random, kind: Literal["front", "back"]) -> Scene:
     pack, tables = _draw_face(
         rng, kind, round(width * rng.uniform(0.82, 1.05)), round(height * rng.uniform(0.82, 1.05))
     )
-    angle = rng.gauss(0, 5) if rng.random() < 0.85 else 0.0
+    angle = rng.gauss(0, 4) if rng.random() < 0.85 else 0.0
     centre = width * rng.uniform(0.47, 0.53), height * rng.uniform(0.47, 0.53)
     turned = pack.rotate(angle, resample=Image.Resampling.BICUBIC, expand=True)
     image.paste(turned, (round(centre[0] - turned.width / 2), round(centre[1] - turned.height / 2)), turned)
@@ -220,24 +223,21 @@ def _draw_package(rng: random.Random, kind: Literal["front", "back"]) -> Scene:
 def _draw_face(
     rng: random.Random, kind: Literal["front", "back"], width: int, height: int
 ) -> tuple[Image.Image, list[PixelBox]]:
-    """One face of a package (RGBA, rounded corners) and where its tables are. What finds no room is left out."""
+    """One face of a package (RGBA, round corners) and its tables' places. What finds no room is left out."""
     colour = pick_colour(rng, 20, 255)
     face = gradient(rng, width, height, colour).convert("RGBA")
     if kind == "front":
         clutter(face, rng, colour, rng.randint(3, 6))
         _write_brand(face, rng, ink_on(rng, colour), rng.uniform(0.12, 0.2) * height)
-        num_tables, scale = 1, 0.75
+        num_tables, scale = 1, 0.8
         others = rng.choices(
-            ("logo", "panel", "barcode", "text-block"), weights=(4, 3, 1, 1), k=rng.randint(1, 3)
+            ("logo", "panel", "barcode", "text-block"), weights=(4, 3, 1, 2), k=rng.randint(2, 4)
         )
     else:
         clutter(face, rng, colour, rng.randint(0, 2))
-        num_tables = rng.choices((1, 2, 3), weights=(78, 16, 6))[0]
-        scale = (1.0, 0.7, 0.55)[num_tables - 1]
-        others = [
-            "text-block",
-            *rng.choices(("barcode", "text-block", "logo", "qr-code", "panel"), k=rng.randint(0, 2)),
-        ]
+        num_tables = rng.choices((1, 2, 3), weights=(82, 13, 5))[0]
+        scale = (1.0, 0.75, 0.6)[num_tables - 1]
+        others = ["text-block", *rng.choices(OBJECTS, k=rng.randint(3, 4))]
 
     tables: list[PixelBox] = []
     for _ in range(num_tables):
@@ -245,9 +245,9 @@ def _draw_face(
             _put(face, rng, TARGET, box)
             tables.append(box)
     taken = list(tables)
-    for category in others:
-        if box := _place(rng, face.size, category, taken):
-            _put(face, rng, category, box)
+    for kind_of_object in [BANNER] * (rng.random() < 0.7) + others:
+        if box := _place(rng, face.size, kind_of_object, taken):
+            _put(face, rng, "panel" if kind_of_object == BANNER else kind_of_object, box)
             taken.append(box)
 
     corners = Image.new("L", face.size)

@@ -1,0 +1,108 @@
+"""A comparison as text: for the terminal, as markdown, and as figures for DVC."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from stages.kit.reporting.comparison import Comparison
+from stages.kit.reporting.plots import share_at_least
+from stages.kit.reporting.tables import (
+    Column,
+    Row,
+    Table,
+    escape_markdown,
+    markdown,
+    terminal_table,
+)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """A row a model; those not run are there too, empty, with the command that runs them."""
+    metrics = comparison.report.metrics
+    primary = comparison.report.primary
+    columns = (
+        Column("model", "Model"),
+        *(Column(metric.key, metric.heading, metric.format) for metric in metrics),
+        Column(primary.key, "95% interval", primary.format),
+        Column("role", ""),
+    )
+    rows = []
+    for contender in comparison.contenders:
+        recorded = contender.run.metrics if contender.run else {}
+        best = contender is comparison.best
+        cells = (
+            contender.name,
+            *(recorded.get(metric.key) for metric in metrics),
+            contender.interval,
+            "highest" if best and not comparison.answer.enough else "best" if best else contender.role,
+        )
+        rows.append(Row(cells=cells, emphasised=best, note=contender.note))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
+    """The table, the answer and the insights, as text that no name can turn into markup."""
+    console.print()
+    console.print(terminal_table(table))
+    for name, note in table.notes:
+        console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=True)
+    console.print()
+    console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
+    for insight in comparison.insights:
+        console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
+    console.print(
+        Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim")
+    )
+
+
+def comparison_text(comparison: Comparison, table: Table) -> str:
+    """What the terminal shows, without its colours."""
+    console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
+    with console.capture() as capture:
+        print_comparison(comparison, table, console)
+    return capture.get()
+
+
+def comparison_markdown(comparison: Comparison, table: Table) -> str:
+    insights = "\n".join(
+        f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}"
+        for insight in comparison.insights
+    )
+    return (
+        f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
+        f"{markdown(table)}\n{insights}\n\n"
+        f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
+        "sample; each stands for its own pair, without correction for the number of pairs.\n"
+    )
+
+
+def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
+    """For `dvc metrics`: the best model, and the primary metric of each with its interval."""
+    key = comparison.report.primary.key
+    flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.answer.enough}
+    for contender in comparison.evaluated:
+        assert contender.value is not None
+        flat[f"{contender.name}.{key}"] = contender.value
+        if contender.interval:
+            flat[f"{contender.name}.{key}_low"] = contender.interval.low
+            flat[f"{contender.name}.{key}_high"] = contender.interval.high
+    return flat
+
+
+def distribution_csv(comparison: Comparison) -> str:
+    """For `dvc plots`: by score reached, the share of samples of each model that reach it."""
+    grid = np.linspace(0, 1, 41)
+    runs = [contender.run for contender in comparison.evaluated if contender.run]
+    shares = [share_at_least(run.columns[comparison.report.score], grid) for run in runs]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([f"{comparison.report.score}_at_least", *(run.name for run in runs)])
+    writer.writerows(
+        [f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True)
+    )
+    return text.getvalue()

@@ -1,0 +1,243 @@
+"""The process engine, through the real launcher and on stages that do nothing but what is asked of them."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+STAGE = """
+import os, signal, subprocess, sys, time
+
+def note(text):
+    with open("notes", "a") as notes:
+        print(text, file=notes)
+
+what = sys.argv[1]
+if what == "exit":
+    sys.exit(int(sys.argv[2]))
+if what == "signal":
+    os.kill(os.getpid(), int(sys.argv[2]))
+if what == "tell":
+    note(os.getcwd())
+    note(sys.executable)
+    note(os.environ.get("GITHUB_TOKEN"))
+if what == "wait":
+    if "saving" in sys.argv:
+        def save(number, frame):
+            note(f"signal {number}")
+            sys.exit(75)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, save)
+    if "worker" in sys.argv:
+        note(f"pid {subprocess.Popen(['sleep', '600']).pid}")
+    note(f"pid {os.getpid()}")
+    note("ready")
+    time.sleep(600)
+"""
+
+WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
+    workspace = tmp_path / "a workspace"
+    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
+    shutil.copytree(ROOT / "stages/kit/containers", workspace / "stages/kit/containers")
+    for module in ("__init__.py", "kit/__init__.py", "kit/errors.py"):
+        shutil.copy(ROOT / "stages" / module, workspace / "stages" / module)
+    (workspace / "stages/train.py").write_text(STAGE)
+    return workspace
+
+
+@pytest.fixture
+def start(workspace: Path, tmp_path: Path) -> Iterator[Start]:
+    """Calls docker/run from a foreign folder, with this test's own Python; kills what is left at the end."""
+    started = []
+
+    def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+        launcher = subprocess.Popen(
+            [workspace / "docker/run", *args],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+    for pid in noted_pids(workspace):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    for launcher in started:
+        launcher.communicate()
+
+
+def notes(workspace: Path) -> list[str]:
+    path = workspace / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def noted_pids(workspace: Path) -> list[int]:
+    return [int(note.removeprefix("pid ")) for note in notes(workspace) if note.startswith("pid ")]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if is_so():
+            return
+        time.sleep(0.05)
+    pytest.fail("it never came to be")
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
+    launcher = start("train", "wait", *args, **environment)
+    wait_until(lambda: "ready" in notes(workspace))
+    return launcher
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [(("exit", "0"), 0), (("exit", "3"), 3), (("signal", "9"), 128 + 9)]
+)
+def test_the_exit_code_is_the_stages(start: Start, args: tuple[str, ...], code: int) -> None:
+    assert start("train", *args).wait() == code
+
+
+def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(
+    start: Start, workspace: Path
+) -> None:
+    assert start("train", "tell", GITHUB_TOKEN="secret").wait() == 0
+    assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None"]
+
+
+def test_options_after_the_stage_are_the_stages_own(start: Start, workspace: Path) -> None:
+    (workspace / "stages/plan.py").write_text("import sys; print(sys.argv[1:])")
+    output, _ = start("plan", "--help", "-x", "r1").communicate()
+    assert output.strip() == "['--help', '-x', 'r1']"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
+    start: Start, workspace: Path, number: signal.Signals
+) -> None:
+    launcher = started_and_ready(start, workspace, "saving")
+    launcher.send_signal(number)
+    assert launcher.wait() == 75
+    assert notes(workspace)[-1] == f"signal {int(number)}"
+
+
+def test_a_stage_ended_by_a_signal_leaves_no_worker(start: Start, workspace: Path) -> None:
+    launcher = started_and_ready(start, workspace, "worker")
+    launcher.terminate()
+    assert launcher.wait() == 128 + signal.SIGTERM
+    wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_a_killed_launcher_leaves_no_orphan(start: Start, workspace: Path) -> None:
+    launcher = started_and_ready(start, workspace, "saving")
+    launcher.kill()
+    wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
+    assert notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+@pytest.mark.parametrize(("environment", "ends"), [({"DVC_STAGE": "train@r1"}, True), ({}, False)])
+def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
+    start: Start, workspace: Path, tmp_path: Path, environment: dict[str, str], ends: bool
+) -> None:
+    caller = subprocess.Popen(
+        [sys.executable, "-c", WAITING_CALLER, workspace / "docker/run", "train", "wait"],
+        env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, **environment},
+    )
+    wait_until(lambda: "ready" in notes(workspace))
+    (stage,) = noted_pids(workspace)
+    launcher = psutil.Process(stage).ppid()
+    caller.kill()
+    caller.wait()
+    if ends:
+        wait_until(lambda: is_gone(launcher) and is_gone(stage))
+    else:
+        time.sleep(0.5)
+        assert not is_gone(launcher)
+        assert not is_gone(stage)
+        psutil.Process(launcher).kill()
+
+
+def test_an_unknown_engine_is_refused_and_the_known_ones_named(start: Start) -> None:
+    launcher = start("train", "exit", "0", BAKEOFF_ENGINE="lxc")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert re.search("BAKEOFF_ENGINE is 'lxc'; the engines are process", errors)
+
+
+def test_an_unknown_stage_is_refused_and_the_known_ones_named(start: Start) -> None:
+    launcher = start("trian", "r1")
+    _, errors = launcher.communicate()
+    assert launcher.returncode != 0
+    assert all(word in errors for word in ("trian", "train", "evaluate"))
+
+
+def test_without_an_environment_the_command_that_makes_one_is_named(start: Start) -> None:
+    launcher = start("train", "exit", "0", VIRTUAL_ENV="")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "make setup" in errors
+
+
+def test_an_environment_that_was_left_half_made_is_not_used(start: Start, workspace: Path) -> None:
+    (workspace / ".venv/bin").mkdir(parents=True)
+    (workspace / ".venv/bin/python").symlink_to(sys.executable)
+    (workspace / ".venv/.bakeoff").mkdir()
+    (workspace / ".venv/.bakeoff/incomplete").touch()
+    launcher = start("train", "exit", "0", VIRTUAL_ENV="")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "make setup" in errors
+
+
+def test_an_experiment_in_a_clone_uses_the_environment_of_its_workspace(
+    start: Start, workspace: Path, tmp_path: Path
+) -> None:
+    """`dvc exp run --temp` runs in a clone without .venv; DVC_ROOT names the workspace it was started in."""
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / ".venv").symlink_to(sys.prefix)
+    assert start("train", "tell", VIRTUAL_ENV="", DVC_ROOT=str(original)).wait() == 0
+    assert notes(workspace)[:2] == [str(workspace), str(original / ".venv/bin/python")]
+
+
+def test_a_git_worktree_uses_the_environment_of_its_checkout(
+    start: Start, workspace: Path, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    subprocess.run([*git, "init", "-q", checkout], check=True)
+    subprocess.run([*git, "-C", checkout, "commit", "-q", "--allow-empty", "-m", "start"], check=True)
+    subprocess.run([*git, "-C", checkout, "worktree", "add", "-q", tmp_path / "worktree"], check=True)
+    shutil.copytree(workspace, tmp_path / "worktree", dirs_exist_ok=True)
+    shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
+    (checkout / ".venv").symlink_to(sys.prefix)
+    assert start("train", "tell", VIRTUAL_ENV="").wait() == 0
+    assert notes(workspace)[1] == str(checkout / ".venv/bin/python")

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stages.kit.errors import UserError
+from stages.kit.evaluation.intervals import Difference, Floats, Interval
+from stages.kit.reporting.comparison import (
+    Comparison,
+    Contender,
+    Metric,
+    Question,
+    TaskReport,
+    compare,
+    difference_words,
+    score_contender,
+)
+from stages.kit.reporting.runs import Run
+
+REPORT = TaskReport(
+    title="A task",
+    metrics=(Metric(key="score", heading="Score", format=".3f", meaning="How good it is."),),
+    primary_words="score",
+    identity=("id",),
+    evidence=("score",),
+    score="score",
+    score_heading="score",
+    questions=(Question("B against A", "b", "a"), Question("B against one that nobody defined", "b", "z")),
+)
+HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)
+
+
+def run_of(name: str, scores: Floats, recorded: float | None = None) -> Run:
+    ids = tuple(map(str, range(len(scores))))
+    metrics = {"score": float(scores.mean()) if recorded is None else recorded}
+    return Run(
+        name=name,
+        stage=f"evaluate@{name}",
+        metrics=metrics,
+        samples=ids,
+        sample_ids=ids,
+        columns={"score": scores},
+        pictures={},
+    )
+
+
+def contender(name: str, scores: Floats | None, *, baseline: str | None = "base") -> Contender:
+    return score_contender(REPORT, name, None if scores is None else run_of(name, scores), baseline=baseline)
+
+
+def scores_around(mean: float, seed: int) -> Floats:
+    return mean + HARDNESS + np.random.default_rng(seed).normal(0, 0.03, len(HARDNESS))
+
+
+def comparison_of(a: float | None, b: float | None, base: float | None = 0.1) -> Comparison:
+    means = {"base": base, "a": a, "b": b}
+    return compare(
+        REPORT,
+        [
+            contender(
+                name,
+                None if mean is None else scores_around(mean, seed),
+                baseline=None if name == "base" else "base",
+            )
+            for seed, (name, mean) in enumerate(means.items())
+        ],
+    )
+
+
+def test_best_is_said_only_where_every_interval_says_so() -> None:
+    comparison = comparison_of(0.5, 0.6)
+    assert comparison.best.name == "b"
+    assert comparison.answer.enough
+    assert comparison.answer.headline.startswith("b is best: score 0.")
+    assert comparison.answer.headline.endswith("better than every other model.")
+    assert [reason[:18] for reason in comparison.answer.reasons] == [
+        "b is better than a",
+        "b is better than b",
+    ]
+
+
+def test_highest_is_not_best_where_no_difference_is_shown() -> None:
+    comparison = comparison_of(0.5, 0.5)
+    assert not comparison.answer.enough
+    rival = "a" if comparison.best.name == "b" else "b"
+    assert comparison.answer.headline.endswith(f"but no difference is shown against {rival}.")
+
+
+def test_a_base_that_no_recipe_beats_is_what_scores_highest() -> None:
+    comparison = comparison_of(0.3, 0.2, base=0.6)
+    assert comparison.answer.headline.startswith("base is best")
+    assert comparison.insights[-1].words.startswith("b is worse than base by -0.")
+
+
+def test_best_of_those_that_were_run_is_not_called_best_of_all() -> None:
+    comparison = comparison_of(None, 0.6)
+    assert comparison.answer.headline.endswith("better than base, the only other model that was run.")
+    assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
+
+
+def test_an_only_model_is_not_called_best() -> None:
+    comparison = comparison_of(None, 0.6, base=None)
+    assert comparison.answer.headline.startswith("b is the only model evaluated")
+    assert not comparison.answer.enough
+
+
+@pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
+def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
+    low, high = np.linspace(0.1, 0.2, num_samples), np.linspace(0.8, 0.9, num_samples)
+    comparison = compare(REPORT, [contender("a", low), contender("b", high)])
+    assert not comparison.answer.enough
+    assert words in comparison.answer.headline
+    assert words in comparison.insights[0].words
+
+
+def test_questions_come_first_then_every_recipe_against_its_base() -> None:
+    topics = [insight.topic for insight in comparison_of(0.5, 0.6).insights]
+    assert topics == ["B against A", "a against its base", "b against its base"]
+
+
+def test_a_question_about_a_missing_run_says_what_to_run() -> None:
+    insight = comparison_of(None, 0.6).insights[0]
+    assert insight.difference is None
+    assert insight.words == "not answered, not run: dvc repro evaluate@a"
+
+
+def test_words_follow_the_verdict() -> None:
+    def words(mean: float, low: float, high: float, samples: int = 50) -> str:
+        return difference_words("r4", "r1", Difference(mean, Interval(low, high), samples))
+
+    assert words(0.05, 0.02, 0.08) == "r4 is better than r1 by +0.050 [+0.020, +0.080]"
+    assert words(-0.05, -0.08, -0.02) == "r4 is worse than r1 by -0.050 [-0.080, -0.020]"
+    assert words(0.01, -0.02, 0.04) == "no difference shown between r4 and r1 (+0.010 [-0.020, +0.040])"
+    assert words(0.5, 0.4, 0.6, samples=4).startswith("4 samples are too few to tell r4 from r1 (+0.500")
+
+
+def test_metrics_that_do_not_match_the_predictions_are_refused() -> None:
+    with pytest.raises(UserError, match=r"metrics\.json of a says score 0\.9000, its predictions.* 0\.5000"):
+        score_contender(REPORT, "a", run_of("a", np.full(10, 0.5), recorded=0.9), baseline=None)
+
+
+def test_a_missing_or_nonsense_metric_is_refused() -> None:
+    run = run_of("a", np.full(10, 0.5), recorded=float("nan"))
+    with pytest.raises(UserError, match="score nan"):
+        score_contender(REPORT, "a", run, baseline=None)
+    run = replace(run, metrics={})
+    with pytest.raises(UserError, match="no number score"):
+        score_contender(REPORT, "a", run, baseline=None)
+
+
+def test_an_evaluation_of_no_sample_is_refused() -> None:
+    with pytest.raises(UserError, match="a was evaluated on no sample"):
+        score_contender(REPORT, "a", run_of("a", np.zeros(0), recorded=0.0), baseline=None)

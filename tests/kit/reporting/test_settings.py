@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.kit.reporting.runs import Run, read_run
+from stages.kit.reporting.settings import cost_table, flatten, plan_settings, split_settings, trainable_table
+from tests.made_up_runs import project_params, write_made_up_run
+
+
+def made_up(tmp_path: Path, name: str) -> Run:
+    params = project_params()
+    trained = name in params.recipes
+    run_dir = write_made_up_run(tmp_path, name, [0.5, 0.6], params=params if trained else None)
+    run = read_run(run_dir, identity=("image_id",), columns=("iou",), trained=trained)
+    assert run is not None
+    return run
+
+
+def test_settings_are_flattened_as_text() -> None:
+    settings = {"a": {"b": 1e-4, "c": ("x", "y")}, "d": None, "e": True, "f": {}}
+    assert flatten(settings) == {"a.b": "0.0001", "a.c": "x, y", "d": "–", "e": "yes", "f": "–"}
+
+
+def test_only_what_differs_is_set_apart_and_only_the_uncommon_stands_out() -> None:
+    by_run = {
+        "one": {"rank": "64", "seed": "42", "rate": "0.1"},
+        "two": {"rank": "8", "seed": "42", "rate": "0.1"},
+        "three": {"rank": "64", "seed": "42"},
+    }
+    differing, outstanding, shared = split_settings(by_run)
+    assert [row.cells for row in differing.rows] == [("rank", "64", "8", "64"), ("rate", "0.1", "0.1", "–")]
+    assert outstanding == {(0, 2), (1, 3)}
+    assert [row.cells for row in shared.rows] == [("seed", "42")]
+
+
+def test_no_run_gives_empty_tables() -> None:
+    differing, outstanding, shared = split_settings({})
+    assert (differing.rows, outstanding, shared.rows) == ((), frozenset(), ())
+
+
+def test_recipes_of_the_project_differ_where_they_say(tmp_path: Path) -> None:
+    runs = [made_up(tmp_path, name) for name in ("r1-llm-only", "r4-joint")]
+    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in runs if run.plan})
+    assert "parts.vision" in [row.cells[0] for row in differing.rows]
+    assert "seed" in [row.cells[0] for row in shared.rows]
+    assert "recipe" not in [row.cells[0] for row in (*differing.rows, *shared.rows)]
+
+
+def test_trained_parameters_come_with_their_share(tmp_path: Path) -> None:
+    (row,) = trainable_table([made_up(tmp_path, "r1-llm-only")]).rows
+    assert row.cells == ("r1-llm-only", 0, 0, 688_000, 688_000, 3_100_000, 688 / 3100)
+
+
+def test_costs_name_what_memory_was_measured_and_leave_a_base_empty(tmp_path: Path) -> None:
+    base, trained = cost_table([made_up(tmp_path, "base-vlm"), made_up(tmp_path, "r1-llm-only")]).rows
+    assert base.cells == ("base-vlm", *[None] * 6, 12.5)
+    assert trained.cells == ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, "process, RSS", 0.61, 12.5)

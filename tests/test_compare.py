@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from ruamel.yaml import YAML
+
+from stages.compare import compare_task
+from stages.kit.errors import UserError
+from stages.kit.params import Params
+from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.page import render_page
+from stages.kit.reporting.runs import evaluation_stage
+from stages.kit.reporting.texts import comparison_table
+from tests.made_up_runs import DETECTION_NAMES, PARAMS_PATH, made_up_ious, project_params, write_made_up_run
+
+MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.35, 0.68, 0.735), strict=True))
+
+
+def write_runs(data_dir: Path, *, params: Params | None = None, leave_out: tuple[str, ...] = ()) -> None:
+    params = params or project_params()
+    for seed, (name, mean) in enumerate(MEANS.items()):
+        if name not in leave_out:
+            write_made_up_run(
+                cards_dir(data_dir, "detection"),
+                name,
+                made_up_ious(mean, 50, seed=seed),
+                params=params if name in params.recipes else None,
+            )
+
+
+def run_compare(data_dir: Path, params: Params | None = None) -> str:
+    """What the terminal shows."""
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    compare_task(params or project_params(), "detection", data_dir=data_dir, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def report(data_dir: Path, name: str) -> str:
+    return (data_dir / "report" / "detection" / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    data_dir = tmp_path_factory.mktemp("complete")
+    write_runs(data_dir)
+    return data_dir, run_compare(data_dir)
+
+
+@pytest.fixture(scope="module")
+def incomplete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    data_dir = tmp_path_factory.mktemp("incomplete")
+    write_runs(data_dir, leave_out=("base-vlm", "r3-stage2"))
+    return data_dir, run_compare(data_dir)
+
+
+class Links(HTMLParser):
+    """Collects what a page would load or lead to, and its ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.add(name)
+            if name in ("src", "href", "srcset", "data", "poster", "action", "xlink:href"):
+                self.targets.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+
+def links(page: str) -> Links:
+    parser = Links()
+    parser.feed(page)
+    return parser
+
+
+def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) -> None:
+    _, shown = complete
+    heading = next(line for line in shown.splitlines() if "Model" in line)
+    assert re.split(r"\s{2,}", heading.strip()) == [
+        "Model", "Mean IoU", "Det Rate", "IoU>0.5", "IoU>0.7", "95% interval",
+    ]  # fmt: skip
+    assert re.search(r"^r4-joint +0\.7\d\d +100\.0% .* best", shown, re.MULTILINE)
+    assert "r4-joint is best: mean IoU 0.7" in shown
+    assert "Joint against LLM-only: r4-joint is better than r1-llm-only by +0.0" in shown
+    assert "Two-stage against LLM-only: no difference shown between r3-stage2 and r1-llm-only" in shown
+    assert "r2-vision-only against its base: r2-vision-only is better than base-vlm by" in shown
+    assert "r3-stage1: a stage of r3-stage2" in shown
+    assert "r3-stage2 against its base: r3-stage2 is better than base-vlm" in shown  # through r3-stage1
+
+
+def test_the_terminal_text_is_kept(complete: tuple[Path, str]) -> None:
+    data_dir, shown = complete
+    assert shown.startswith(report(data_dir, "table.txt"))
+
+
+def test_commands_named_to_the_reader_are_stages_of_the_pipeline() -> None:
+    stages = YAML(typ="safe", pure=True).load(PARAMS_PATH.parent / "dvc.yaml")["stages"]
+    for trained, subjects in ((True, "${recipes}"), (False, "${baselines}")):
+        stage = evaluation_stage("name", trained=trained).partition("@")[0]
+        assert stages[stage]["foreach"] == subjects
+
+
+def test_markdown_and_csv_say_the_same_as_the_terminal(complete: tuple[Path, str]) -> None:
+    data_dir, shown = complete
+    written = report(data_dir, "comparison.md").replace("\\", "")
+    insights = [line.strip() for line in shown.splitlines() if " against " in line]
+    assert len(insights) == 10
+    assert all(f"- {line}" in written for line in insights)
+    rows = list(csv.DictReader(io.StringIO(report(data_dir, "comparison.csv"))))
+    assert [row["model"] for row in rows] == list(DETECTION_NAMES)
+    best = next(row for row in rows if row["role"] == "best")
+    assert float(best["mean_iou_low"]) < float(best["mean_iou"]) < float(best["mean_iou_high"])
+
+
+def test_json_is_flat_for_dvc(complete: tuple[Path, str]) -> None:
+    flat = json.loads(report(complete[0], "comparison.json"))
+    assert flat["best"] == "r4-joint"
+    assert flat["evidence_enough"] is True
+    assert flat["r4-joint.mean_iou_low"] < flat["r4-joint.mean_iou"] < flat["r4-joint.mean_iou_high"]
+    assert all(isinstance(value, str | int | float) for value in flat.values())
+
+
+def test_distribution_agrees_with_the_table(complete: tuple[Path, str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(report(complete[0], "distribution.csv"))))
+    table = {row["model"]: row for row in csv.DictReader(io.StringIO(report(complete[0], "comparison.csv")))}
+    halfway = next(row for row in rows if row["iou_at_least"] == "0.500")
+    for name in DETECTION_NAMES:
+        assert float(halfway[name]) == pytest.approx(float(table[name]["iou_over_50"]))
+
+
+def test_page_stands_alone(complete: tuple[Path, str]) -> None:
+    page = report(complete[0], "index.html")
+    found = links(page)
+    assert found.targets
+    assert all(target.startswith(("data:image/", "#")) for target in found.targets)
+    assert not found.tags & {"script", "link", "iframe", "object", "embed", "base"}
+    assert "://" not in page
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+    assert "default-src 'none'" in page
+
+
+def test_every_link_within_the_page_leads_somewhere_and_no_id_repeats(complete: tuple[Path, str]) -> None:
+    found = links(report(complete[0], "index.html"))
+    assert len(found.ids) == len(set(found.ids))
+    assert {target[1:] for target in found.targets if target.startswith("#")} <= set(found.ids)
+
+
+def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) -> None:
+    page = report(complete[0], "index.html")
+    assert page.index("r4-joint is best") < page.index("<table")
+    assert "The evidence is enough<" in page
+    assert page.count("<svg") == 4
+    assert page.count("data:image/png") == 3 * len(DETECTION_NAMES)
+    for words in ("parts.vision", "688,000", "1 min 14 s", "1.21 GiB", "process, RSS", "not corrected"):
+        assert words in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:
+    data_dir, shown = incomplete
+    for name, stage in (("base-vlm", "baseline@base-vlm"), ("r3-stage2", "evaluate@r3-stage2")):
+        assert f"{name}: not run: dvc repro {stage}" in shown
+        assert f"- {name}: not run: dvc repro {stage}" in report(data_dir, "comparison.md")
+        assert f"{name},,,,,,,not run,not run: dvc repro {stage}" in report(data_dir, "comparison.csv")
+        assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
+    assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-stage2" in shown
+    assert "r4-joint is best" in shown
+    assert "every other model that was run" in shown
+    assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")
+
+
+def test_the_same_runs_give_the_same_report(complete: tuple[Path, str]) -> None:
+    data_dir = complete[0]
+    before = {path.name: path.read_bytes() for path in (data_dir / "report" / "detection").iterdir()}
+    run_compare(data_dir)
+    assert before == {path.name: path.read_bytes() for path in (data_dir / "report" / "detection").iterdir()}
+
+
+def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    params, nasty = project_params(), "<img src=x onerror=alert(1)>&'\""
+    console = Console(file=io.StringIO())
+    comparison = compare_task(params, "detection", data_dir=tmp_path, console=console)
+    best = comparison.best
+    assert best.run is not None
+    best = replace(best, name=nasty, run=replace(best.run, name=nasty))
+    contenders = (*(other for other in comparison.contenders if other is not comparison.best), best)
+    insights = tuple(replace(insight, topic=nasty, words=nasty) for insight in comparison.insights)
+    answer = replace(comparison.answer, headline=nasty, reasons=(nasty,))
+    poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, answer=answer)
+    page = render_page(poisoned, comparison_table(poisoned), task=nasty, profile=nasty)
+    assert "<img src=x" not in page
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20
+    assert not [name for name in links(page).attributes if name.startswith("on")]
+
+
+def test_runs_on_different_samples_are_refused(tmp_path: Path) -> None:
+    write_runs(tmp_path, leave_out=("r4-joint",))
+    write_made_up_run(cards_dir(tmp_path, "detection"), "r4-joint", made_up_ious(0.7, 40, seed=5), params=project_params())
+    with pytest.raises(UserError, match="different samples") as refusal:
+        run_compare(tmp_path)
+    assert re.search(r"r4-joint: 40 samples", refusal.value.message)
+    assert not (tmp_path / "report/detection/index.html").exists()
+
+
+def test_runs_of_another_profile_are_refused(tmp_path: Path) -> None:
+    write_runs(tmp_path, params=replace(project_params(), profile="qwen2-vl-2b-24gb"))
+    with pytest.raises(UserError, match=r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b-24gb\)"):
+        run_compare(tmp_path)
+
+
+def test_nothing_evaluated_is_a_message_not_an_empty_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model of task detection has been evaluated; run: dvc repro"):
+        run_compare(tmp_path)
+
+
+def test_an_unknown_task_is_refused_naming_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'detektion'.*there are: detection"):
+        compare_task(project_params(), "detektion", data_dir=tmp_path, console=Console(file=io.StringIO()))
+
+
+def test_one_sample_makes_a_report_that_decides_nothing(tmp_path: Path) -> None:
+    params = project_params()
+    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])
+    write_made_up_run(cards_dir(tmp_path, "detection"), "r1-llm-only", [0.9], params=params, num_pictures=0)
+    shown = run_compare(tmp_path)
+    assert "r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
+    assert "does not single out one model" in report(tmp_path, "index.html")

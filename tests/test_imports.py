@@ -1,0 +1,69 @@
+"""What has to start at once never waits for torch, nor for transformers.
+
+The layers themselves are contracts of import-linter, in pyproject.toml. To it an import inside a function is
+one like any other, and those are just what keeps these modules fast.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+
+FAST = (
+    *("errors", "lineage", "params", "containers", "data", "evaluation/intervals", "reporting"),
+    *(f"../tasks/detection/{module}" for module in ("boxes", "records", "metrics", "scoring")),
+)
+"""Modules, or packages with all that is in them, below stages/kit."""
+
+# In one process: each module is blamed for what it is the first to bring in.
+IMPORT_ALL = """
+import importlib, json, sys
+brought = {}
+seen = set()
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    loaded = set(json.loads(sys.argv[2])) & sys.modules.keys()
+    if loaded - seen:
+        brought[module] = sorted(loaded - seen)
+    seen |= loaded
+print(json.dumps(brought))
+"""
+
+
+def modules_below(name: str) -> list[str]:
+    path = (ROOT / "stages/kit" / name).resolve()
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    return [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
+    ]
+
+
+def heavy_imports(modules: list[str]) -> dict[str, list[str]]:
+    command = [sys.executable, "-c", IMPORT_ALL, json.dumps(modules), json.dumps(HEAVY)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported: dict[str, list[str]] = json.loads(result.stdout)
+    return imported
+
+
+def test_what_must_start_at_once_imports_nothing_heavy() -> None:
+    assert heavy_imports([module for name in FAST for module in modules_below(name)]) == {}
+
+
+def test_a_heavy_import_is_seen() -> None:
+    assert heavy_imports(["stages.kit.errors", "torch"])["torch"] == ["torch"]
+
+
+def test_the_launcher_imports_little_beside_the_standard_library() -> None:
+    """It is on the way of every stage: click, and nothing like pydantic or numpy."""
+    code = (
+        "import sys, stages.kit.containers.launch; print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
+    assert installed <= {"click", "stages"}

@@ -1,0 +1,77 @@
+"""The locks against pyproject.toml, and what they may not hold."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOCKS = ("cpu", "cuda", "dev", "wandb", "installer")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PIN = re.compile(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", re.MULTILINE)
+
+
+def locked(lock: str) -> dict[str, str]:
+    """Package to version."""
+    return dict(PIN.findall((ROOT / f"docker/{lock}.lock").read_text()))
+
+
+def required(lock: str) -> dict[str, str]:
+    """Package to version, of what pyproject.toml names itself."""
+    project = PROJECT["dependencies"] if lock in ("cpu", "cuda") else []
+    return dict(
+        requirement.split("==") for requirement in [*project, *PROJECT["optional-dependencies"][lock]]
+    )
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_holds_what_pyproject_asks_for(lock: str) -> None:
+    expected = required(lock)
+    if lock == "cpu":  # docker/setup installs torch's CPU build, which PyPI does not have
+        del expected["torch"]
+    assert expected.items() <= locked(lock).items(), "run: make lock"
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    extras = PROJECT["optional-dependencies"]
+    named = [*PROJECT["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
+    assert [requirement for requirement in named if not PIN.fullmatch(requirement)] == []
+    assert set(extras) == set(LOCKS)
+
+
+def test_the_locks_agree_where_they_name_the_same_package() -> None:
+    """They are installed on top of each other."""
+    versions: dict[str, set[str]] = {}
+    for lock in LOCKS:
+        for package, version in locked(lock).items():
+            versions.setdefault(package, set()).add(version)
+    assert {package: found for package, found in versions.items() if len(found) > 1} == {}
+
+
+def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
+    # nvidia-ml-py only asks the driver, in 100 KB; DVCLive wants it.
+    cuda = re.compile(r"nvidia|cuda|triton|torch|bitsandbytes")
+    assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
+
+
+def test_torch_as_the_cpu_lock_sees_it_is_the_torch_that_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "docker/cpu-lock.toml").read_text())
+    (metadata,) = settings["dependency-metadata"]
+    assert (metadata["name"], metadata["version"]) == ("torch", required("cuda")["torch"])
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_locked_package_has_a_hash_and_none_an_index(lock: str) -> None:
+    entries = re.split(r"^(?=[a-z0-9])", (ROOT / f"docker/{lock}.lock").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) == len(locked(lock)) > 0
+    assert [entry for entry in entries if "--hash=sha256:" not in entry or "://" in entry] == []
+
+
+def test_no_committed_file_names_a_package_index() -> None:
+    """Packages come from whatever index the machine is configured with, so it may be a mirror or none."""
+    hosts = ("pypi" + r"\.org", "pythonhosted" + r"\.org", "download" + r"\.pytorch")
+    command = ["git", "grep", "--untracked", "-lE", "|".join(hosts)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 1, found.stdout + found.stderr
