@@ -45,7 +45,7 @@ log = logging.getLogger("stages")
 def main(recipe: str) -> None:
     plan = read_plan(recipe)
     start_one_process_a_device(plan)
-    configure_logging(f"train {recipe} ({plan.profile})")
+    configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
     seed_everything(plan.seed)
     base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))

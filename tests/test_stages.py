@@ -1,7 +1,10 @@
 """All stages in a row, as the pipeline runs them, on the smallest model: chaining, certificates, refusals."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
-from stages.kit.lineage import read_lineage, true_base, write_lineage
+from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from tests.closure import ROOT
 
 pytestmark = pytest.mark.pipeline
@@ -164,6 +167,24 @@ def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None
     assert "more than max_length 9" in refused("train", "r1-llm-only")
     assert read_lineage(workspace / "data/runs/r1-llm-only/trained") == before
     assert not list((workspace / "data/runs/r1-llm-only").glob(".*partial"))
+
+
+def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
+    """Placement ddp, for real, on two CPU processes: the launch, the one writer, the same number of steps."""
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"]["tiny"]["device"]["count"] = 2
+    raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
+    with Path("params.yaml").open("w") as file:
+        YAML().dump(raw, file)
+    done("plan", "r1-llm-only")
+    command = [sys.executable, "-m", "stages.train", "r1-llm-only"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    log = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
+    assert log.count("trained r1-llm-only") == 1
+    training = json.loads(Path("data/runs/r1-llm-only/training/training.json").read_text())
+    assert training["num_steps"] == 3
+    assert verified_lineage(Path("data/runs/r1-llm-only/trained"), mend="").name == "r1-llm-only"
+    done("merge", "r1-llm-only")
 
 
 @pytest.mark.parametrize(

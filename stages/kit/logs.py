@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 
-def configure_logging(stage: str) -> None:
-    """Facts to stderr, one a line; libraries only when something is wrong."""
+def configure_logging(stage: str, *, facts: bool = True) -> None:
+    """Facts to stderr, one a line; libraries only when something is wrong.
+
+    facts: False leaves only warnings, for all but one process of a distributed run.
+    """
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
-    logging.getLogger("stages").setLevel(logging.INFO)
+    # Libraries warn of each other's old names; nothing that whoever runs a stage could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)
     logging.getLogger("stages").info("%s", stage)

@@ -33,7 +33,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
         args=args,
         workspace_dir=WORKSPACE_DIR,
         network=stage in FETCHING_STAGES,
-        environment=stage_environment(stage, os.environ),
+        environment=stage_environment(stage, os.environ, terminal=sys.stderr.isatty()),
     )
     sys.exit(engine.run(stage_run))
 

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from dvclive import Live
@@ -16,6 +17,9 @@ from stages.kit.errors import UserError
 from stages.kit.params import TrackingParams
 
 log = logging.getLogger(__name__)
+
+WANDB_DIR = Path(".bakeoff/wandb")
+"""Where Weights & Biases keeps its runs until they are synced."""
 
 
 class LineProgress(TrainerCallback):
@@ -66,7 +70,6 @@ class LiveMetrics(TrainerCallback):
             for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy"):
                 if name in logs:
                     self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
-            self.live.make_summary()
 
 
 def progress_callback() -> TrainerCallback:
@@ -90,5 +93,7 @@ def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
         raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
     os.environ.setdefault("WANDB_MODE", tracking.wandb_mode)
     os.environ.setdefault("WANDB_PROJECT", tracking.wandb_project)
+    os.environ.setdefault("WANDB_DIR", str(WANDB_DIR))
+    WANDB_DIR.mkdir(parents=True, exist_ok=True)
     experiment = os.environ.get("DVC_EXP_NAME")
     return {"report_to": "wandb", "run_name": f"{recipe}-{experiment}" if experiment else recipe}

@@ -37,14 +37,11 @@ Split = Literal["train", "val"]
 PixelBox = tuple[int, int, int, int]
 """x0, y0, x1, y1; x1 and y1 are the first pixels outside."""
 
-BANNER = "banner"
-"""A panel along the upper side of a package."""
 OBJECTS = ("barcode", "logo", "panel", "qr-code", "text-block")
 SHAPES = ((256, 256), (224, 280), (280, 224), (240, 272), (272, 240))
 """Width and height of the pictures, in pixels."""
 
 SIZES: dict[str, tuple[tuple[float, float], tuple[float, float] | None]] = {
-    BANNER: ((0.45, 0.9), (0.1, 0.2)),
     "barcode": ((0.2, 0.45), (0.12, 0.3)),
     "logo": ((0.15, 0.4), None),
     "panel": ((0.2, 0.7), (0.15, 0.6)),
@@ -131,23 +128,28 @@ def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float
 
 
 def _place(
-    rng: random.Random, size: tuple[int, int], kind: str, taken: list[PixelBox], *, scale: float = 1.0
+    rng: random.Random,
+    size: tuple[int, int],
+    kind: str,
+    taken: list[PixelBox],
+    *,
+    scale: float = 1.0,
+    top: int = 2,
 ) -> PixelBox | None:
-    """A free rectangle for an object on a surface of `size`, or None where 25 tries find none."""
+    """A free rectangle for an object on a surface of `size`, or None where 25 tries find none.
+
+    scale: of its usual size. top: the first row of pixels that it may cover.
+    """
     width, height = size
     widths, heights = SIZES[kind]
-    lowest = 0.06 * height if kind == BANNER else height
     for _ in range(25):
         box_width = round(rng.uniform(*widths) * width * scale)
         box_height = round(
             rng.uniform(*heights) * height * scale if heights else box_width * rng.uniform(0.85, 1.15)
         )
-        if box_width > width - 4 or box_height > height - 4:
+        if box_width > width - 4 or box_height > height - 2 - top:
             continue
-        x, y = (
-            rng.randint(2, width - box_width - 2),
-            rng.randint(2, min(int(lowest), height - box_height - 2)),
-        )
+        x, y = rng.randint(2, width - box_width - 2), rng.randint(top, height - box_height - 2)
         box = (x, y, x + box_width, y + box_height)
         if all(_apart(box, other) for other in taken):
             return box
@@ -163,6 +165,16 @@ def _apart(box: PixelBox, other: PixelBox) -> bool:
 def _put(surface: Image.Image, rng: random.Random, category: str, box: PixelBox) -> None:
     part = drawn(category, box[2] - box[0], box[3] - box[1], rng)
     surface.paste(part, box[:2], part)
+
+
+def _put_banner(face: Image.Image, rng: random.Random) -> PixelBox:
+    width, height = face.size
+    left = round(rng.uniform(0.02, 0.4) * width)
+    upper = round(rng.uniform(0.01, 0.05) * height)
+    size = round(rng.uniform(0.4, 0.58) * width), round(rng.uniform(0.1, 0.18) * height)
+    box = (left, upper, left + size[0], upper + size[1])
+    _put(face, rng, "panel", box)
+    return box
 
 
 def _draw_objects(rng: random.Random, objects: int) -> Scene:
@@ -240,14 +252,19 @@ def _draw_face(
         others = ["text-block", *rng.choices(OBJECTS, k=rng.randint(3, 4))]
 
     tables: list[PixelBox] = []
+    taken: list[PixelBox] = []
+    top = 2
+    if rng.random() < 0.8:  # a banner along the upper side, and the tables below it
+        taken.append(_put_banner(face, rng))
+        top = taken[0][3] + 4
     for _ in range(num_tables):
-        if box := _place(rng, face.size, TARGET, tables, scale=scale):
+        if box := _place(rng, face.size, TARGET, taken, scale=scale, top=top):
             _put(face, rng, TARGET, box)
             tables.append(box)
-    taken = list(tables)
-    for kind_of_object in [BANNER] * (rng.random() < 0.7) + others:
-        if box := _place(rng, face.size, kind_of_object, taken):
-            _put(face, rng, "panel" if kind_of_object == BANNER else kind_of_object, box)
+            taken.append(box)
+    for category in others:
+        if box := _place(rng, face.size, category, taken):
+            _put(face, rng, category, box)
             taken.append(box)
 
     corners = Image.new("L", face.size)

@@ -19,7 +19,7 @@ SECRETS = {
 
 
 def secrets_that_reach(stage: str) -> set[str]:
-    return SECRETS.keys() & stage_environment(stage, SECRETS).keys()
+    return SECRETS.keys() & stage_environment(stage, SECRETS, terminal=True).keys()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -31,17 +31,17 @@ def test_a_secret_reaches_only_the_stages_it_is_for(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_the_fetching_stages_may_use_the_hub(stage: str) -> None:
-    environment = stage_environment(stage, {"HF_HUB_OFFLINE": "0"})
+    environment = stage_environment(stage, {"HF_HUB_OFFLINE": "0"}, terminal=True)
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     assert all(environment.get(name) == "1" for name in names) == (stage not in FETCHING)
 
 
 def test_a_fetching_stage_can_be_kept_offline() -> None:
-    assert stage_environment("base", {"HF_HUB_OFFLINE": "1"})["HF_HUB_OFFLINE"] == "1"
+    assert stage_environment("base", {"HF_HUB_OFFLINE": "1"}, terminal=True)["HF_HUB_OFFLINE"] == "1"
 
 
 def test_what_makes_runs_repeatable_cannot_be_overridden() -> None:
-    environment = stage_environment("train", {"PYTHONHASHSEED": "7", "CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    environment = stage_environment("train", {"PYTHONHASHSEED": "7", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, terminal=True)
     assert (environment["PYTHONHASHSEED"], environment["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":4096:8")
 
 
@@ -54,14 +54,19 @@ def test_machine_and_experiment_reach_the_stage() -> None:
         "OMP_NUM_THREADS": "1",
         "DVC_EXP_NAME": "loud-fox",
     }
-    assert caller.items() <= stage_environment("train", caller).items()
+    assert caller.items() <= stage_environment("train", caller, terminal=True).items()
 
 
 @given(st.dictionaries(st.text(), st.text()), st.sampled_from(STAGES))
 def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) -> None:
     unlisted = {f"X_{name}": value for name, value in caller.items()}
-    assert stage_environment(stage, unlisted).keys() <= SET.keys() | {
+    assert stage_environment(stage, unlisted, terminal=True).keys() <= SET.keys() | {
         "HF_HUB_OFFLINE",
         "HF_DATASETS_OFFLINE",
         "TRANSFORMERS_OFFLINE",
     }
+
+
+def test_progress_bars_are_for_terminals() -> None:
+    assert "TQDM_DISABLE" not in stage_environment("train", {}, terminal=True)
+    assert stage_environment("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
