@@ -17,6 +17,7 @@ from rich.text import Text
 
 from stages.kit.errors import UserError
 from stages.kit.params import Params, load_params
+from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
 from stages.kit.reporting.page import render_page
@@ -67,17 +68,11 @@ def load_report(params: Params, task: str) -> TaskReport:
 
 def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Path) -> list[Contender]:
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
-    names: dict[str, str | None] = {
-        name: None for name, base in params.baselines.items() if base.task == task
-    }
-    names |= {
-        name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task
-    }
+    names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
+    names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
     columns = sorted({*report.evidence, report.score})
     runs: dict[str, Run | None] = {
-        name: read_run(
-            runs_dir / name, identity=report.identity, columns=columns, trained=name in params.recipes
-        )
+        name: read_run(runs_dir / name, identity=report.identity, columns=columns, trained=name in params.recipes)
         for name in names
     }
     evaluated = [run for run in runs.values() if run]
@@ -120,7 +115,6 @@ def _refuse_other_profile(params: Params, runs: list[Run]) -> None:
 
 
 def write_report(comparison: Comparison, table: Table, report_dir: Path, *, task: str, profile: str) -> None:
-    report_dir.mkdir(parents=True, exist_ok=True)
     written = {
         "table.txt": comparison_text(comparison, table),
         "comparison.md": comparison_markdown(comparison, table),
@@ -130,7 +124,7 @@ def write_report(comparison: Comparison, table: Table, report_dir: Path, *, task
         "index.html": render_page(comparison, table, task=task, profile=profile),
     }
     for name, text in written.items():
-        (report_dir / name).write_text(text, encoding="utf-8")
+        publish_text(text, report_dir / name)
 
 
 if __name__ == "__main__":

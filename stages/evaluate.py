@@ -24,7 +24,7 @@ from stages.kit.models.certificate import require_certificate
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
-from stages.kit.publish import published
+from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card
 from stages.tasks import load_task
 
@@ -64,7 +64,7 @@ def main(name: str) -> None:
     with published(run_dir / "pictures") as pictures_dir:
         scoring.write_pictures(records, rows, pictures_dir)
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
-    (run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name)
     log.info("%s: %s", name, scoring.summary(metrics))
 

@@ -43,9 +43,7 @@ def main(recipe: str) -> None:
     configure_logging(f"merge {recipe}")
     plan = read_plan(recipe)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
-    trained_lineage, base_lineage = require_base(
-        run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}"
-    )
+    trained_lineage, base_lineage = require_base(run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}")
     probes = load_task(plan.task, "samples").probes()
     processor = load_processor(base_dir, plan.images)
 

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import click
-import torch
 from dvclive import Live
 from transformers import TrainerCallback
 
@@ -92,7 +91,9 @@ def main(recipe: str) -> None:
         result = trainer.train()
         if result.global_step != plan.schedule.num_steps:
             raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
-        record = TrainingRecord.of(plan, trainer.state, seconds=time.monotonic() - started, peak=peak_memory(plan.device))
+        record = TrainingRecord.of(
+            plan, trainer.state, seconds=time.monotonic() - started, peak=peak_memory(plan.device)
+        )
         if is_first_process():
             save_trained(trainer.accelerator.unwrap_model(trainer.model), trained_dir, base_dir=plan.base_dir)
             lineage = write_lineage(

@@ -73,7 +73,7 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".html", ".css", ".js")):
-            if "/" not in node.value and (folder / node.value).is_file():
-                yield folder / node.value
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    for text in texts:
+        if text.endswith((".html", ".css", ".js")) and "/" not in text and (folder / text).is_file():
+            yield folder / text

@@ -215,7 +215,9 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
 
 def test_runs_on_different_samples_are_refused(tmp_path: Path) -> None:
     write_runs(tmp_path, leave_out=("r4-joint",))
-    write_made_up_run(cards_dir(tmp_path, "detection"), "r4-joint", made_up_ious(0.7, 40, seed=5), params=project_params())
+    write_made_up_run(
+        cards_dir(tmp_path, "detection"), "r4-joint", made_up_ious(0.7, 40, seed=5), params=project_params()
+    )
     with pytest.raises(UserError, match="different samples") as refusal:
         run_compare(tmp_path)
     assert re.search(r"r4-joint: 40 samples", refusal.value.message)

@@ -37,9 +37,7 @@ print(json.dumps(brought))
 def modules_below(name: str) -> list[str]:
     path = (ROOT / "stages/kit" / name).resolve()
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    return [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
-    ]
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
 def heavy_imports(modules: list[str]) -> dict[str, list[str]]:
@@ -59,11 +57,7 @@ def test_a_heavy_import_is_seen() -> None:
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     """It is on the way of every stage: click, and nothing like pydantic or numpy."""
-    code = (
-        "import sys, stages.kit.containers.launch; print(*{name.partition('.')[0] for name in sys.modules})"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    code = "import sys, stages.kit.containers.launch; print(*{name.partition('.')[0] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
     assert installed <= {"click", "stages"}

@@ -21,9 +21,7 @@ def locked(lock: str) -> dict[str, str]:
 def required(lock: str) -> dict[str, str]:
     """Package to version, of what pyproject.toml names itself."""
     project = PROJECT["dependencies"] if lock in ("cpu", "cuda") else []
-    return dict(
-        requirement.split("==") for requirement in [*project, *PROJECT["optional-dependencies"][lock]]
-    )
+    return dict(requirement.split("==") for requirement in [*project, *PROJECT["optional-dependencies"][lock]])
 
 
 @pytest.mark.parametrize("lock", LOCKS)

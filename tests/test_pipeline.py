@@ -50,7 +50,9 @@ def declared_code(do: dict[str, Any]) -> set[str]:
             assert path.exists(), dep
             files = [path] if path.is_file() else [file for file in path.rglob("*") if "__pycache__" not in file.parts]
             declared |= {
-                str(file.relative_to(ROOT)) for file in files if file.is_file() and file.read_text(encoding="utf-8").strip()
+                str(file.relative_to(ROOT))
+                for file in files
+                if file.is_file() and file.read_text(encoding="utf-8").strip()
             }
     return declared
 
@@ -76,7 +78,7 @@ def test_every_profile_has_the_parameters_that_the_stages_read(stage: str, profi
             here: Any = PARAMS
             for step in name.split("."):
                 # A profile without this task's base or data leaves that task's stages out.
-                if step not in here and ".bases." in name or step not in here and ".datasets." in name:
+                if (step not in here and ".bases." in name) or (step not in here and ".datasets." in name):
                     break
                 assert step in here, f"{do['cmd']} reads {name}"
                 here = here[step]
@@ -91,7 +93,9 @@ def test_every_command_is_one_call_of_the_launcher(stage: str) -> None:
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
     for do in instances("compare"):
         task = do["cmd"].split()[-1]
-        runs = {name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task}
+        runs = {
+            name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
+        }
         outs = [out for stage in ("evaluate", "baseline") for other in instances(stage) for out in other["outs"]]
         (cards,) = (dep for dep in do["deps"] if dep.startswith("data/"))
         assert {Path(out).name for out in outs if Path(out).parent == Path(cards)} == runs

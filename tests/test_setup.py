@@ -10,9 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="macOS has one build of torch and no choice to make"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has one build of torch and no choice to make")
 
 # Answers as python3 and as uv. It can make an "environment" of itself; it cannot find what PIP_LACKS or UV_LACKS names.
 FAKE = r"""#!/usr/bin/env bash
@@ -102,6 +100,12 @@ def test_a_changed_lock_is_installed(workspace: Path) -> None:
 def test_a_set_up_that_failed_is_done_again_from_the_start(workspace: Path) -> None:
     code, _, _ = set_up(workspace, TARGET="cpu", UV_LACKS="cpu.lock")
     assert code != 0
+    assert set_up(workspace)[2] == FROM_PIP
+
+
+def test_a_set_up_that_was_killed_is_done_again_from_the_start(workspace: Path) -> None:
+    set_up(workspace, TARGET="cpu")
+    (workspace / ".venv/.bakeoff/incomplete").touch()
     assert set_up(workspace)[2] == FROM_PIP
 
 

@@ -15,9 +15,7 @@ _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
 RepoType = Literal["model", "dataset"]
 
 
-def fetch_snapshot(
-    repo_type: RepoType, repo_id: str, revision: str, *, patterns: Sequence[str]
-) -> tuple[Path, str]:
+def fetch_snapshot(repo_type: RepoType, repo_id: str, revision: str, *, patterns: Sequence[str]) -> tuple[Path, str]:
     """Download the files of a repository that match `patterns`, or find them in the local cache.
 
     revision: a full commit, the first 7 or more hex digits of one, or a branch or tag.
@@ -26,7 +24,7 @@ def fetch_snapshot(
     """
     # Slow to import, and needed for this source only.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         commit = _full_commit(repo_type, repo_id, revision)

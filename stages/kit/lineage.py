@@ -121,7 +121,7 @@ def require_base(trained_dir: Path, base_dir: Path, *, mend: str) -> tuple[Linea
     wanted = trained.parents["base"].lineage
     if wanted.digest != base.digest:
         raise UserError(
-            f"{trained.name} was trained on base {short(wanted.digest)} ({trained_dir / trained.parents['base'].path}), "
+            f"{trained.name} was trained on base {short(wanted.digest)} ({true_base(trained_dir)}), "
             f"but {base_dir} holds {short(base.digest)}; rebuild it with: {mend}"
         )
     return trained, base

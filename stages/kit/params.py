@@ -226,7 +226,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
         params = TypeAdapter(Params).validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
-        raise _refusal(path, [_problem(raw, details) for details in error.errors()]) from None
+        raise _refusal(path, [_problem(details) for details in error.errors()]) from None
     if problems := list(_contradictions(params)):
         raise _refusal(path, problems)
     return params
@@ -237,7 +237,7 @@ def _refusal(path: Path, problems: list[str]) -> UserError:
     return UserError(f"{path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _problem(raw: Any, details: Any) -> str:
+def _problem(details: Any) -> str:
     """One pydantic error as `dotted.path: what is wrong`, with the nearest known key for an unknown one."""
     where = ".".join(str(step) for step in details["loc"] if step != "[key]") or "the file"
     if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -291,9 +291,7 @@ def _contradictions(params: Params) -> list[str]:
     return problems
 
 
-def _unknown_sources(
-    here: str, base: str, data: str, known_bases: set[str], known_data: set[str]
-) -> list[str]:
+def _unknown_sources(here: str, base: str, data: str, known_bases: set[str], known_data: set[str]) -> list[str]:
     problems = []
     if (base_name := base.removeprefix("bases/")) not in known_bases:
         problems.append(f"{here}.base: no profile has a base {base_name!r}{_nearest(base_name, known_bases)}")
@@ -314,13 +312,13 @@ def _recipe_contradictions(here: str, recipe: RecipeParams) -> list[str]:
             if wants and part not in recipe.lora.targets:
                 problems.append(f"{here}.lora.targets.{part}: missing, though parts.{part} is lora")
             if not wants and part in recipe.lora.targets:
-                problems.append(f"{here}.lora.targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}")
+                problems.append(
+                    f"{here}.lora.targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}"
+                )
     if recipe.quantization == "nf4" and recipe.parts.trained("full"):
         problems.append(f"{here}.quantization: nf4 weights cannot be trained in full; use lora, or quantization: none")
-    for part in recipe.part_learning_rates:
-        if part not in recipe.parts.trained():
-            problems.append(f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen")
-    return problems
+    idle = [part for part in recipe.part_learning_rates if part not in recipe.parts.trained()]
+    return problems + [f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen" for part in idle]
 
 
 def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict
 from math import ceil
@@ -15,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 
 from stages.kit.errors import UserError
 from stages.kit.params import DeviceParams, ImageParams, LoraParams, Params, Part, PartsParams
+from stages.kit.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -136,10 +138,10 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
 def write_plan(plan: Plan, path: Path) -> None:
     yaml = YAML()
     yaml.default_flow_style = False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        # Through JSON, so that tuples and numbers are YAML's plain ones.
-        yaml.dump(json.loads(json.dumps(asdict(plan))), file)
+    text = io.StringIO()
+    # Through JSON, so that tuples and numbers are YAML's plain ones.
+    yaml.dump(json.loads(json.dumps(asdict(plan))), text)
+    publish_text(text.getvalue(), path)
 
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:

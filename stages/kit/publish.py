@@ -31,3 +31,14 @@ def published(folder: Path, *, keep: bool = True) -> Iterator[Path]:
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
+
+
+def publish_text(text: str, path: Path) -> None:
+    """Write a file whole, in place of what was there.
+
+    Never into the old file: that may be a hard link to DVC's cache.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -1,5 +1,6 @@
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,18 +123,18 @@ def test_a_damaged_lineage_file_gives_a_message(text: str, tmp_path_factory: pyt
 @given(
     value=st.recursive(
         st.none() | st.integers() | st.text(max_size=3),
-        lambda inner: st.dictionaries(st.sampled_from(["kind", "name", "digest", "source", "parents"]), inner)
-        | st.lists(inner, max_size=2),
+        lambda inner: (
+            st.dictionaries(st.sampled_from(["kind", "name", "digest", "source", "parents"]), inner)
+            | st.lists(inner, max_size=2)
+        ),
         max_leaves=8,
     )
 )
 def test_a_lineage_of_another_form_gives_a_message(value: object, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("model")
     (folder / LINEAGE_FILE).write_text(json.dumps(value))
-    try:
+    with suppress(UserError):
         assert isinstance(read_lineage(folder), Lineage)
-    except UserError:
-        pass
 
 
 def test_a_missing_folder_or_lineage_gives_a_message(tmp_path: Path) -> None:

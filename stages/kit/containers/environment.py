@@ -76,7 +76,5 @@ def stage_environment(stage: str, caller: Mapping[str, str], *, terminal: bool) 
     fetching = stage in FETCHING_STAGES
     passed = PASSED | PASSED_TO_FETCHING if fetching else PASSED
     prefixes = PASSED_PREFIXES + ((TRACKING_PREFIX,) if stage in TRACKING_STAGES else ())
-    environment = {
-        name: value for name, value in caller.items() if name in passed or name.startswith(prefixes)
-    }
+    environment = {name: value for name, value in caller.items() if name in passed or name.startswith(prefixes)}
     return environment | SET | ({} if terminal else NO_TERMINAL) | ({} if fetching else OFFLINE)

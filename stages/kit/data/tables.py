@@ -35,9 +35,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     Raises UserError where the folder or the split's files are missing.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists"
-        )
+        raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
     files = sorted(folder.glob(f"data/{split}-*.parquet")) or sorted(folder.glob(f"{split}*.parquet"))
     if not files:
         raise UserError(

@@ -117,8 +117,7 @@ def paired_difference(
     our_columns, their_columns = _as_columns(ours), _as_columns(theirs)
     if our_columns.shape != their_columns.shape:
         raise ValueError(
-            f"a paired difference needs the same samples: ours has {our_columns.shape}, "
-            f"theirs {their_columns.shape}"
+            f"a paired difference needs the same samples: ours has {our_columns.shape}, theirs {their_columns.shape}"
         )
     if len(our_columns) == 0:
         raise ValueError("a paired difference needs at least one sample")
@@ -141,9 +140,7 @@ def _as_columns(values: Sequence[float] | Floats) -> Floats:
     columns = columns.reshape(len(columns), -1) if columns.size else columns.reshape(len(columns), 1)
     broken = np.flatnonzero(~np.isfinite(columns).all(axis=1))
     if len(broken):
-        raise ValueError(
-            f"{len(broken)} of {len(columns)} samples are NaN or infinite, the first at row {broken[0]}"
-        )
+        raise ValueError(f"{len(broken)} of {len(columns)} samples are NaN or infinite, the first at row {broken[0]}")
     return columns
 
 

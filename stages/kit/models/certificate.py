@@ -15,6 +15,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short
 from stages.kit.models.processors import Processor, encode
+from stages.kit.publish import publish_text
 
 # Largest logit deviation that merging may cause, as a share of the logits' standard deviation. Merging changes the
 # order of additions (fp32), and rounds the merged weight once more (bf16: 8 bits, fp16: 11 bits of mantissa).
@@ -55,7 +56,7 @@ class Certificate:
 
 
 def write_certificate(certificate: Certificate, path: Path) -> None:
-    path.write_text(json.dumps(asdict(certificate), indent=2) + "\n", encoding="utf-8")
+    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
@@ -76,9 +77,7 @@ def require_certificate(path: Path, merged: Lineage) -> None:
 
 
 @torch.inference_mode()
-def probe_logits(
-    model: nn.Module, processor: Processor, probes: Sequence[Conversation]
-) -> list[torch.Tensor]:
+def probe_logits(model: nn.Module, processor: Processor, probes: Sequence[Conversation]) -> list[torch.Tensor]:
     """For each probe the logits (T, vocabulary) in fp32, one by one, so that padding plays no part."""
     device = next(model.parameters()).device
     logits = []
@@ -105,9 +104,7 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
 
 def changed_modules(before: dict[str, str], after: dict[str, str]) -> set[str]:
     """Modules any of whose parameters differ, or are only on one side."""
-    return {
-        name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-    }
+    return {name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 def same_inputs(

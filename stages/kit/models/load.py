@@ -78,7 +78,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | AutoModelForCausalLM]:
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 

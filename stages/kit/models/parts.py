@@ -89,9 +89,7 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
                     f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}"
                 )
     names = [
-        name
-        for name in linears
-        if any(_ends_with(name, suffix) for suffix in lora.targets.get(part_of(name), ()))
+        name for name in linears if any(_ends_with(name, suffix) for suffix in lora.targets.get(part_of(name), ()))
     ]
     return LoraConfig(
         r=lora.rank,

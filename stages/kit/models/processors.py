@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
@@ -14,14 +14,14 @@ from stages.kit.models.load import load_config
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
 from stages.kit.params import ImageParams
 
-Processor = ProcessorMixin | PreTrainedTokenizerBase
+Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""
 
 
 def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
 
-    Pictures are resized by Pillow everywhere, never by torchvision, so that a CPU and a GPU machine see the same pixels.
+    Pictures are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
     """
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if load_config(folder).model_type == "qwen2_vl":

@@ -155,8 +155,7 @@ def score_contender(
     for metric in report.metrics:
         if not isinstance(run.metrics.get(metric.key), int | float):
             raise UserError(
-                f"metrics.json of {name} has no number {metric.key}; "
-                f"rebuild it with: dvc repro -f -s {run.stage}"
+                f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
             )
     recorded = float(run.metrics[report.primary.key])
     if not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
@@ -219,9 +218,7 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
     elif against[undecided[0]].verdict == "too few samples":
         headline = f"{best.name} scores highest, {score}, but {_too_few(against[undecided[0]].samples)}"
     else:
-        headline = (
-            f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
-        )
+        headline = f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
     return Answer(
         headline=_sentence(headline),
         enough=bool(rivals) and not undecided,
@@ -231,9 +228,7 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
 
 def _insights(report: TaskReport, by_name: Mapping[str, Contender]) -> tuple[Insight, ...]:
     """The task's own questions, then every recipe against the base it comes from."""
-    questions = [
-        question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()
-    ]
+    questions = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
     questions += [
         Question(f"{name} against its base", name, contender.baseline)
         for name, contender in by_name.items()
@@ -250,15 +245,11 @@ def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Conte
     else:
         difference = _difference(report, ours, theirs)
         words = _sentence(difference_words(ours.name, theirs.name, difference))
-    return Insight(
-        topic=question.topic, ours=ours.name, theirs=theirs.name, difference=difference, words=words
-    )
+    return Insight(topic=question.topic, ours=ours.name, theirs=theirs.name, difference=difference, words=words)
 
 
 def _difference(report: TaskReport, ours: Contender, theirs: Contender) -> Difference:
-    return paired_difference(
-        _evidence(report, _run(ours)), _evidence(report, _run(theirs)), statistic=report.statistic
-    )
+    return paired_difference(_evidence(report, _run(ours)), _evidence(report, _run(theirs)), statistic=report.statistic)
 
 
 def _evidence(report: TaskReport, run: Run) -> Floats:

@@ -66,9 +66,7 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
     runs = [contender.run for contender in comparison.evaluated if contender.run]
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
-    differing, outstanding, shared = split_settings(
-        {run.name: plan_settings(run.plan) for run in trained if run.plan}
-    )
+    differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=comparison.report,
@@ -121,9 +119,7 @@ def inline_picture(path: Path, description: str) -> Picture:
         size = round(width * scale), round(height * scale)
         stored = io.BytesIO()
         # Without chroma subsampling: it would smear the thin red and green outlines.
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
-            stored, "JPEG", quality=85, subsampling=0
-        )
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
     return Picture(
         source=_data_uri("image/jpeg", stored.getvalue()),
         width=size[0],
@@ -170,9 +166,7 @@ def _differences(comparison: Comparison) -> Drawing | None:
             label=insight.topic,
             value=insight.difference.mean,
             interval=insight.difference.interval,
-            text=typeset(
-                f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"
-            ),
+            text=typeset(f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"),
             colour=colour_of.get(insight.difference.verdict, "muted"),
         )
         for insight in comparison.insights

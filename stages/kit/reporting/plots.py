@@ -194,10 +194,7 @@ def svg(figure: Figure, *, name: str, title: str) -> str:
     drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
     drawn = re.sub(r'(url\(|href=")#', rf"\1#{name}-", drawn)
     box = drawn[drawn.index('viewBox="') :].split('"', 2)[1]
-    drawn = (
-        f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">'
-        + drawn[drawn.index(">") + 1 :]
-    )
+    drawn = f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">' + drawn[drawn.index(">") + 1 :]
     for variable, colour in PALETTE.items():
         drawn = drawn.replace(colour, f"var(--{variable}, {colour})")
     return drawn.strip()

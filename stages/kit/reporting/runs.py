@@ -82,9 +82,7 @@ def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], 
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
         training=_read_json(training_dir / "training.json", f"train@{name}") if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
-        pictures={
-            kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS
-        },
+        pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
     )
 
 
@@ -166,9 +164,7 @@ def _read_curve(path: Path, stage: str) -> Curve | None:
         return None
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    value_column = (
-        next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
-    )
+    value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
     if value_column is None:
         return None
     try:

@@ -57,9 +57,7 @@ def split_settings(
             continue
         # A tie goes to the value seen first, which Counter keeps in order.
         commonest = Counter(values).most_common(1)[0][0]
-        outstanding |= {
-            (len(differing), column) for column, value in enumerate(values, start=1) if value != commonest
-        }
+        outstanding |= {(len(differing), column) for column, value in enumerate(values, start=1) if value != commonest}
         differing.append(Row(cells=(path, *values)))
     names = tuple(Column(name, name) for name in by_run)
     return (

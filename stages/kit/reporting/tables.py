@@ -113,9 +113,7 @@ def markdown(table: Table) -> str:
     ]
     for row in table.rows:
         texts = [escape_markdown(text) for text in _texts(table, row)]
-        lines.append(
-            _markdown_line([f"**{text}**" if text else "" for text in texts] if row.emphasised else texts)
-        )
+        lines.append(_markdown_line([f"**{text}**" if text else "" for text in texts] if row.emphasised else texts))
     if table.notes:
         lines += ["", *(f"- {escape_markdown(name)}: {escape_markdown(note)}" for name, note in table.notes)]
     return "\n".join(lines) + "\n"
@@ -124,10 +122,7 @@ def markdown(table: Table) -> str:
 def csv_text(table: Table) -> str:
     """Full-precision numbers under machine names; an interval becomes two columns, KEY_low and KEY_high."""
     intervals = {
-        index
-        for index in range(len(table.columns))
-        for row in table.rows
-        if isinstance(row.cells[index], Interval)
+        index for index in range(len(table.columns)) for row in table.rows if isinstance(row.cells[index], Interval)
     }
     header: list[str] = []
     for index, column in enumerate(table.columns):

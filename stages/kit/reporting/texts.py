@@ -55,9 +55,7 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
     console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
     for insight in comparison.insights:
         console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
-    console.print(
-        Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim")
-    )
+    console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
 
 
 def comparison_text(comparison: Comparison, table: Table) -> str:
@@ -70,8 +68,7 @@ def comparison_text(comparison: Comparison, table: Table) -> str:
 
 def comparison_markdown(comparison: Comparison, table: Table) -> str:
     insights = "\n".join(
-        f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}"
-        for insight in comparison.insights
+        f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
     return (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
@@ -102,7 +99,5 @@ def distribution_csv(comparison: Comparison) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([f"{comparison.report.score}_at_least", *(run.name for run in runs)])
-    writer.writerows(
-        [f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True)
-    )
+    writer.writerows([f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True))
     return text.getvalue()

@@ -98,7 +98,7 @@ class AssistantSpans:
         expected = sum(message["role"] == "assistant" for message in conversation.messages)
         if turns != expected:
             raise UserError(
-                f"sample {conversation.sample_id} has {expected} assistant turns, but {turns} were found in its tokens: "
+                f"sample {conversation.sample_id} has {expected} assistant turns, but its tokens hold {turns}: "
                 "the chat template is not ChatML, or a text holds chat markup such as <|im_start|>"
             )
         return counted

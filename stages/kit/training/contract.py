@@ -24,7 +24,9 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
     """
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
-        raise ContractBreach(f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced")
+        raise ContractBreach(
+            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced"
+        )
     check_placement(model, plan.device)
     found = counts_dict(count_trainable(model))
     for part, expected in plan.trainable.items():
@@ -36,7 +38,9 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
             )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise ContractBreach(f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32")
+            raise ContractBreach(
+                f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32"
+            )
 
 
 def check_gradients(model: nn.Module, plan: Plan) -> None:

@@ -88,7 +88,7 @@ def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
     if not tracking.wandb:
         return {"report_to": "none"}
     try:
-        import wandb  # noqa: F401, PLC0415
+        import wandb  # noqa: F401
     except ImportError:
         raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
     os.environ.setdefault("WANDB_MODE", tracking.wandb_mode)

@@ -13,6 +13,7 @@ from transformers import TrainerState
 
 from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
+from stages.kit.publish import publish_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class TrainingRecord:
 
 
 def write_record(record: TrainingRecord, path: Path) -> None:
-    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    publish_text(json.dumps(asdict(record), indent=2) + "\n", path)
 
 
 def peak_memory(device: DeviceParams) -> PeakMemory:

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
+from stages.kit.params import Part
 from stages.kit.plan import Plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import StartContract, check_start
@@ -52,10 +53,10 @@ class RecipeTrainer(SFTTrainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
-        if self.optimizer is None:
+        if self.optimizer is None:  # type: ignore[has-type]
             model = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(model))
-            groups: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
+            groups: dict[tuple[Part, bool], list[torch.nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     groups.setdefault((part_of(name), name in decayed), []).append(parameter)

@@ -59,9 +59,7 @@ class Codec:
         if self.steps is not None:
             return self.steps, self.steps
         if size is None:
-            raise ValueError(
-                "this model family counts pixels: pass size=(width, height) of the resized image"
-            )
+            raise ValueError("this model family counts pixels: pass size=(width, height) of the resized image")
         return size
 
 

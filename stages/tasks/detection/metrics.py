@@ -97,9 +97,7 @@ def score(
     """
     assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
     sizes_or_none = [None] * len(texts) if sizes is None else sizes
-    answers = [
-        decode_boxes(text, family=family, size=size) for text, size in zip(texts, sizes_or_none, strict=True)
-    ]
+    answers = [decode_boxes(text, family=family, size=size) for text, size in zip(texts, sizes_or_none, strict=True)]
     truths = [record.target_boxes() for record in records]
     predictions = [answer.boxes for answer in answers]
     first = np.array([_first_iou(truth, boxes) for truth, boxes in zip(truths, predictions, strict=True)])
@@ -122,9 +120,7 @@ def score(
             "iou": float(iou),
             "matched_iou": float(ious.mean()),
         }
-        for record, text, answer, truth, iou, ious in zip(
-            records, texts, answers, truths, first, matched, strict=True
-        )
+        for record, text, answer, truth, iou, ious in zip(records, texts, answers, truths, first, matched, strict=True)
     ]
     return metrics, rows
 
@@ -192,9 +188,7 @@ def _mean_average_precision(
         "images": [{"id": image, "width": w, "height": h} for image, (w, h) in enumerate(sizes)],
         "categories": [{"id": 1}],
         # pycocotools takes a match with annotation 0 for no match.
-        "annotations": [
-            {"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)
-        ],
+        "annotations": [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)],
     }
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         truth.createIndex()

@@ -56,9 +56,7 @@ def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Im
     """One sample as an RGB picture, at most MAX_WIDTH wide, with a caption above it."""
     image = record.open_image()
     if image.width > MAX_WIDTH:
-        image = image.resize(
-            (MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)), Image.Resampling.LANCZOS
-        )
+        image = image.resize((MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)), Image.Resampling.LANCZOS)
     draw = ImageDraw.Draw(image)
     for box in row["boxes"]:
         _draw_outline(draw, _pixels(box, image.size), PREDICTION_COLOUR, dashed=False)

@@ -46,9 +46,7 @@ class GridTargets:
     """(objects, 4, G) whether the place lies on that edge of that object."""
 
 
-def grid_targets(
-    boxes: Sequence[Box], categories: Sequence[int], rows: int, columns: int, parts: int
-) -> GridTargets:
+def grid_targets(boxes: Sequence[Box], categories: Sequence[int], rows: int, columns: int, parts: int) -> GridTargets:
     """boxes: x0 y0 x1 y1 in 0..1. categories: the index of each one's."""
     row = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).reshape(-1)
     column = torch.arange(columns, dtype=torch.float32)[None].expand(rows, columns).reshape(-1)
@@ -167,13 +165,9 @@ class PointingLoss(nn.Module):
         on_edge = (attention * looks.allowed[:, None]).sum(-1)
         return (
             cross_entropy(patches[:, :kinds], targets.patch_category)
-            + 2
-            * cross_entropy(patches[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.patch_edge_part)
+            + 2 * cross_entropy(patches[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.patch_edge_part)
             + cross_entropy(projected[:, :kinds], targets.cell_category)
-            + 2
-            * cross_entropy(
-                projected[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.cell_edge_part
-            )
+            + 2 * cross_entropy(projected[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.cell_edge_part)
             + cross_entropy(position.unflatten(1, (2, -1)).transpose(1, 2), targets.cell_position)
             + cross_entropy(second[:, :kinds], targets.cell_category)
             + hundreds

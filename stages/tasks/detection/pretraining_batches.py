@@ -133,9 +133,7 @@ def pointing_targets(
     )
 
 
-def find_looks(
-    tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor], on_edges: list[Tensor]
-) -> Looks:
+def find_looks(tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor], on_edges: list[Tensor]) -> Looks:
     """on_edges: of each picture (objects, 4, cells), whether a cell lies on that edge of that object."""
     image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     rows, queries, allowed = [], [], []

@@ -86,9 +86,7 @@ class DetectionRecord:
 
     def target_boxes(self) -> tuple[Box, ...]:
         """The nutrition tables, at least one, in reading order, as they are to be answered."""
-        wanted = [
-            b for b, category in zip(self.boxes, self.categories, strict=True) if category.startswith(TARGET)
-        ]
+        wanted = [b for b, category in zip(self.boxes, self.categories, strict=True) if category.startswith(TARGET)]
         return reading_order(wanted)
 
 
@@ -147,9 +145,7 @@ def _from_row(row: dict[str, Any]) -> DetectionRecord:
 def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
     if not isinstance(objects, Mapping):
         return (), (), [f"objects is {objects!r}, expected bbox and category_name"]
-    missing = [
-        f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None
-    ]
+    missing = [f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None]
     if missing:
         return (), (), missing
     bboxes, names = objects["bbox"], objects["category_name"]
@@ -157,9 +153,7 @@ def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list
         return (), (), [f"{len(bboxes)} boxes, but {len(names)} category names"]
     if not bboxes:
         return (), (), ["no boxes"]
-    problems = [
-        f"category {i} is {name!r}, expected a name" for i, name in enumerate(names) if not _is_name(name)
-    ]
+    problems = [f"category {i} is {name!r}, expected a name" for i, name in enumerate(names) if not _is_name(name)]
     boxes = []
     for index, bbox in enumerate(bboxes):
         if problem := _box_problem(bbox):
@@ -168,9 +162,7 @@ def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list
             y0, x0, y1, x1 = (min(max(float(value), 0.0), 1.0) for value in bbox)
             boxes.append((x0, y0, x1, y1))
     if not problems and not any(name.startswith(TARGET) for name in names):
-        problems.append(
-            f"no box of a category that starts with {TARGET}; found {', '.join(sorted(set(names)))}"
-        )
+        problems.append(f"no box of a category that starts with {TARGET}; found {', '.join(sorted(set(names)))}")
     return tuple(boxes), tuple(names), problems
 
 
@@ -204,9 +196,7 @@ def _upright(encoded: bytes) -> tuple[bytes, tuple[int, int], str]:
     Raises one of _DECODING_ERRORS where it is no image, or not a whole one.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", Image.DecompressionBombWarning
-        )  # a large photograph is none; errors remain
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain
         with Image.open(io.BytesIO(encoded)) as opened:
             if opened.getexif().get(_ORIENTATION) not in _TURNED:
                 return encoded, opened.size, _digest(opened)

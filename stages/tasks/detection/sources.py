@@ -101,9 +101,7 @@ def _locate(source: str) -> tuple[Path | None, str, str | None]:
 
 def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[tuple[RowAt, dict[str, Any]]]:
     if generate is None:
-        raise UserError(
-            "the source is `generated`, but `generate` (train, val, seed) is not set in params.yaml"
-        )
+        raise UserError("the source is `generated`, but `generate` (train, val, seed) is not set in params.yaml")
     count = {"train": generate.train, "val": generate.val}[split]
     rows = generate_rows(split, count, generate.seed)
     for index, row in enumerate(_progress(rows, split, count)):
@@ -116,9 +114,7 @@ def _folder_rows(folder: Path, split: Split, report: SplitReport) -> Iterator[tu
         name = path.relative_to(folder).as_posix()
         count = count_rows(path)
         if missing := missing_columns(path, REQUIRED):
-            report.invalid += [
-                (RowAt(name), f"column {column} is missing, for all {count} rows") for column in missing
-            ]
+            report.invalid += [(RowAt(name), f"column {column} is missing, for all {count} rows") for column in missing]
             report.invalid_rows += count
             continue
         for index, row in enumerate(_progress(read_rows(path, COLUMNS), name, count)):
@@ -130,9 +126,7 @@ def _progress(rows: Iterator[dict[str, Any]], name: str, count: int) -> Iterator
     yield from tqdm(rows, desc=name, total=count, unit=" rows", leave=False, disable=None)
 
 
-def _valid_records(
-    rows: Iterator[tuple[RowAt, dict[str, Any]]], report: SplitReport
-) -> Iterator[DetectionRecord]:
+def _valid_records(rows: Iterator[tuple[RowAt, dict[str, Any]]], report: SplitReport) -> Iterator[DetectionRecord]:
     """The rows that are valid, as records; what is seen on the way goes to the report."""
     for place, row in rows:
         record = parse_row(row)
@@ -164,12 +158,8 @@ def _refuse_faults(source: str, reports: dict[str, SplitReport], skip_invalid: b
         )
     for split, report in reports.items():
         if not report.places:
-            left_out = (
-                f"; {_counted(report.invalid_rows, 'invalid row')} left out" if report.invalid_rows else ""
-            )
-            raise UserError(
-                f"{source} has no valid row in the split {split}{left_out}; expected at least one"
-            )
+            left_out = f"; {_counted(report.invalid_rows, 'invalid row')} left out" if report.invalid_rows else ""
+            raise UserError(f"{source} has no valid row in the split {split}{left_out}; expected at least one")
     if found := leaks({split: report.places for split, report in reports.items()}):
         pairs = [f"{first} and {second}" for first, second in found]
         raise UserError(
@@ -198,7 +188,5 @@ def _summary(report: SplitReport) -> dict[str, Any]:
         "largest_image": list(report.largest),
         "digest": f"sha256:{report.digest.hexdigest()}",
         "invalid_rows": report.invalid_rows,
-        "invalid": [
-            {"file": place.file, "row": place.row, "problem": problem} for place, problem in report.invalid
-        ],
+        "invalid": [{"file": place.file, "row": place.row, "problem": problem} for place, problem in report.invalid],
     }

@@ -117,16 +117,12 @@ def started_and_ready(start: Start, workspace: Path, *args: str, **environment: 
     return launcher
 
 
-@pytest.mark.parametrize(
-    ("args", "code"), [(("exit", "0"), 0), (("exit", "3"), 3), (("signal", "9"), 128 + 9)]
-)
+@pytest.mark.parametrize(("args", "code"), [(("exit", "0"), 0), (("exit", "3"), 3), (("signal", "9"), 128 + 9)])
 def test_the_exit_code_is_the_stages(start: Start, args: tuple[str, ...], code: int) -> None:
     assert start("train", *args).wait() == code
 
 
-def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(
-    start: Start, workspace: Path
-) -> None:
+def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(start: Start, workspace: Path) -> None:
     assert start("train", "tell", GITHUB_TOKEN="secret").wait() == 0
     assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None"]
 
@@ -228,9 +224,7 @@ def test_an_experiment_in_a_clone_uses_the_environment_of_its_workspace(
     assert notes(workspace)[:2] == [str(workspace), str(original / ".venv/bin/python")]
 
 
-def test_a_git_worktree_uses_the_environment_of_its_checkout(
-    start: Start, workspace: Path, tmp_path: Path
-) -> None:
+def test_a_git_worktree_uses_the_environment_of_its_checkout(start: Start, workspace: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
     subprocess.run([*git, "init", "-q", checkout], check=True)

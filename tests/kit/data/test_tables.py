@@ -73,9 +73,7 @@ def test_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
 
 def test_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    pq.write_table(
-        pa.table({"text": ["a" * 5000, "b" * 5000]}), path, compression="zstd", use_dictionary=False
-    )
+    pq.write_table(pa.table({"text": ["a" * 5000, "b" * 5000]}), path, compression="zstd", use_dictionary=False)
     content = bytearray(path.read_bytes())
     content[4:40] = bytes(36)  # the first page, behind the magic number
     path.write_bytes(content)

@@ -29,9 +29,7 @@ def iou_like(rng: np.random.Generator, num_samples: int) -> np.ndarray:
 
 def test_95_percent_interval_covers_the_true_mean_in_about_95_percent_of_data_sets() -> None:
     rng, truth, trials = np.random.default_rng(1), 0.88 * 0.8, 500
-    covered = sum(
-        truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=1000)) for t in range(trials)
-    )
+    covered = sum(truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=1000)) for t in range(trials))
     assert 0.925 <= covered / trials <= 0.975  # two and a half standard errors of the simulation
 
 
@@ -47,8 +45,7 @@ def test_paired_interval_covers_the_true_difference_in_about_95_percent_of_data_
 def test_level_sets_the_coverage() -> None:
     rng, truth, trials = np.random.default_rng(3), 0.88 * 0.8, 500
     covered = sum(
-        truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=500, level=0.5))
-        for t in range(trials)
+        truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=500, level=0.5)) for t in range(trials)
     )
     assert 0.44 <= covered / trials <= 0.56
 
@@ -86,9 +83,7 @@ def test_pairing_narrows_the_interval_where_the_samples_are_shared() -> None:
     assert (paired.verdict, unpaired.verdict) == ("better", "no difference shown")
 
 
-@pytest.mark.parametrize(
-    ("shift", "verdict"), [(0.05, "better"), (-0.05, "worse"), (0.0, "no difference shown")]
-)
+@pytest.mark.parametrize(("shift", "verdict"), [(0.05, "better"), (-0.05, "worse"), (0.0, "no difference shown")])
 def test_verdict_follows_the_interval(shift: float, verdict: str) -> None:
     rng = np.random.default_rng(7)
     theirs = rng.random(100)

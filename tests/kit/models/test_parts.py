@@ -106,7 +106,9 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
 
 
 def test_a_text_model_has_no_vision_to_train() -> None:
-    config = Qwen2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99
+    )
     with pytest.raises(UserError, match="has no vision"):
         apply_recipe(meta_model(config), PartsParams(vision="full"), None)
 

@@ -108,9 +108,7 @@ def test_the_default_geometry_has_about_three_million_weights():
 def test_the_folder_is_a_plain_one_in_bfloat16(folder: Path):
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     assert config.model_type == "qwen2_vl"
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        folder, local_files_only=True, output_loading_info=True
-    )
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

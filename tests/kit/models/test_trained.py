@@ -93,7 +93,7 @@ def test_an_empty_folder_and_strange_weights_are_refused(tiny_vlm: Path, tmp_pat
     with pytest.raises(UserError, match="holds neither"):
         load_trained(load(tiny_vlm), tmp_path)
     save_file({"model.visual.nothing": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
-    with pytest.raises(UserError, match="model.visual.nothing, which .* does not have"):
+    with pytest.raises(UserError, match=r"model.visual.nothing, which .* does not have"):
         load_trained(load(tiny_vlm), tmp_path)
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(UserError, match=r"lm_head.weight as \(2,\)"):

@@ -27,9 +27,7 @@ def forest() -> str:
         IntervalRow(label="a <b>", value=0.1, interval=Interval(0.05, 0.2), text="+0.1", colour="better"),
         IntervalRow(label="one sample", value=-0.2, interval=None, text="-0.2", colour="muted"),
     ]
-    return plots.svg(
-        plots.plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c'
-    )
+    return plots.svg(plots.plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c')
 
 
 def all_drawings() -> list[str]:
@@ -62,9 +60,7 @@ def test_drawings_are_named_for_those_who_cannot_see_them() -> None:
 
 
 def test_text_stays_text() -> None:
-    texts = [
-        "".join(element.itertext()) for element in ET.fromstring(forest()).iter() if element.tag == "text"
-    ]
+    texts = ["".join(element.itertext()) for element in ET.fromstring(forest()).iter() if element.tag == "text"]
     assert {"a <b>", "one sample", "+0.1"} <= set(texts)
 
 

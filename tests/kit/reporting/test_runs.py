@@ -85,9 +85,7 @@ def test_damaged_predictions_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5])
-    pq.write_table(
-        pa.table({"image_id": ["a"], "truth": [[[0.0, 0.0, 1.0, 1.0]]]}), run_dir / "predictions.parquet"
-    )
+    pq.write_table(pa.table({"image_id": ["a"], "truth": [[[0.0, 0.0, 1.0, 1.0]]]}), run_dir / "predictions.parquet")
     with pytest.raises(UserError, match="has no column iou; it has image_id, truth"):
         read(run_dir)
 
@@ -123,9 +121,7 @@ def test_the_same_names_with_another_truth_are_other_samples(tmp_path: Path) -> 
 def test_fewer_or_reordered_samples_are_other_samples(tmp_path: Path) -> None:
     one = evaluated(write_made_up_run(tmp_path, "one", [0.5, 0.6]))
     fewer = evaluated(write_made_up_run(tmp_path, "fewer", [0.5]))
-    turned = evaluated(
-        write_made_up_run(tmp_path, "turned", [0.6, 0.5], image_ids=["image-001", "image-000"])
-    )
+    turned = evaluated(write_made_up_run(tmp_path, "turned", [0.6, 0.5], image_ids=["image-001", "image-000"]))
     with pytest.raises(UserError, match="one goes on after the 1 samples of fewer"):
         refuse_different_samples([one, fewer])
     with pytest.raises(UserError, match="first differ in row 0"):

@@ -53,9 +53,7 @@ def test_a_narrow_terminal_folds_names_and_never_cuts_them() -> None:
     row = Row(cells=("a-recipe-with-a-very-long-name", 0.5, None))
     text = shown(Table(columns=COLUMNS, rows=(row,)), width=30)
     assert "…" not in text
-    assert "".join(line[:10].strip() for line in text.splitlines()[2:]).endswith(
-        "a-recipe-with-a-very-long-name"
-    )
+    assert "".join(line[:10].strip() for line in text.splitlines()[2:]).endswith("a-recipe-with-a-very-long-name")
 
 
 def test_markdown_has_bold_best_row_and_notes_below() -> None:

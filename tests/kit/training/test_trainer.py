@@ -31,9 +31,7 @@ def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: 
 
 
 @pytest.fixture
-def build(
-    tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path
-) -> Callable[..., RecipeTrainer]:
+def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> Callable[..., RecipeTrainer]:
     def make(plan: Plan, **more: Any) -> RecipeTrainer:
         seed_everything(plan.seed)
         model = apply_recipe(

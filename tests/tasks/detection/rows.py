@@ -60,9 +60,7 @@ def raw_row(
     }
 
 
-def record(
-    boxes: list[Box], image_id: str = "a", categories: tuple[str, ...] | None = None
-) -> DetectionRecord:
+def record(boxes: list[Box], image_id: str = "a", categories: tuple[str, ...] | None = None) -> DetectionRecord:
     parsed = parse_row(raw_row(image_id))
     assert isinstance(parsed, DetectionRecord), parsed
     categories = categories or ("nutrition-table",) * len(boxes)

@@ -49,19 +49,14 @@ def test_coordinates_are_rounded_not_cut() -> None:
 
 def test_other_families_answer_json() -> None:
     box = (0.25, 0.5, 0.75, 1.0)
-    assert (
-        encode_boxes([box], family="qwen3_vl")
-        == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
-    )
+    assert encode_boxes([box], family="qwen3_vl") == '[{"bbox_2d": [250, 500, 750, 1000], "label": "nutrition-table"}]'
     assert "[161, 462, 483, 924]" in encode_boxes([box], family="qwen2_5_vl", size=SIZE)
     with pytest.raises(ValueError, match="of the resized image"):
         encode_boxes([box], family="qwen2_5_vl")
 
 
 def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
-    text = (
-        '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
-    )
+    text = '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
     decoded = decode_boxes(text, family="qwen3_vl")
     assert decoded.boxes == ((0.001, 0.002, 0.03, 0.04),)
     assert decoded.malformed == 2

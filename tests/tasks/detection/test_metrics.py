@@ -167,9 +167,7 @@ def test_predictions_without_any_box_keep_their_types(tmp_path: Path) -> None:
     _, rows = score([record([LEFT])], ["none"])
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert list(read_rows(tmp_path / "predictions.parquet")) == rows
-    assert pq.read_schema(tmp_path / "predictions.parquet").field("boxes").type == pa.list_(
-        pa.list_(pa.float64())
-    )
+    assert pq.read_schema(tmp_path / "predictions.parquet").field("boxes").type == pa.list_(pa.list_(pa.float64()))
 
 
 def test_single_sample_has_no_interval() -> None:

@@ -63,9 +63,7 @@ def test_best_worst_and_random_are_written(tmp_path: Path) -> None:
     records = [sample(100 + index, image_id=str(index)) for index in range(5)]  # told apart by their widths
     rows = [row(iou) for iou in (0.5, 0.9, 0.1, 0.7, 0.3)]
     written = write_pictures(records, rows, tmp_path / "pictures", count=2, seed=1)
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == sorted(
-        path.name for path in written
-    )
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == sorted(path.name for path in written)
     widths = {path.stem: Image.open(path).width - 100 for path in written}
     assert [widths[name] for name in ("best-1", "best-2", "worst-1", "worst-2")] == [1, 3, 2, 4]
     assert widths["random-1"] != widths["random-2"]

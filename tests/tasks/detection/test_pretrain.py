@@ -47,7 +47,7 @@ def test_the_first_steps_of_the_committed_base_still_reproduce():
     model, processor = build_tiny_qwen2_vl(corpus(), seed=settings.seed)
     steps = 3
     losses = list(itertools.islice(train(model, processor, settings), steps))
-    # Another processor adds floating-point numbers in another order. Another scene or weight changes far more.
+    # Another processor adds numbers in another order; another scene or weight changes far more than that.
     assert losses == pytest.approx(RECORD["first_losses"][:steps], abs=2e-3)
 
 
@@ -94,9 +94,7 @@ def test_examples_ask_for_all_that_a_scene_shows():
 
 
 def test_any_name_is_learnt_to_be_copied_the_tables_among_them():
-    asked = {
-        make_example(0, index, 1).conversation.messages[0]["content"][-1]["text"] for index in range(150)
-    }
+    asked = {make_example(0, index, 1).conversation.messages[0]["content"][-1]["text"] for index in range(150)}
     assert question(TARGET) == "Detect the bounding box of the nutrition table."
     assert question(TARGET) in asked
 

@@ -45,9 +45,7 @@ def test_a_package_shows_one_to_three_nutrition_tables(seed: int, index: int, ki
 
 @settings(max_examples=30, deadline=None)
 @given(seed=indices, index=indices, objects=st.sampled_from([1, 2, 3]))
-def test_pre_training_scenes_show_the_wanted_number_of_kinds_and_no_table(
-    seed: int, index: int, objects: int
-):
+def test_pre_training_scenes_show_the_wanted_number_of_kinds_and_no_table(seed: int, index: int, objects: int):
     categories = draw_scene("objects", seed, index, objects=objects).categories
     assert len(set(categories)) == objects
     assert set(categories) <= set(OBJECTS)

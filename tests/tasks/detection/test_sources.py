@@ -49,9 +49,7 @@ def test_same_input_gives_same_bytes_in_another_place(tmp_path: Path) -> None:
 def test_digest_follows_the_content(tmp_path: Path) -> None:
     digests = []
     for seed in (1, 2):
-        stats = prepare(
-            "generated", generate=GenerateParams(train=2, val=2, seed=seed), out_dir=tmp_path / "p"
-        )
+        stats = prepare("generated", generate=GenerateParams(train=2, val=2, seed=seed), out_dir=tmp_path / "p")
         digests += [stats["splits"][split]["digest"] for split in ("train", "val")]
     assert len(set(digests)) == 4
 
@@ -95,9 +93,7 @@ def test_missing_column_names_file_and_column(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         prepare(f"folder:{source}", out_dir=tmp_path / "prepared")
     assert "2 invalid rows" in raised.value.message
-    assert (
-        "train-00000-of-00001.parquet: column objects.bbox is missing, for all 2 rows" in raised.value.message
-    )
+    assert "train-00000-of-00001.parquet: column objects.bbox is missing, for all 2 rows" in raised.value.message
 
 
 @pytest.mark.parametrize("skip_invalid", [False, True])
@@ -105,9 +101,7 @@ def test_image_in_both_splits_is_refused_naming_both_rows(tmp_path: Path, skip_i
     source = write_dataset(tmp_path / "off", train=[good(1), good(2)], val=[good(3), good(4), good(2)])
     with pytest.raises(UserError, match="1 image in both splits") as raised:
         prepare(f"folder:{source}", out_dir=tmp_path / "prepared", skip_invalid=skip_invalid)
-    assert (
-        "train-00000-of-00001.parquet row 1 and data/val-00000-of-00001.parquet row 2" in raised.value.message
-    )
+    assert "train-00000-of-00001.parquet row 1 and data/val-00000-of-00001.parquet row 2" in raised.value.message
 
 
 def test_empty_split_is_refused(tmp_path: Path) -> None:
@@ -148,9 +142,7 @@ def test_reading_before_preparing_names_the_command(tmp_path: Path) -> None:
         read_split(tmp_path / "nutrition-tables", "train")
 
 
-def test_stage_prepares_the_dataset_of_the_active_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_prepares_the_dataset_of_the_active_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_dataset(tmp_path / "off", train=[good(1), bad(2)], val=[good(3)])
     (tmp_path / "params.yaml").write_text("""
 profile: small
