@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen2VLForConditionalGeneration
 
-from stages.tasks.detection.records import Box
+from stages.tasks.detection.samples.records import Box
 
 IGNORED = -100
 PATCH_PARTS, CELL_PARTS = 2, 4

@@ -32,12 +32,12 @@ from stages.kit.logs import configure_logging
 from stages.kit.models.tiny import build_tiny_qwen2_vl, save_model
 from stages.kit.publish import published
 from stages.kit.training.seed import seed_everything
-from stages.tasks.detection.boxes import decode_boxes
-from stages.tasks.detection.metrics import pairwise_iou
 from stages.tasks.detection.pointing import PointingLoss
 from stages.tasks.detection.pretraining_batches import corpus, make_batch, question
-from stages.tasks.detection.records import reading_order
-from stages.tasks.detection.scenes import OBJECTS, Kind, draw_scene
+from stages.tasks.detection.samples.boxes import decode_boxes
+from stages.tasks.detection.samples.records import reading_order
+from stages.tasks.detection.scoring.metrics import pairwise_iou
+from stages.tasks.detection.sources.scenes import OBJECTS, Kind, draw_scene
 
 log = logging.getLogger("stages.tasks.detection.pretrain")  # not __main__, as which this file runs
 

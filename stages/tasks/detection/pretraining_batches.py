@@ -16,7 +16,6 @@ from transformers import Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.collators import IGNORED, ConversationCollator
-from stages.tasks.detection.boxes import encode_boxes
 from stages.tasks.detection.pointing import (
     CELL_PARTS,
     MAX_SIDE,
@@ -26,8 +25,9 @@ from stages.tasks.detection.pointing import (
     grid_targets,
     merge_order,
 )
-from stages.tasks.detection.records import TARGET
-from stages.tasks.detection.scenes import OBJECTS, Scene, draw_scene
+from stages.tasks.detection.samples.boxes import encode_boxes
+from stages.tasks.detection.samples.records import TARGET
+from stages.tasks.detection.sources.scenes import OBJECTS, Scene, draw_scene
 
 NAMES = (
     TARGET,

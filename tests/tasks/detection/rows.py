@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from stages.tasks.detection.records import Box, DetectionRecord, parse_row
+from stages.tasks.detection.samples.records import Box, DetectionRecord, parse_row
 
 WHITE, RED = (255, 255, 255), (220, 20, 20)
 

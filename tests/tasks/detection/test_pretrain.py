@@ -11,7 +11,6 @@ from transformers import AutoModelForImageTextToText
 from stages.kit.models.load import load_config
 from stages.kit.models.tiny import SMALLEST, build_tiny_qwen2_vl
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
-from stages.tasks.detection.boxes import decode_boxes
 from stages.tasks.detection.pointing import IGNORED, grid_targets, merge_order
 from stages.tasks.detection.pretrain import HELD_OUT_SEED, Settings, measure, train
 from stages.tasks.detection.pretraining_batches import (
@@ -21,7 +20,8 @@ from stages.tasks.detection.pretraining_batches import (
     make_example,
     question,
 )
-from stages.tasks.detection.records import TARGET
+from stages.tasks.detection.samples.boxes import decode_boxes
+from stages.tasks.detection.samples.records import TARGET
 
 BASE = Path(__file__).parents[3] / "data" / "tiny" / "qwen2-vl"
 THREE_LAYERS = dataclasses.replace(SMALLEST, num_layers=3)

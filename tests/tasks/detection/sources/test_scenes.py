@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.tasks.detection.drawing import FACES, load_font
-from stages.tasks.detection.records import TARGET, DetectionRecord, parse_row
-from stages.tasks.detection.scenes import OBJECTS, Kind, _turned_hull, draw_scene, ean13, generate_rows
+from stages.tasks.detection.samples.records import TARGET, DetectionRecord, parse_row
+from stages.tasks.detection.sources.drawing import FACES, load_font
+from stages.tasks.detection.sources.scenes import OBJECTS, Kind, _turned_hull, draw_scene, ean13, generate_rows
 
 KINDS: tuple[Kind, ...] = ("objects", "front", "back")
 indices = st.integers(0, 10**6)

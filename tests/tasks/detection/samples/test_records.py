@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.tasks.detection.records import DetectionRecord, parse_row, reading_order
+from stages.tasks.detection.samples.records import DetectionRecord, parse_row, reading_order
 from tests.tasks.detection.rows import RED, patch_jpeg, picture, raw_row
 
 

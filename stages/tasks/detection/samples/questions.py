@@ -5,10 +5,8 @@ from __future__ import annotations
 from PIL import Image, ImageDraw
 
 from stages.kit.data.conversation import Conversation
-from stages.tasks.detection.boxes import encode_boxes
-from stages.tasks.detection.records import Box, DetectionRecord, read_split
-
-__all__ = ["PROMPT", "conversation", "probes", "read_split"]
+from stages.tasks.detection.samples.boxes import encode_boxes
+from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 PROMPT = "Detect the bounding box of the nutrition table."
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.tasks.detection.records import Box, DetectionRecord
+from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 MAX_WIDTH = 512
 """Pixels; a report holds many of them."""

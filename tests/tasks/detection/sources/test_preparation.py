@@ -9,9 +9,9 @@ from click.testing import CliRunner
 import stages.prepare
 from stages.kit.errors import UserError
 from stages.kit.params import GenerateParams
-from stages.tasks.detection import sources
-from stages.tasks.detection.records import SCHEMA, read_split
-from stages.tasks.detection.sources import prepare
+from stages.tasks.detection.samples.records import SCHEMA, read_split
+from stages.tasks.detection.sources import preparation
+from stages.tasks.detection.sources.preparation import prepare
 from tests.tasks.detection.rows import picture, raw_row, write_dataset
 
 
@@ -118,7 +118,7 @@ def test_refused_run_leaves_the_earlier_one_in_place(tmp_path: Path) -> None:
 
 
 def test_generated_rows_go_through_the_same_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "generate_rows", lambda split, count, seed: iter([good(1), bad(2)]))
+    monkeypatch.setattr(preparation, "generate_rows", lambda split, count, seed: iter([good(1), bad(2)]))
     with pytest.raises(UserError, match=r"generated train row 1: box 0 .* wrong order"):
         prepare("generated", generate=GenerateParams(train=2, val=2, seed=0), out_dir=tmp_path / "prepared")
 
@@ -126,7 +126,7 @@ def test_generated_rows_go_through_the_same_checks(tmp_path: Path, monkeypatch: 
 def test_hub_source_records_the_full_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_dataset(tmp_path / "snapshot", train=[good(1)], val=[good(2)])
     commit = "0123456" + "a" * 33
-    monkeypatch.setattr(sources, "fetch_snapshot", lambda *repo, patterns: (source, commit))
+    monkeypatch.setattr(preparation, "fetch_snapshot", lambda *repo, patterns: (source, commit))
     stats = prepare("hub:owner/name@0123456", out_dir=tmp_path / "prepared")
     assert (stats["source"], stats["revision"]) == (f"hub:owner/name@{commit}", commit)
 

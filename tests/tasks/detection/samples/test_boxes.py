@@ -2,8 +2,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.tasks.detection.boxes import CODECS, decode_boxes, encode_boxes
-from stages.tasks.detection.records import Box, reading_order
+from stages.tasks.detection.samples.boxes import CODECS, decode_boxes, encode_boxes
+from stages.tasks.detection.samples.records import Box, reading_order
 
 SIZE = (644, 924)
 """Of a resized image, for the families that count its pixels."""

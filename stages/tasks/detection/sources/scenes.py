@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFilter
 
-from stages.tasks.detection.drawing import (
+from stages.tasks.detection.samples.records import TARGET, Box
+from stages.tasks.detection.sources.drawing import (
     BRANDS,
     Colour,
     clutter,
@@ -34,7 +35,6 @@ from stages.tasks.detection.drawing import (
     pick_colour,
     pick_font,
 )
-from stages.tasks.detection.records import TARGET, Box
 
 Kind = Literal["objects", "front", "back"]
 Split = Literal["train", "val"]

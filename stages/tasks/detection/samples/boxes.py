@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stages.tasks.detection.records import TARGET, Box, reading_order
+from stages.tasks.detection.samples.records import TARGET, Box, reading_order
 
 GridBox = tuple[int, int, int, int]
 """x0, y0, x1, y1 in steps of the family's grid."""

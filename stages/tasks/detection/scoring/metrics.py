@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from stages.kit.evaluation.intervals import bootstrap_mean
-from stages.tasks.detection.boxes import Decoded, decode_boxes
-from stages.tasks.detection.records import Box, DetectionRecord
+from stages.tasks.detection.samples.boxes import Decoded, decode_boxes
+from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 Floats = NDArray[np.float64]
 
@@ -43,6 +43,14 @@ SCORE_POLICY = "answer-order"
 its answer (from 0) scores 1 / (1 + k): all first boxes rank before all second ones, and equals stay in the
 order of the data. The figure compares answers given under the same policy; it does not compare with a
 detector's that has real scores."""
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The original experiment's figures in a line."""
+    return (
+        f"mean IoU {metrics['mean_iou']:.3f}, detection rate {metrics['detection_rate']:.0%}, "
+        f"IoU>0.5 {metrics['iou_over_50']:.0%}, IoU>0.7 {metrics['iou_over_70']:.0%} of {metrics['samples']} samples"
+    )
 
 
 def pairwise_iou(boxes: Sequence[Box] | Floats, others: Sequence[Box] | Floats) -> Floats:

@@ -23,7 +23,7 @@ from stages.kit.errors import UserError
 from stages.kit.hub import fetch_snapshot
 from stages.kit.params import GenerateParams
 from stages.kit.publish import published
-from stages.tasks.detection.records import (
+from stages.tasks.detection.samples.records import (
     COLUMNS,
     REQUIRED,
     SCHEMA,
@@ -31,7 +31,7 @@ from stages.tasks.detection.records import (
     parse_row,
     to_row,
 )
-from stages.tasks.detection.scenes import Split, generate_rows
+from stages.tasks.detection.sources.scenes import Split, generate_rows
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 MAX_SHOWN = 50
