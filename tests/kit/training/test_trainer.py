@@ -86,7 +86,9 @@ def test_each_part_has_its_own_learning_rate(build: Callable[..., RecipeTrainer]
 
 def test_accumulation_follows_the_trajectory_of_the_whole_batch(build: Callable[..., RecipeTrainer]) -> None:
     """The loss is weighted by tokens over the whole effective batch, whatever the micro-batch."""
-    lora = replace(PARAMS.recipe("r1-llm-only").lora, dropout=0.0)
+    lora = PARAMS.recipe("r1-llm-only").lora
+    assert lora is not None
+    lora = replace(lora, dropout=0.0)
     ends = []
     for micro_batch in (4, 2, 1):
         trainer = build(plan_for("r1-llm-only", micro_batch=micro_batch, lora=lora))
