@@ -40,6 +40,10 @@ demo: setup ## Run the detection recipes at tiny size on the CPU and print the c
 	@$(offline) $(python) -m dvc repro compare@detection
 	@cat data/report/detection/table.txt
 
+.PHONY: experiments
+experiments: ## Show the experiments beside each other: what changed, and each recipe's result
+	@$(python) -m dvc exp show --only-changed --drop '.*' --keep '(profile|^recipes.*|^profiles.*|.*comparison.json.*)'
+
 .PHONY: report
 report: ## Open the last comparison in a browser
 	@$(python) -m webbrowser "file://$(CURDIR)/data/report/detection/index.html"
