@@ -18,6 +18,8 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 export DVC_NO_ANALYTICS := 1
 # An interpreter that may not keep its byte code compiles torch and transformers anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
+# Threads that wait give their core away; spinning, they slow a shared machine down ten times.
+export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONPATH
 
 offline := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
-    *("errors", "lineage", "params", "containers", "data", "evaluation/intervals", "reporting"),
-    *(f"../tasks/detection/{module}" for module in ("boxes", "records", "metrics", "scoring")),
+    *("errors", "hub", "lineage", "logs", "params", "plan", "publish", "containers", "data", "evaluation/intervals", "reporting"),
+    *(f"../tasks/detection/{module}" for module in ("samples", "sources", "scoring", "report")),
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 

@@ -155,7 +155,7 @@ yaml_values = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_damage_gives_a_message_or_valid_params(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Replaces one random value of the shipped file by a random one."""
     raw = YAML(typ="safe").load(SHIPPED)

@@ -32,8 +32,8 @@ from stages.kit.logs import configure_logging
 from stages.kit.models.tiny import build_tiny_qwen2_vl, save_model
 from stages.kit.publish import published
 from stages.kit.training.seed import seed_everything
-from stages.tasks.detection.pointing import PointingLoss
-from stages.tasks.detection.pretraining_batches import corpus, make_batch, question
+from stages.tasks.detection.pretraining.batches import corpus, make_batch, question
+from stages.tasks.detection.pretraining.pointing import PointingLoss
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import reading_order
 from stages.tasks.detection.scoring.metrics import pairwise_iou

@@ -11,15 +11,15 @@ from transformers import AutoModelForImageTextToText
 from stages.kit.models.load import load_config
 from stages.kit.models.tiny import SMALLEST, build_tiny_qwen2_vl
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
-from stages.tasks.detection.pointing import IGNORED, grid_targets, merge_order
 from stages.tasks.detection.pretrain import HELD_OUT_SEED, Settings, measure, train
-from stages.tasks.detection.pretraining_batches import (
+from stages.tasks.detection.pretraining.batches import (
     coordinate_digits,
     corpus,
     make_batch,
     make_example,
     question,
 )
+from stages.tasks.detection.pretraining.pointing import IGNORED, grid_targets, merge_order
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import TARGET
 

@@ -16,7 +16,7 @@ from transformers import Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.collators import IGNORED, ConversationCollator
-from stages.tasks.detection.pointing import (
+from stages.tasks.detection.pretraining.pointing import (
     CELL_PARTS,
     MAX_SIDE,
     PATCH_PARTS,
