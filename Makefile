@@ -44,7 +44,7 @@ demo: setup ## Run the detection recipes at tiny size on the CPU and print the c
 
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result
-	@$(python) -m dvc exp show --only-changed --drop '.*' --keep '(profile|^recipes.*|^profiles.*|.*comparison.json.*)'
+	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
 
 .PHONY: report
 report: ## Open the last comparison in a browser
