@@ -21,7 +21,7 @@ from stages.kit.evaluation.generation import generate_answers
 from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.models.certificate import require_certificate
-from stages.kit.models.load import load_model
+from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
 from stages.kit.publish import publish_text, published
@@ -39,12 +39,14 @@ def main(name: str) -> None:
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
     model_dir = certified_model(params, name)
     profile, settings = params.active, params.active.evaluation
+    see_only(profile.device)
 
     model = load_model(
         model_dir, device=profile.device, precision=profile.memory.precision, attn=profile.memory.attn
     ).eval()
     processor = load_processor(model_dir, profile.images)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    samples.check_family(model.config.model_type)
     records = samples.read_split(Path("data/prepared") / subject.data, "val")[: settings.max_samples]
     started = time.monotonic()
     answers = generate_answers(

@@ -1,6 +1,6 @@
 """Merge what was trained into its base, and certify the result by reloading it from disk.
 
-Reads   data/runs/RECIPE/trained/ and the base that its lineage names
+Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names
 Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json
         data/runs/RECIPE/merge.json  the certificate
 Run     docker/run merge r1-llm-only
@@ -20,13 +20,13 @@ from stages.kit.models.certificate import (
     TOLERANCE,
     Certificate,
     changed_modules,
-    compare_logits,
     probe_logits,
+    relative_deviation,
     same_inputs,
     weight_digests,
     write_certificate,
 )
-from stages.kit.models.load import load_model, meta_model
+from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
@@ -42,19 +42,20 @@ log = logging.getLogger("stages")
 def main(recipe: str) -> None:
     configure_logging(f"merge {recipe}")
     plan = read_plan(recipe)
+    see_only(plan.device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
     trained_lineage, base_lineage = require_base(run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}")
     probes = load_task(plan.task, "samples").probes()
     processor = load_processor(base_dir, plan.images)
 
     base = load_model(base_dir, device=plan.device, precision=plan.precision)
-    before = weight_digests(base)
+    before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
     adapted_logits = probe_logits(adapted, processor, probes)
 
     with published(run_dir / "merged") as merged_dir:
         merge_trained(adapted).save_pretrained(merged_dir, safe_serialization=True)
-        load_processor(base_dir, None).save_pretrained(merged_dir)
+        processor.save_pretrained(merged_dir)
         lineage = write_lineage(
             merged_dir,
             kind="merged",
@@ -64,27 +65,27 @@ def main(recipe: str) -> None:
         del base, adapted
 
         merged = load_model(merged_dir, device=plan.device, precision=plan.precision).eval()
-        deviation, agreement = compare_logits(probe_logits(merged, processor, probes), adapted_logits)
+        deviation = relative_deviation(probe_logits(merged, processor, probes), adapted_logits, base_logits)
         changed = changed_modules(before, weight_digests(merged))
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora))
         certificate = Certificate(
             recipe=recipe,
             merged_digest=lineage.digest,
-            max_logit_deviation=deviation,
+            logit_deviation=deviation,
             tolerance=TOLERANCE[plan.precision],
-            top1_agreement=agreement,
             probes=len(probes),
             changed_modules=len(changed),
             unexpected_modules=sorted(changed - expected),
             unchanged_modules=sorted(expected - changed),
-            processor_parity=same_inputs(load_processor(merged_dir, plan.images), processor, probes),
+            processor_parity=same_inputs(load_processor(merged_dir, None), processor, probes),
             precision=plan.precision,
+            trained_quantization=plan.quantization,
         )
         if problems := certificate.problems():
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
     write_certificate(certificate, run_dir / "merge.json")
     log.info(
-        "merged %s, content %s: %d modules changed, logits within %.1e of adapter on base (tolerance %.0e)",
+        "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",
         *(recipe, short(lineage.digest), len(changed), deviation, certificate.tolerance),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -17,9 +17,10 @@ import click
 from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
 from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.parts import apply_recipe, count_trainable, counts_dict
+from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 
@@ -31,9 +32,11 @@ def main(recipe: str) -> None:
     params = load_params()
     data = params.recipe(recipe).data
     plan = resolve_plan(params, recipe, train_samples=train_samples(Path("data/prepared") / data, data))
-    model = meta_model(load_config(Path(plan.base_dir)))
+    config = load_config(Path(plan.base_dir))
+    load_task(plan.task, "samples").check_family(config.model_type)
+    model = meta_model(config)
     counts = count_trainable(apply_recipe(model, plan.parts, plan.lora))
-    write_plan(replace(plan, trainable=counts_dict(counts)), Path("data/runs") / recipe / "plan.yaml")
+    write_plan(replace(plan, trainable=asdict(counts)), Path("data/runs") / recipe / "plan.yaml")
 
     schedule = plan.schedule
     log.info("%s", counts)

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -22,7 +23,7 @@ from transformers import TrainerCallback
 from stages.kit.errors import UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
-from stages.kit.models.load import load_model
+from stages.kit.models.load import load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import save_trained
@@ -45,6 +46,7 @@ def main(recipe: str) -> None:
     plan = read_plan(recipe)
     start_one_process_a_device(plan)
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
+    see_only(plan.device)
     seed_everything(plan.seed)
     base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
@@ -64,10 +66,12 @@ def main(recipe: str) -> None:
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator(
         processor,
-        lambda index: samples.conversation(records[index], answered=True),
+        records,
+        partial(samples.conversation, answered=True),
         loss=plan.loss,
         max_length=plan.max_length,
     )
+    log.info("longest sample %d tokens, limit %d", collator.check_lengths(), plan.max_length)
 
     run_dir = Path("data/runs") / recipe
     with (

@@ -14,7 +14,19 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
-    *("errors", "hub", "lineage", "logs", "params", "plan", "publish", "containers", "data", "evaluation/intervals", "reporting"),
+    *(
+        "errors",
+        "hub",
+        "lineage",
+        "logs",
+        "params",
+        "plan",
+        "publish",
+        "containers",
+        "data",
+        "evaluation/intervals",
+        "reporting",
+    ),
     *(f"../tasks/detection/{module}" for module in ("samples", "sources", "scoring", "report")),
 )
 """Modules, or packages with all that is in them, below stages/kit."""

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
+from dvc.dependency.param import ParamsDependency
 from ruamel.yaml import YAML
 
 from tests.closure import ROOT, import_closure, task_faces
@@ -61,7 +63,7 @@ def declared_code(do: dict[str, Any]) -> set[str]:
 def test_a_stage_depends_on_exactly_the_code_it_runs(stage: str) -> None:
     for do in instances(stage):
         module = entry_point(do)
-        needed = import_closure(module)
+        needed = import_closure(module) | import_closure("stages.kit.containers.environment")
         for face in task_faces(module):
             task = next(match[1] for dep in do["deps"] if (match := re.match(rf"stages/tasks/([^/]+)/{face}", dep)))
             needed |= import_closure(f"stages.tasks.{task}.{face}")
@@ -88,6 +90,29 @@ def test_every_profile_has_the_parameters_that_the_stages_read(stage: str, profi
 def test_every_command_is_one_call_of_the_launcher(stage: str) -> None:
     for do in instances(stage):
         assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9._-]+", do["cmd"])
+
+
+def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What DVC itself makes of dvc.yaml, without running it."""
+    from dvc.repo import Repo
+
+    for name in ("dvc.yaml", "params.yaml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    repo = Repo.init(str(tmp_path), no_scm=True)
+    graph = repo.index.graph
+    rank = "recipes.r1-llm-only.lora.rank"
+    touched = {
+        stage
+        for stage in repo.index.stages
+        for dep in stage.deps
+        if isinstance(dep, ParamsDependency) and any(f"{rank}.".startswith(f"{name}.") for name in dep.params)
+    }
+    # An edge leads from a stage to what it depends on.
+    rerun = touched.union(*(nx.ancestors(graph, stage) for stage in touched))
+    branch = {f"{stage}@r1-llm-only" for stage in ("plan", "train", "merge", "evaluate")}
+    assert {stage.addressing for stage in rerun} == branch | {"compare@detection"}
 
 
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
+from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from tests.closure import ROOT
@@ -38,6 +40,11 @@ def refused(stage: str, name: str) -> str:
     return result.output
 
 
+def write_params(raw: dict[str, Any]) -> None:
+    with Path("params.yaml").open("w") as file:
+        YAML().dump(raw, file)
+
+
 def small_params(tiny_vlm: Path) -> dict[str, Any]:
     """The shipped parameters, with less of everything."""
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
@@ -58,8 +65,7 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     workspace = tmp_path_factory.mktemp("workspace")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
-        with Path("params.yaml").open("w") as file:
-            YAML().dump(small_params(tiny_vlm), file)
+        write_params(small_params(tiny_vlm))
         done("base", "vlm")
         done("prepare", "nutrition-tables")
         done("evaluate", "base-vlm")
@@ -174,15 +180,27 @@ def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
     raw = YAML(typ="safe").load(Path("params.yaml"))
     raw["profiles"]["tiny"]["device"]["count"] = 2
     raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
-    with Path("params.yaml").open("w") as file:
-        YAML().dump(raw, file)
+    raw["recipes"]["r1-llm-only"]["lora"]["dropout"] = 0.0
+    raw["recipes"]["r1-llm-only"]["max_steps"] = 2
+    one = {**raw["profiles"]["tiny"], "device": {"kind": "cpu"}}
+    one["memory"] = {**one["memory"], "placement": "single"}
+    write_params({**raw, "profiles": {"tiny": one}})
+    done("plan", "r1-llm-only")
+    done("train", "r1-llm-only")
+    alone = load_file("data/runs/r1-llm-only/trained/adapter/adapter_model.safetensors")
+
+    write_params(raw)
     done("plan", "r1-llm-only")
     command = [sys.executable, "-m", "stages.train", "r1-llm-only"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     log = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
     assert log.count("trained r1-llm-only") == 1
     training = json.loads(Path("data/runs/r1-llm-only/training/training.json").read_text())
-    assert training["num_steps"] == 3
+    assert training["num_steps"] == 2
+    together = load_file("data/runs/r1-llm-only/trained/adapter/adapter_model.safetensors")
+    assert together.keys() == alone.keys()
+    for name, tensor in together.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     assert verified_lineage(Path("data/runs/r1-llm-only/trained"), mend="").name == "r1-llm-only"
     done("merge", "r1-llm-only")
 

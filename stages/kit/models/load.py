@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ def load_model(
         output_loading_info=True,
         config=config,
         dtype=DTYPES[precision],
-        attn_implementation=resolve_attention(attn, device),
+        attn_implementation=resolve_attention(attn, device, precision),
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -82,13 +83,35 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | A
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
-def resolve_attention(attn: str, device: DeviceParams) -> str:
-    """`auto` is flash attention where it is installed and a GPU is there, else SDPA."""
+def resolve_attention(attn: str, device: DeviceParams, precision: str) -> str:
+    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run.
+
+    flash-attn 2 needs an Ampere GPU or newer, and 16-bit arithmetic (its README, "NVIDIA CUDA Support").
+    """
+    runs = (
+        device.kind == "cuda"
+        and precision != "fp32"
+        and is_flash_attn_2_available()
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
     if attn == "auto":
-        return "flash_attention_2" if device.kind == "cuda" and is_flash_attn_2_available() else "sdpa"
-    if attn == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("memory.attn is flash_attention_2, but flash-attn is not installed; use auto or sdpa")
+        return "flash_attention_2" if runs else "sdpa"
+    if attn == "flash_attention_2" and not runs:
+        raise UserError(
+            "memory.attn is flash_attention_2, which needs flash-attn installed, an Ampere GPU or newer, and "
+            f"precision fp16 or bf16 (here {precision}); use auto or sdpa"
+        )
     return attn
+
+
+def see_only(device: DeviceParams) -> None:
+    """Hide all GPUs but the first `device.count` of those that may be used; before CUDA starts.
+
+    transformers' Trainer would split batches over every GPU that it sees, and device_map spread layers over them.
+    """
+    if device.kind == "cuda":
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[: device.count])
 
 
 def local_device(device: DeviceParams) -> torch.device:

@@ -6,7 +6,7 @@ Works on real and on meta-device models alike, with or without adapters.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -97,7 +97,7 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
         lora_dropout=lora.dropout,
         bias="none",
         task_type="CAUSAL_LM",
-        target_modules=_exactly(names),
+        target_modules=_exactly(names, linears),
     )
 
 
@@ -121,19 +121,18 @@ def trained_modules(model: nn.Module) -> set[str]:
     }
 
 
-def counts_dict(counts: TrainableCounts) -> dict[str, int]:
-    return asdict(counts)
-
-
 def _ends_with(name: str, suffix: str) -> bool:
     """Whole dotted components only: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
     return name == suffix or name.endswith(f".{suffix}")
 
 
-def _exactly(names: list[str]) -> str:
-    """A regular expression for these module names, their layer numbers folded so that it stays readable."""
-    folded = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names})
-    return "|".join(folded)
+def _exactly(names: list[str], among: list[str]) -> str | list[str]:
+    """What makes PEFT match these of the names `among` and no others.
+
+    A regular expression with layer numbers folded, as it is readable; the names themselves where that says too much.
+    """
+    folded = "|".join(sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names}))
+    return folded if [name for name in among if re.fullmatch(folded, name)] == names else names
 
 
 def _is_adapter(name: str) -> bool:

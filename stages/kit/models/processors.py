@@ -59,5 +59,19 @@ def encode(
     return dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
 
 
+def count_tokens(processor: Processor, conversation: Conversation) -> int:
+    """How many tokens `encode` makes of a conversation; pictures are counted by their size alone."""
+    text = processor.apply_chat_template(
+        conversation.messages, tokenize=False, add_generation_prompt=not conversation.answered()
+    )
+    length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
+    if conversation.images:
+        sizes = [(picture.height, picture.width) for picture in conversation.images]
+        # The template writes one placeholder a picture, which the processor widens.
+        counted = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]  # noqa: SLF001 - as vLLM counts them
+        length += sum(counted) - len(sizes)
+    return length
+
+
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.models.processors import Processor, encode, tokenizer_of
+from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
 
 IGNORED = -100
 """The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
@@ -29,39 +29,65 @@ class ConversationCollator:
     def __init__(
         self,
         processor: Processor,
-        converse: Callable[[int], Conversation],
+        records: Sequence[Any],
+        converse: Callable[[Any], Conversation],
         *,
         loss: Literal["assistant-only", "all-tokens"],
         max_length: int,
     ) -> None:
-        """converse: the conversation of a sample, by its index in the dataset."""
+        """converse: the answered conversation of a record; picklable, for data-loader workers."""
         self.processor = processor
+        self.records = records
         self.converse = converse
         self.max_length = max_length
         tokenizer = tokenizer_of(processor)
         if loss == "assistant-only":
-            spans = AssistantSpans(tokenizer)
-            self._counted: Callable[[list[int], Conversation], list[bool]] = spans.mask
+            self._counted: AssistantSpans | AllText = AssistantSpans(tokenizer)
         else:
-            vision = {tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS}
-            self._counted = lambda ids, _: [token not in vision for token in ids]
+            self._counted = AllText(tokenizer)
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
-        conversations = [self.converse(int(example["sample"])) for example in examples]
+        conversations = [self.converse(self.records[int(example["sample"])]) for example in examples]
         batch = encode(self.processor, conversations, padding_side="right")
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for row, conversation in enumerate(conversations):
             length = int(batch["attention_mask"][row].sum())
-            if length > self.max_length:
-                raise UserError(
-                    f"sample {conversation.sample_id} has {length} tokens, more than max_length {self.max_length}; "
-                    "raise the recipe's max_length or lower the profile's images.max_pixels"
-                )
+            self._refuse_too_long(conversation, length)
             ids = batch["input_ids"][row, :length]
-            counted = torch.tensor(self._counted(ids.tolist(), conversation), dtype=torch.bool)
+            counted = torch.tensor(self._counted.mask(ids.tolist(), conversation), dtype=torch.bool)
             labels[row, :length][counted] = ids[counted]
         return {**batch, "labels": labels}
+
+    def check_lengths(self) -> int:
+        """The length of the longest sample in tokens, without making its pictures' pixels.
+
+        Raises UserError naming the first sample that is longer than max_length: now, not hours into the training.
+        """
+        longest = 0
+        for record in self.records:
+            conversation = self.converse(record)
+            length = count_tokens(self.processor, conversation)
+            self._refuse_too_long(conversation, length)
+            longest = max(longest, length)
+        return longest
+
+    def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
+        if length > self.max_length:
+            raise UserError(
+                f"sample {conversation.sample_id} has {length} tokens, more than max_length {self.max_length}; "
+                "raise the recipe's max_length or lower the profile's images.max_pixels"
+            )
+
+
+class AllText:
+    """Counts all text, chat markup included, and nothing that stands for a picture."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.vision = {tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS}
+
+    def mask(self, ids: list[int], conversation: Conversation) -> list[bool]:
+        return [token not in self.vision for token in ids]
 
 
 class AssistantSpans:

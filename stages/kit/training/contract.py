@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from stages.kit.errors import UserError
 from stages.kit.models.load import check_placement
-from stages.kit.models.parts import count_trainable, counts_dict, part_of
+from stages.kit.models.parts import count_trainable, part_of
 from stages.kit.plan import Plan
 
 
@@ -28,7 +29,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
             f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced"
         )
     check_placement(model, plan.device)
-    found = counts_dict(count_trainable(model))
+    found = asdict(count_trainable(model))
     for part, expected in plan.trainable.items():
         if found[part] != expected:
             raise ContractBreach(
@@ -44,7 +45,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
 
 
 def check_gradients(model: nn.Module, plan: Plan) -> None:
-    """After a backward pass: a gradient wherever one is due, none elsewhere, and each trained part moves."""
+    """After a backward pass: finite gradients wherever they are due, none elsewhere, and each trained part moves."""
     moving: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
         part = part_of(name)
@@ -53,18 +54,28 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
         if not parameter.requires_grad and parameter.grad is not None:
             raise ContractBreach(f"recipe {plan.recipe}: {part} is frozen there, but {name} got a gradient")
         if parameter.grad is not None:
+            if not torch.isfinite(parameter.grad).all():
+                raise ContractBreach(f"recipe {plan.recipe}: the gradient of {name} ({part}) is not finite")
             moving[part] = moving.get(part, False) or bool(parameter.grad.abs().max() > 0)
     for part in plan.parts.trained():
         if not moving.get(part):
             raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but all its gradients are zero")
 
 
+MAX_OVERFLOWS = 16
+"""First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
+
+
 class StartContract(TrainerCallback):
-    """Checks gradients once, between the first backward pass and the first optimizer step."""
+    """Checks gradients once, between the first backward pass and the first optimizer step.
+
+    Under fp16 the first steps may overflow, and GradScaler then skips them: the check waits for one that does not.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.checked = False
+        self.overflows = 0
 
     def on_pre_optimizer_step(
         self,
@@ -76,5 +87,16 @@ class StartContract(TrainerCallback):
     ) -> None:
         if not self.checked:
             assert model is not None
+            if self.plan.precision == "fp16" and self.overflows < MAX_OVERFLOWS and _overflowed(model):
+                self.overflows += 1
+                return
             check_gradients(model, self.plan)
             self.checked = True
+
+
+def _overflowed(model: nn.Module) -> bool:
+    """Whether the backward pass overflowed; clipping by an infinite norm has then made its gradients NaN or zero."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return not all(bool(torch.isfinite(gradient).all()) for gradient in gradients) or not any(
+        bool(gradient.any()) for gradient in gradients
+    )

@@ -11,15 +11,12 @@ from typing import Any
 
 from dvclive import Live
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ProgressCallback
 
 from stages.kit.errors import UserError
 from stages.kit.params import TrackingParams
 
 log = logging.getLogger(__name__)
-
-WANDB_DIR = Path(".bakeoff/wandb")
-"""Where Weights & Biases keeps its runs until they are synced."""
 
 
 class LineProgress(TrainerCallback):
@@ -73,11 +70,8 @@ class LiveMetrics(TrainerCallback):
 
 
 def progress_callback() -> TrainerCallback:
+    """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
     return ProgressCallback() if sys.stderr.isatty() else LineProgress()
-
-
-PROGRESS_CALLBACKS = (ProgressCallback, PrinterCallback)
-"""What Trainer adds by itself; taken out, so that progress is shown once."""
 
 
 def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
@@ -91,9 +85,13 @@ def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
         import wandb  # noqa: F401
     except ImportError:
         raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
-    os.environ.setdefault("WANDB_MODE", tracking.wandb_mode)
-    os.environ.setdefault("WANDB_PROJECT", tracking.wandb_project)
-    os.environ.setdefault("WANDB_DIR", str(WANDB_DIR))
-    WANDB_DIR.mkdir(parents=True, exist_ok=True)
+    # Below the repository also when DVC runs an experiment in a clone that it throws away.
+    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff", "wandb")
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    os.environ |= {
+        "WANDB_DIR": str(runs_dir),
+        "WANDB_MODE": tracking.wandb_mode,
+        "WANDB_PROJECT": tracking.wandb_project,
+    }
     experiment = os.environ.get("DVC_EXP_NAME")
     return {"report_to": "wandb", "run_name": f"{recipe}-{experiment}" if experiment else recipe}

@@ -17,4 +17,4 @@ def seed_everything(seed: int) -> None:
     torch.backends.cudnn.benchmark = False
     # On by default under deterministic algorithms: every torch.empty is filled with NaN, a fifth of a small model's
     # step. It guards against operations that read memory they never wrote, which none of a training step's does.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

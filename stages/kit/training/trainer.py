@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.kit.models.parts import part_of
@@ -17,7 +18,6 @@ from stages.kit.params import Part
 from stages.kit.plan import Plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import StartContract, check_start
-from stages.kit.training.progress import PROGRESS_CALLBACKS
 
 
 class RecipeTrainer(SFTTrainer):
@@ -34,6 +34,10 @@ class RecipeTrainer(SFTTrainer):
     ) -> None:
         """scratch_dir: where Trainer may write; nothing there is an output. reporting: more training arguments."""
         self.plan = plan
+        # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
+        # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base.enable_input_require_grads = lambda: None
         super().__init__(
             model=model,
             args=training_arguments(plan, scratch_dir, **reporting),
@@ -43,13 +47,27 @@ class RecipeTrainer(SFTTrainer):
             data_collator=collator,
             callbacks=[StartContract(plan), *callbacks],
         )
-        for callback in PROGRESS_CALLBACKS:
-            if not any(isinstance(ours, callback) for ours in callbacks):
-                self.remove_callback(callback)
+        self.remove_callback(PrinterCallback)
         for parameter in self.model.parameters():
             if parameter.requires_grad:  # SFTTrainer casts what is trained on a quantized model to bf16
                 parameter.data = parameter.data.to(torch.float32)
         check_start(self.model, plan, devices_in_use=self.args.n_gpu)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """SFTTrainer's loss, also for a model whose layers lie on several devices.
+
+        Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
+        """
+        if num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss.to(self.args.device)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
@@ -103,5 +121,6 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         dataloader_pin_memory=plan.device.kind == "cuda",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),
         save_strategy="no",
+        disable_tqdm=True,  # progress.py shows it
         **more,
     )

@@ -196,7 +196,8 @@ def model_card(record: dict[str, Any]) -> str:
 
 A Qwen2-VL of 3 million weights, pre-trained on generated scenes of panels, barcodes, logos, text blocks and
 QR codes. It answers in Qwen2-VL's grounding format and finds those objects; it has never seen a nutrition
-table. It stands in for the real model where there is no GPU.
+table. It has learnt to copy the name it is asked for: in 3 of 10 scenes with one object that name is another
+word, "nutrition-table" among eight of them. It stands in for the real model where there is no GPU.
 
 Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["threads"]} CPU cores:
 {settings["steps"]} steps of {settings["batch_size"]} scenes, seed {settings["seed"]}.

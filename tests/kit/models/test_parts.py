@@ -105,6 +105,13 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
         lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
 
 
+def test_a_target_of_one_layer_adapts_that_layer_only() -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"llm": ("layers.1.self_attn.q_proj", "layers.0.mlp.up_proj")})
+    model = apply_recipe(meta("data/tiny/qwen2-vl"), PartsParams(llm="lora"), lora)
+    layers = "model.language_model.layers"
+    assert trained_modules(model) == {f"{layers}.1.self_attn.q_proj", f"{layers}.0.mlp.up_proj"}
+
+
 def test_a_text_model_has_no_vision_to_train() -> None:
     config = Qwen2Config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99

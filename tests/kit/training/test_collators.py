@@ -36,7 +36,9 @@ def processor(tiny_vlm: Path) -> Processor:
 @pytest.fixture
 def collate(processor: Processor) -> Callable[..., dict[str, Any]]:
     def run(*conversations: Conversation, loss: Any = "assistant-only", max_length: int = 4096) -> dict[str, Any]:
-        collator = ConversationCollator(processor, lambda index: conversations[index], loss=loss, max_length=max_length)
+        collator = ConversationCollator(
+            processor, conversations, lambda sample: sample, loss=loss, max_length=max_length
+        )
         return collator([{"sample": index} for index in range(len(conversations))])
 
     return run
@@ -93,6 +95,19 @@ def test_a_sample_that_is_too_long_is_refused_by_name(collate: Any) -> None:
         collate(conversation(ANSWER), max_length=length - 1)
 
 
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_lengths_are_checked_before_training_without_pixels(processor: Processor, images: int) -> None:
+    samples = [conversation(ANSWER, images=images), conversation("short", images=images), conversation(ANSWER * 3)]
+
+    def collator(max_length: int) -> ConversationCollator:
+        return ConversationCollator(processor, samples, lambda it: it, loss="assistant-only", max_length=max_length)
+
+    lengths = [collator(4096)([{"sample": index}])["input_ids"].shape[1] for index in range(3)]
+    assert collator(max(lengths)).check_lengths() == max(lengths)
+    with pytest.raises(UserError, match=rf"has {max(lengths)} tokens, more than max_length {max(lengths) - 1}"):
+        collator(max(lengths) - 1).check_lengths()
+
+
 @pytest.mark.parametrize("text", ["<|im_start|>assistant\nfake", "a<|im_end|>b", "<|im_start|>user\nx"])
 def test_chat_markup_in_an_answer_cannot_shift_what_counts(collate: Any, processor: Processor, text: str) -> None:
     try:
@@ -115,7 +130,7 @@ def test_chat_markup_in_a_question_is_refused(collate: Any) -> None:
 def test_any_answer_counts_whole(answer: str, tiny_vlm: Path) -> None:
     processor = load_processor(tiny_vlm, None)
     sample = conversation(answer, images=0)
-    collator = ConversationCollator(processor, lambda _: sample, loss="assistant-only", max_length=4096)
+    collator = ConversationCollator(processor, [sample], lambda it: it, loss="assistant-only", max_length=4096)
     found = counted_text(collator([{"sample": 0}]), 0, processor)
     normal = tokenizer_of(processor).decode(tokenizer_of(processor).encode(answer, add_special_tokens=False))
     assert found.endswith("<|im_end|>")

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from stages.kit.models.load import check_placement, load_model
-from stages.kit.models.parts import apply_recipe, count_trainable, counts_dict
+from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.params import DeviceParams, load_params
 from stages.kit.plan import Plan, resolve_plan
-from stages.kit.training.contract import ContractBreach, check_gradients, check_start
+from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
 
 PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
 CPU = DeviceParams(kind="cpu")
@@ -23,7 +23,7 @@ def started(tiny_vlm: Path) -> Callable[[str], tuple[nn.Module, Plan]]:
     def start(recipe: str) -> tuple[nn.Module, Plan]:
         plan = resolve_plan(PARAMS, recipe, train_samples=4)
         model = apply_recipe(load_model(tiny_vlm, device=CPU, precision="fp32"), plan.parts, plan.lora)
-        return model, replace(plan, trainable=counts_dict(count_trainable(model)))
+        return model, replace(plan, trainable=asdict(count_trainable(model)))
 
     return start
 
@@ -105,6 +105,39 @@ def test_a_gradient_that_is_missing_or_astray_is_a_breach(started: Callable[[str
     frozen.grad = torch.zeros_like(frozen)
     with pytest.raises(ContractBreach, match=r"llm is frozen there, but .*lm_head.weight got a gradient"):
         check_gradients(model, plan)
+
+
+def test_a_gradient_that_is_not_finite_is_a_breach(started: Callable[[str], tuple[nn.Module, Plan]]) -> None:
+    model, plan = started("r1-llm-only")
+    give_gradients(model)
+    next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)[0] = float("nan")
+    with pytest.raises(ContractBreach, match=r"gradient of .* \(llm\) is not finite"):
+        check_gradients(model, plan)
+
+
+@pytest.mark.parametrize("gradient", [0.0, float("inf"), float("nan")])
+def test_the_first_steps_of_fp16_may_overflow_but_not_forever(
+    started: Callable[[str], tuple[nn.Module, Plan]], gradient: float
+) -> None:
+    """What GradScaler and clipping by an infinite norm leave of a step that overflowed."""
+    model, plan = started("r1-llm-only")
+    contract = StartContract(replace(plan, precision="fp16"))
+
+    def step() -> None:
+        contract.on_pre_optimizer_step(None, None, None, model=model)
+
+    give_gradients(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(gradient)
+    for _ in range(MAX_OVERFLOWS):
+        step()
+    assert not contract.checked
+    with pytest.raises(ContractBreach):
+        step()
+    give_gradients(model)
+    step()
+    assert contract.checked
 
 
 def test_a_part_whose_gradients_are_all_zero_is_a_breach(started: Callable[[str], tuple[nn.Module, Plan]]) -> None:

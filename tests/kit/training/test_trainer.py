@@ -1,5 +1,7 @@
+import copy
+import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_model
-from stages.kit.models.parts import apply_recipe, count_trainable, counts_dict, part_of
+from stages.kit.models.parts import apply_recipe, count_trainable, part_of
 from stages.kit.models.processors import load_processor
 from stages.kit.params import DeviceParams, load_params
 from stages.kit.plan import Plan, resolve_plan
@@ -37,10 +39,10 @@ def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> C
         model = apply_recipe(
             load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32"), plan.parts, plan.lora
         )
-        plan = replace(plan, trainable={**counts_dict(count_trainable(model)), **more})
+        plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
         processor = load_processor(tiny_vlm, None)
         collator = ConversationCollator(
-            processor, lambda index: answered[index], loss=plan.loss, max_length=plan.max_length
+            processor, answered, lambda sample: sample, loss=plan.loss, max_length=plan.max_length
         )
         return RecipeTrainer(
             plan,
@@ -109,14 +111,46 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(build: Callable
     assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
 
 
-def test_checkpointing_changes_nothing_but_memory(build: Callable[..., RecipeTrainer]) -> None:
+@pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only", "r4-joint"])
+def test_checkpointing_changes_nothing_but_memory(build: Callable[..., RecipeTrainer], recipe: str) -> None:
     ends = []
     for checkpointing in (False, True):
-        trainer = build(replace(plan_for("r2-vision-only"), gradient_checkpointing=checkpointing))
+        trainer = build(replace(plan_for(recipe), gradient_checkpointing=checkpointing))
         trainer.train()
         ends.append(weights(trainer))
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_sent_back_through_a_frozen_vision_tower(
+    build: Callable[..., RecipeTrainer], checkpointing: bool
+) -> None:
+    trainer = build(replace(plan_for("r1-llm-only"), gradient_checkpointing=checkpointing))
+    seen: list[bool] = []
+    visual = trainer.model.get_base_model().model.visual
+    visual.blocks[-1].register_forward_hook(lambda _module, _inputs, output: seen.append(output.requires_grad))
+    trainer.train()
+    assert seen
+    assert not any(seen)
+
+
+def test_progress_is_shown_once(build: Callable[..., RecipeTrainer]) -> None:
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    trainer = build(plan_for("r1-llm-only"))
+    shown = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ProgressCallback)]
+    assert shown == []
+    assert not any(isinstance(callback, PrinterCallback) for callback in trainer.callback_handler.callbacks)
+
+
+def test_the_collator_can_go_to_data_loader_workers(build: Callable[..., RecipeTrainer]) -> None:
+    trainer = build(plan_for("r1-llm-only"))
+    collator = trainer.data_collator
+    assert isinstance(collator, ConversationCollator)
+    collator.converse = copy.copy
+    again = pickle.loads(pickle.dumps(collator))  # noqa: S301 - our own bytes
+    assert torch.equal(again([{"sample": 1}])["labels"], collator([{"sample": 1}])["labels"])
 
 
 def test_a_run_unlike_its_plan_does_not_start(build: Callable[..., RecipeTrainer]) -> None:

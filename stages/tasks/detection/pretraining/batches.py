@@ -99,7 +99,7 @@ def make_batch(
     first, objects = step * batch_size, 1 + step % 3
     examples = [make_example(seed, first + i, objects) for i in range(batch_size)]
     collate = ConversationCollator(
-        processor, lambda i: examples[i].conversation, loss="assistant-only", max_length=1024
+        processor, examples, lambda example: example.conversation, loss="assistant-only", max_length=1024
     )
     inputs = collate([{"sample": i} for i in range(len(examples))])
     grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]

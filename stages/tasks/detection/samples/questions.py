@@ -5,10 +5,21 @@ from __future__ import annotations
 from PIL import Image, ImageDraw
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 PROMPT = "Detect the bounding box of the nutrition table."
+
+
+FAMILIES = ("qwen2_vl",)
+"""Model families (`model_type` of a config) whose boxes are written as this task asks for them."""
+
+
+def check_family(model_type: str) -> None:
+    """Raises UserError for a model that writes boxes in another form."""
+    if model_type not in FAMILIES:
+        raise UserError(f"detection asks for boxes as {', '.join(FAMILIES)} writes them; the base is a {model_type}")
 
 
 def conversation(record: DetectionRecord, *, answered: bool) -> Conversation:

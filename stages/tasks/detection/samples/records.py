@@ -84,6 +84,10 @@ class DetectionRecord:
         with Image.open(io.BytesIO(self.image)) as image:
             return image.convert("RGB")
 
+    def first_annotated(self) -> Box:
+        """The nutrition table that the dataset names first."""
+        return next(box for box, name in zip(self.boxes, self.categories, strict=True) if name.startswith(TARGET))
+
     def target_boxes(self) -> tuple[Box, ...]:
         """The nutrition tables, at least one, in reading order, as they are to be answered."""
         wanted = [b for b, category in zip(self.boxes, self.categories, strict=True) if category.startswith(TARGET)]

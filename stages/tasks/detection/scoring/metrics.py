@@ -99,16 +99,16 @@ def score(
     """Score raw answers, one for each record.
 
     sizes: (width, height) of the resized images, for the model families that answer in their pixels.
-    Returns (metrics, rows): the flat figures of metrics.json, and the rows of predictions.parquet in the
-    order of the records. Both take the ground truth in reading order, the order in which it is asked for; so
-    "first" does not depend on the order in which the boxes of an image were once annotated.
+    Returns (metrics, rows): the flat figures of metrics.json, and the rows of predictions.parquet in the order of the
+    records. The original experiment's figures take the box that was annotated first, as it did; all else takes the
+    ground truth in reading order, in which it is asked for.
     """
     assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
     sizes_or_none = [None] * len(texts) if sizes is None else sizes
     answers = [decode_boxes(text, family=family, size=size) for text, size in zip(texts, sizes_or_none, strict=True)]
     truths = [record.target_boxes() for record in records]
     predictions = [answer.boxes for answer in answers]
-    first = np.array([_first_iou(truth, boxes) for truth, boxes in zip(truths, predictions, strict=True)])
+    first = np.array([_first_iou(record, boxes) for record, boxes in zip(records, predictions, strict=True)])
     matched = [matched_ious(truth, boxes) for truth, boxes in zip(truths, predictions, strict=True)]
     metrics = {
         "samples": len(records),
@@ -133,8 +133,8 @@ def score(
     return metrics, rows
 
 
-def _first_iou(truth: Sequence[Box], predicted: Sequence[Box]) -> float:
-    return float(pairwise_iou(truth[:1], predicted[:1])[0, 0]) if predicted else 0.0
+def _first_iou(record: DetectionRecord, predicted: Sequence[Box]) -> float:
+    return float(pairwise_iou([record.first_annotated()], predicted[:1])[0, 0]) if predicted else 0.0
 
 
 def _first_box_figures(ious: Floats) -> dict[str, float]:

@@ -150,12 +150,12 @@ def test_answers_without_any_box_score_zero_everywhere() -> None:
 
 
 def test_rows_have_the_columns_of_the_predictions_file() -> None:
-    _, rows = score([record([RIGHT, LEFT], "a")], [answer(LEFT)])
+    _, rows = score([record([RIGHT, LEFT], "a")], [answer(RIGHT)])
     assert rows[0] == {
         "image_id": "a",
-        "text": answer(LEFT),
+        "text": answer(RIGHT),
         "valid": True,
-        "boxes": [list(LEFT)],
+        "boxes": [list(RIGHT)],
         "truth": [list(LEFT), list(RIGHT)],  # in reading order
         "iou": pytest.approx(1.0),
         "matched_iou": pytest.approx(0.5),

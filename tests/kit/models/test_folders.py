@@ -1,0 +1,53 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.kit.errors import UserError
+from stages.kit.models.folders import check_model_folder, copy_model_files, link_model_files
+
+
+@pytest.mark.parametrize("put", [copy_model_files, link_model_files])
+def test_a_models_files_are_taken_and_nothing_else(put: object, tiny_vlm: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    for path in tiny_vlm.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    for stray in ("pytorch_model.bin", "modeling_own.py", "lineage.json", ".gitattributes", "README.md"):
+        (source / stray).write_text("{}")
+    put(source, target)  # type: ignore[operator]
+    assert {path.name for path in target.iterdir()} == {path.name for path in tiny_vlm.iterdir()}
+    check_model_folder(target)
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere does not exist"):
+        copy_model_files(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "is no model folder"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors; weights are read from"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "model.safetensors is damaged"),
+        (
+            lambda folder: (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Model"}})),
+            "wants to run code of its own",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+            ),
+            "lacks model-00001-of-00002.safetensors",
+        ),
+    ],
+)
+def test_what_is_no_safe_model_is_refused(damage: object, message: str, tiny_vlm: Path, tmp_path: Path) -> None:
+    copy_model_files(tiny_vlm, tmp_path)
+    check_model_folder(tmp_path)
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        check_model_folder(tmp_path)
