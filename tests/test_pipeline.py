@@ -112,7 +112,7 @@ def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(
     # An edge leads from a stage to what it depends on.
     rerun = touched.union(*(nx.ancestors(graph, stage) for stage in touched))
     branch = {f"{stage}@r1-llm-only" for stage in ("plan", "train", "merge", "evaluate")}
-    assert {stage.addressing for stage in rerun} == branch | {"compare@detection"}
+    assert {stage.name for stage in rerun} == branch | {"compare@detection"}
 
 
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
