@@ -86,7 +86,7 @@ def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
     except ImportError:
         raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
-    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff", "wandb")
+    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff")  # wandb adds a folder of its name
     runs_dir.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "WANDB_DIR": str(runs_dir),
