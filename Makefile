@@ -27,7 +27,7 @@ offline := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_
 .PHONY: help
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
-		printf '  make %-10s %s\n' "$$name" "$$text"; done
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
 setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev wandb", PYTHON=...)

@@ -51,16 +51,8 @@ def main(recipe: str) -> None:
     base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
-    model = load_model(
-        Path(plan.base_dir),
-        device=plan.device,
-        precision=plan.precision,
-        quantization=plan.quantization,
-        attn=plan.attn,
-        placement=plan.placement,
-    )
-    model = apply_recipe(model, plan.parts, plan.lora)
-    log.info("%s", TrainableCounts(**plan.trainable))
+    # What a person may have to mend is looked at before the weights, which can take minutes to load.
+    reporting = wandb_settings(load_params().tracking, recipe)
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
@@ -73,6 +65,16 @@ def main(recipe: str) -> None:
     )
     log.info("longest sample %d tokens, limit %d", collator.check_lengths(), plan.max_length)
 
+    model = load_model(
+        Path(plan.base_dir),
+        device=plan.device,
+        precision=plan.precision,
+        quantization=plan.quantization,
+        attn=plan.attn,
+        placement=plan.placement,
+    )
+    model = apply_recipe(model, plan.parts, plan.lora)
+    log.info("%s", TrainableCounts(**plan.trainable))
     run_dir = Path("data/runs") / recipe
     with (
         published(run_dir / "training", keep=is_first_process()) as training_dir,
@@ -89,7 +91,7 @@ def main(recipe: str) -> None:
             collator=collator,
             callbacks=callbacks,
             scratch_dir=Path(scratch),
-            **wandb_settings(load_params().tracking, recipe),
+            **reporting,
         )
         started = time.monotonic()
         result = trainer.train()
