@@ -75,6 +75,7 @@ def main(recipe: str) -> None:
     )
     model = apply_recipe(model, plan.parts, plan.lora)
     log.info("%s", TrainableCounts(**plan.trainable))
+
     run_dir = Path("data/runs") / recipe
     with (
         published(run_dir / "training", keep=is_first_process()) as training_dir,
