@@ -5,8 +5,10 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev, wandb.
+# What `make setup` installs beside the project's own: dev.
 EXTRAS ?=
+# docker or podman, for images; not given: the first of them that there is.
+ENGINE ?=
 # Passed on to pytest: make test ARGS="-k lineage -x"
 ARGS ?=
 
@@ -14,6 +16,7 @@ python := .venv/bin/python
 
 # Relative above and quoted here: the workspace may lie in a folder with a space in its name.
 export TARGET
+export ENGINE
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export DVC_NO_ANALYTICS := 1
 # An interpreter that may not keep its byte code compiles torch and transformers anew in every process.
@@ -30,12 +33,31 @@ help: ## List the targets
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
-setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev wandb", PYTHON=...)
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS=dev, PYTHON=...)
 	@docker/setup $(EXTRAS)
 
 .PHONY: setup-dev
 setup-dev:
 	@docker/setup dev $(filter-out dev,$(EXTRAS))
+
+# TARGET is that of an image: .venv stays what it is, and says which image is made where none is asked for.
+.PHONY: setup-tools
+setup-tools:
+	@TARGET= docker/setup
+
+build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m stages.kit.containers.build
+
+.PHONY: image
+image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda, ENGINE=docker|podman)
+	@$(build_tool) image
+
+.PHONY: wheelhouse
+wheelhouse: setup-tools ## Fetch every package of an image, to build it without network (TARGET=cpu|cuda)
+	@$(build_tool) wheelhouse
+
+.PHONY: base-image
+base-image: setup-tools ## Make a base for images from Debian's packages, where no registry can be reached
+	@$(build_tool) base-image
 
 .PHONY: demo
 demo: setup ## Run the detection recipes at tiny size on the CPU and print the comparison
@@ -53,6 +75,12 @@ report: ## Open the last comparison in a browser
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(python) -m pytest $(ARGS)
+
+# Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
+.PHONY: smoke
+smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman)
+	@TARGET=cpu $(python) -m stages.kit.containers.build image
+	@$(offline) $(python) -m pytest -m engine tests/smoke $(ARGS)
 
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which
@@ -75,7 +103,7 @@ lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package i
 
 .PHONY: clean
 clean: ## Remove results and tool caches; .venv and DVC's cache stay
-	rm -rf data/bases data/prepared data/runs data/report
+	rm -rf data/.outputs data/bases data/prepared data/runs data/report
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -39,11 +39,10 @@ def main(name: str) -> None:
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
     model_dir = certified_model(params, name)
     profile, settings = params.active, params.active.evaluation
-    see_only(profile.device)
+    device = profile.device.one()
+    see_only(device)
 
-    model = load_model(
-        model_dir, device=profile.device, precision=profile.memory.precision, attn=profile.memory.attn
-    ).eval()
+    model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
     processor = load_processor(model_dir, profile.images)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     samples.check_family(model.config.model_type)

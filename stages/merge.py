@@ -42,13 +42,14 @@ log = logging.getLogger("stages")
 def main(recipe: str) -> None:
     configure_logging(f"merge {recipe}")
     plan = read_plan(recipe)
-    see_only(plan.device)
+    device = plan.device.one()
+    see_only(device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
     trained_lineage, base_lineage = require_base(run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}")
     probes = load_task(plan.task, "samples").probes()
     processor = load_processor(base_dir, plan.images)
 
-    base = load_model(base_dir, device=plan.device, precision=plan.precision)
+    base = load_model(base_dir, device=device, precision=plan.precision)
     before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
     adapted_logits = probe_logits(adapted, processor, probes)
@@ -64,7 +65,7 @@ def main(recipe: str) -> None:
         )
         del base, adapted
 
-        merged = load_model(merged_dir, device=plan.device, precision=plan.precision).eval()
+        merged = load_model(merged_dir, device=device, precision=plan.precision).eval()
         deviation = relative_deviation(probe_logits(merged, processor, probes), adapted_logits, base_logits)
         changed = changed_modules(before, weight_digests(merged))
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora))

@@ -7,46 +7,35 @@ from typing import Any
 import networkx as nx
 import pytest
 from dvc.dependency.param import ParamsDependency
+from dvc.repo import Repo
 from ruamel.yaml import YAML
 
+from stages.kit.containers.images import TARGETS, image_inputs, read_pins
+from stages.kit.containers.pipeline import DeclaredStage, declared_stage, declared_stages
+from stages.kit.errors import UserError
 from tests.closure import ROOT, import_closure, task_faces
 
-PIPELINE: dict[str, Any] = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+PIPELINE = {stage.name: stage for stage in declared_stages(ROOT)}
 
 
-def instances(stage: str) -> list[dict[str, Any]]:
-    """The `do` blocks of a foreach stage with its items put in, as DVC does; `${profile}` is left."""
-    entry = PIPELINE[stage]
-    items = entry["foreach"]
-    if isinstance(items, str):
-        items = PARAMS[items.removeprefix("${").removesuffix("}")]
-    if isinstance(items, list):
-        return [_filled(entry["do"], {"item": item}) for item in items]
-    return [
-        _filled(entry["do"], {"key": key, **{f"item.{name}": value for name, value in item.items()}})
-        for key, item in items.items()
-    ]
+@pytest.fixture(scope="module")
+def dvc_repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
+    """What DVC itself makes of dvc.yaml and params.yaml, nothing run."""
+    folder = tmp_path_factory.mktemp("repo")
+    for name in ("dvc.yaml", "params.yaml"):
+        (folder / name).write_text((ROOT / name).read_text())
+    return Repo.init(str(folder), no_scm=True)
 
 
-def _filled(value: Any, names: dict[str, Any]) -> Any:
-    if isinstance(value, dict):
-        return {_filled(key, names): _filled(inner, names) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, names) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{([^}]+)\}", lambda match: str(names.get(match[1], match[0])), value)
-    return value
+def entry_point(stage: DeclaredStage) -> str:
+    return "stages." + stage.command.split()[1]
 
 
-def entry_point(do: dict[str, Any]) -> str:
-    return "stages." + do["cmd"].split()[1]
-
-
-def declared_code(do: dict[str, Any]) -> set[str]:
+def declared_code(stage: DeclaredStage) -> set[str]:
     """The project's files that a stage declares, folders spread out, empty files left out."""
     declared: set[str] = set()
-    for dep in do["deps"]:
+    for dep in stage.deps:
         path = ROOT / dep
         if dep.startswith("stages/"):
             assert path.exists(), dep
@@ -59,53 +48,74 @@ def declared_code(do: dict[str, Any]) -> set[str]:
     return declared
 
 
-@pytest.mark.parametrize("stage", PIPELINE)
-def test_a_stage_depends_on_exactly_the_code_it_runs(stage: str) -> None:
-    for do in instances(stage):
-        module = entry_point(do)
-        needed = import_closure(module) | import_closure("stages.kit.containers.environment")
-        for face in task_faces(module):
-            task = next(match[1] for dep in do["deps"] if (match := re.match(rf"stages/tasks/([^/]+)/{face}", dep)))
-            needed |= import_closure(f"stages.tasks.{task}.{face}")
-        declared = declared_code(do)
-        assert sorted(declared - needed) == [], f"{do['cmd']}: declared, but not used"
-        assert sorted(needed - declared) == [], f"{do['cmd']}: used, but not declared"
+def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
+    def paths(parts: list[Any]) -> set[str]:
+        inside = (Path(part.def_path) for part in parts if not isinstance(part, ParamsDependency))
+        return {str(path) for path in inside}
+
+    read_by_dvc = {stage.name: (stage.cmd, paths(stage.deps), paths(stage.outs)) for stage in dvc_repo.index.stages}
+    assert read_by_dvc == {stage.name: (stage.command, set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()}
+
+
+def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named() -> None:
+    with pytest.raises(
+        UserError, match=r"no stage of dvc\.yaml runs `docker/run train r1`.*docker/run train r1-llm-only"
+    ):
+        declared_stage(ROOT, "docker/run train r1")
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+def test_a_stage_depends_on_exactly_the_code_it_runs(name: str) -> None:
+    stage = PIPELINE[name]
+    module = entry_point(stage)
+    needed = import_closure(module) | import_closure("stages.kit.containers.environment")
+    for face in task_faces(module):
+        task = next(match[1] for dep in stage.deps if (match := re.match(rf"stages/tasks/([^/]+)/{face}", dep)))
+        needed |= import_closure(f"stages.tasks.{task}.{face}")
+    declared = declared_code(stage)
+    assert sorted(declared - needed) == [], "declared, but not used"
+    assert sorted(needed - declared) == [], "used, but not declared"
+
+
+def test_every_stage_depends_on_all_that_images_are_built_from_and_on_nothing_else_of_docker() -> None:
+    pins = read_pins(ROOT)
+    inputs = {
+        path
+        for target in TARGETS
+        for path in image_inputs(ROOT, target, pins, pins.python)
+        if path.startswith("docker/")
+    }
+    seen = Repo(str(ROOT)).dvcfs.find("docker", dvc_only=False)
+    assert {path.removeprefix("/") for path in seen} == inputs | {"docker/images.yaml"}
+    assert [stage.name for stage in PIPELINE.values() if "docker" not in stage.deps] == []
 
 
 @pytest.mark.parametrize("profile", PARAMS["profiles"])
-@pytest.mark.parametrize("stage", PIPELINE)
-def test_every_profile_has_the_parameters_that_the_stages_read(stage: str, profile: str) -> None:
-    for do in instances(stage):
-        for name in _filled(do.get("params", []), {"profile": profile}):
-            here: Any = PARAMS
-            for step in name.split("."):
-                # A profile without this task's base or data leaves that task's stages out.
-                if (step not in here and ".bases." in name) or (step not in here and ".datasets." in name):
-                    break
-                assert step in here, f"{do['cmd']} reads {name}"
-                here = here[step]
+@pytest.mark.parametrize("name", PIPELINE)
+def test_every_profile_has_the_parameters_that_the_stages_read(name: str, profile: str) -> None:
+    for path in PIPELINE[name].params:
+        read = path.replace("${profile}", profile)
+        here: Any = PARAMS
+        for step in read.split("."):
+            # A profile without this task's base or data leaves that task's stages out.
+            if (step not in here and ".bases." in read) or (step not in here and ".datasets." in read):
+                break
+            assert step in here, read
+            here = here[step]
 
 
-@pytest.mark.parametrize("stage", PIPELINE)
-def test_every_command_is_one_call_of_the_launcher(stage: str) -> None:
-    for do in instances(stage):
-        assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9._-]+", do["cmd"])
+@pytest.mark.parametrize("name", PIPELINE)
+def test_every_command_is_one_call_of_the_launcher(name: str) -> None:
+    assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9._-]+", PIPELINE[name].command)
 
 
-def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(dvc_repo: Repo) -> None:
     """What DVC itself makes of dvc.yaml, without running it."""
-    from dvc.repo import Repo
-
-    for name in ("dvc.yaml", "params.yaml"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    repo = Repo.init(str(tmp_path), no_scm=True)
-    graph = repo.index.graph
+    graph = dvc_repo.index.graph
     rank = "recipes.r1-llm-only.lora.rank"
     touched = {
         stage
-        for stage in repo.index.stages
+        for stage in dvc_repo.index.stages
         for dep in stage.deps
         if isinstance(dep, ParamsDependency) and any(f"{rank}.".startswith(f"{name}.") for name in dep.params)
     }
@@ -116,11 +126,13 @@ def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(
 
 
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
-    for do in instances("compare"):
-        task = do["cmd"].split()[-1]
+    for stage in PIPELINE.values():
+        if entry_point(stage) != "stages.compare":
+            continue
+        task = stage.name.partition("@")[2]
         runs = {
             name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
         }
-        outs = [out for stage in ("evaluate", "baseline") for other in instances(stage) for out in other["outs"]]
-        (cards,) = (dep for dep in do["deps"] if dep.startswith("data/"))
-        assert {Path(out).name for out in outs if Path(out).parent == Path(cards)} == runs
+        (cards,) = (dep for dep in stage.deps if dep.startswith("data/"))
+        outs = [Path(out) for other in PIPELINE.values() for out in other.outs]
+        assert {out.name for out in outs if out.parent == Path(cards)} == runs

@@ -7,7 +7,7 @@ Every problem of the file is reported in one go, each with its dotted path. Read
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -38,6 +38,10 @@ class DeviceParams:
     """How many devices one training run uses."""
     memory_gb: Rate | None = None
     """Memory of one device in GB; none on a CPU."""
+
+    def one(self) -> DeviceParams:
+        """A single one of them: what merging and evaluation use."""
+        return replace(self, count=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -6,20 +6,25 @@ the same commit run it in the same environment.
 
 from collections.abc import Mapping
 
-from stages.kit.containers.stage_run import FETCHING_STAGES
+FETCHING_STAGES = frozenset({"base", "prepare"})
+"""The stages that fetch models and data: they alone may get the network, and the hub's token."""
+
+OF_THE_MACHINE = frozenset(
+    {
+        # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
+        # Where downloaded models and data, and compiled kernels lie.
+        *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    }
+)
+"""Passed to processes on it, and without meaning in a container."""
 
 PASSED = frozenset(
     {
-        # The machine and the person at it. LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
-        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
-        # Terminal and language.
-        *("TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "LANG", "LANGUAGE"),
+        # Terminal, language, clock.
+        *("TZ", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "LANG", "LANGUAGE"),
         # What DVC tells its stages. By name, because DVC_STUDIO_TOKEN is a secret.
         *("DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV", "DVC_IGNORE_ISATTY"),
-        # Where downloaded models and data lie.
-        *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
-        # Where compiled kernels lie.
-        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     }
 )
 
@@ -68,13 +73,46 @@ NO_TERMINAL = {"TQDM_DISABLE": "1"}
 """Libraries draw their progress bars on a terminal only; the stages write lines elsewhere."""
 
 
+NOT_IN_CONTAINERS = frozenset(
+    {
+        # They are of the families above. A container has just the GPUs that it was given, under new numbers.
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"),
+        # No use without a network.
+        "WANDB_API_KEY",
+    }
+)
+
+TMP_DIR = "/tmp"  # noqa: S108 - in a container it is the container's own
+
+CONTAINER = {
+    # The caller's number has no name and no home inside.
+    "HOME": TMP_DIR,
+    "USER": "bakeoff",
+    "LOGNAME": "bakeoff",
+    # Processes that train together meet on the only interface there is without a network.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+"""What a stage finds in a container in place of the machine's."""
+
+
 def stage_environment(stage: str, caller: Mapping[str, str], *, terminal: bool) -> dict[str, str]:
-    """The whole environment of a stage, from that of whoever calls it.
+    """The whole environment of a stage on the machine itself, from that of whoever calls it.
 
     terminal: whether a person watches the stage's output on one.
     """
+    return _environment(stage, caller, PASSED | OF_THE_MACHINE, terminal)
+
+
+def container_environment(stage: str, caller: Mapping[str, str], *, terminal: bool) -> dict[str, str]:
+    """The same in a container, beside what its image sets."""
+    of_the_container = _environment(stage, caller, PASSED, terminal) | CONTAINER
+    return {name: value for name, value in of_the_container.items() if name not in NOT_IN_CONTAINERS}
+
+
+def _environment(stage: str, caller: Mapping[str, str], names: frozenset[str], terminal: bool) -> dict[str, str]:
     fetching = stage in FETCHING_STAGES
-    passed = PASSED | PASSED_TO_FETCHING if fetching else PASSED
+    passed = names | PASSED_TO_FETCHING if fetching else names
     prefixes = PASSED_PREFIXES + ((TRACKING_PREFIX,) if stage in TRACKING_STAGES else ())
     environment = {name: value for name, value in caller.items() if name in passed or name.startswith(prefixes)}
     return environment | SET | ({} if terminal else NO_TERMINAL) | ({} if fetching else OFFLINE)

@@ -1,19 +1,23 @@
-"""Starts one stage in a fresh process: what `docker/run STAGE [ARGS]` ends in.
+"""Starts one stage in a fresh container or process: what `docker/run STAGE [ARGS]` ends in.
 
-Reads BAKEOFF_ENGINE (default: process) and the environment that the stage is to inherit parts of. Its exit
-code is the stage's. Imports nothing heavy: it is on the way of every stage.
+Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
+of. Its exit code is the stage's. Imports nothing heavy: it is on the way of every stage.
 """
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from stages.kit.containers.engines import DEFAULT_ENGINE, choose_engine
-from stages.kit.containers.environment import stage_environment
+from stages.kit.containers.environment import FETCHING_STAGES
+from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.parent_death import end_with_own_parent
-from stages.kit.containers.stage_run import FETCHING_STAGES, STAGES, StageRun
+from stages.kit.containers.stage_run import STAGES, StageRun
+from stages.kit.errors import UserError
+from stages.kit.params import DeviceParams, Params, load_params
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 
@@ -22,20 +26,87 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("stage", type=click.Choice(STAGES))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
-    """Run STAGE with ARGS in a fresh process."""
+    """Run STAGE with ARGS in a fresh container or process."""
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     if "DVC_STAGE" in os.environ:
         end_with_own_parent()
-    engine = choose_engine(os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE)
-    stage_run = StageRun(
-        stage=stage,
-        args=args,
-        workspace_dir=WORKSPACE_DIR,
-        network=stage in FETCHING_STAGES,
-        environment=stage_environment(stage, os.environ, terminal=sys.stderr.isatty()),
+    params = load_params(WORKSPACE_DIR / "params.yaml")
+    device = params.active.device
+    engine = choose_engine(
+        os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE, workspace_dir=WORKSPACE_DIR, target=device.kind, say=say
     )
-    sys.exit(engine.run(stage_run))
+    tracking = params.tracking
+    if stage == "train" and engine.sealed and tracking.wandb and tracking.wandb_mode == "online":
+        raise UserError(
+            "tracking.wandb_mode is online, but training has no network in a container. Track offline and send the "
+            "runs later (wandb sync .bakeoff/wandb/offline-*), or train without a container: BAKEOFF_ENGINE=process"
+        )
+    source = source_of(stage, args, params)
+    with leased_gpus(
+        gpus_wanted(stage, device),
+        locks_dir=repository_dir(os.environ) / ".bakeoff/gpus",
+        holder=" ".join((stage, *args)),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        say=say,
+    ) as gpus:
+        stage_run = StageRun(
+            stage=stage,
+            args=args,
+            workspace_dir=WORKSPACE_DIR,
+            network=source.startswith("hub:"),
+            source_dir=source_dir(source),
+            kept_dirs=kept_dirs(stage, source, params, os.environ),
+            gpus=tuple(gpu.uuid for gpu in gpus),
+            caller=os.environ,
+            terminal=sys.stderr.isatty(),
+        )
+        code = engine.run(stage_run)
+    sys.exit(code)
+
+
+def say(line: str) -> None:
+    click.echo(f"launcher: {line}", err=True)
+
+
+def gpus_wanted(stage: str, device: DeviceParams) -> int:
+    """Training takes the devices of the profile, what holds one model for inference takes one of them."""
+    if device.kind == "cpu":
+        return 0
+    return {"train": device.count, "merge": 1, "evaluate": 1}.get(stage, 0)
+
+
+def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:
+    """Where a fetching stage takes its data from; "" for the other stages, and for a name the stage will refuse."""
+    name = args[0] if stage in FETCHING_STAGES and args else ""
+    profile = params.active
+    if stage == "prepare" and name in profile.datasets:
+        return profile.datasets[name].source
+    return profile.bases.get(name, "") if stage == "base" else ""
+
+
+def source_dir(source: str) -> Path | None:
+    kind, _, where = source.partition(":")
+    return Path(os.path.normpath(WORKSPACE_DIR / where)) if kind == "folder" else None
+
+
+def kept_dirs(stage: str, source: str, params: Params, caller: Mapping[str, str]) -> tuple[Path, ...]:
+    if source.startswith("hub:"):
+        return (hub_cache(caller),)
+    if stage == "train" and params.tracking.wandb:
+        return (repository_dir(caller) / ".bakeoff/wandb",)
+    return ()
+
+
+def hub_cache(caller: Mapping[str, str]) -> Path:
+    """As huggingface_hub chooses it (huggingface_hub/constants.py)."""
+    cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+
+
+def repository_dir(caller: Mapping[str, str]) -> Path:
+    """Of the person, also where DVC runs an experiment in a clone that it throws away."""
+    return Path(caller.get("DVC_ROOT") or WORKSPACE_DIR)
 
 
 if __name__ == "__main__":

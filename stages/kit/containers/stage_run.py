@@ -6,9 +6,6 @@ from pathlib import Path
 
 STAGES = ("base", "prepare", "plan", "train", "merge", "evaluate", "compare")
 
-FETCHING_STAGES = frozenset({"base", "prepare"})
-"""The stages that fetch models and data: they alone get the network, and the hub's token."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageRun:
@@ -22,5 +19,13 @@ class StageRun:
     """The checkout that holds `stages`, absolute; the stage's working directory."""
     network: bool
     """Whether the stage may reach the network. An engine that cannot take it away tells the libraries."""
-    environment: Mapping[str, str]
-    """The whole environment of the stage; nothing is inherited beside it."""
+    source_dir: Path | None
+    """The folder that a fetching stage reads, which may lie outside the workspace; absolute."""
+    kept_dirs: tuple[Path, ...]
+    """Folders that it may write to beside its outputs, kept between runs: the hub's cache, tracked runs; absolute."""
+    gpus: tuple[str, ...]
+    """The UUIDs of the GPUs that are leased to it; it may see no other."""
+    caller: Mapping[str, str]
+    """The environment of whoever calls, of which the stage gets the parts that environment.py names."""
+    terminal: bool
+    """Whether a person watches the stage's output on one."""

@@ -13,7 +13,6 @@ from dvclive import Live
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from stages.kit.errors import UserError
 from stages.kit.params import TrackingParams
 
 log = logging.getLogger(__name__)
@@ -75,16 +74,9 @@ def progress_callback() -> TrainerCallback:
 
 
 def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
-    """Trainer arguments for Weights & Biases, the run named after recipe and experiment; nothing where it is off.
-
-    Raises UserError where it is on, but not installed.
-    """
+    """Trainer arguments for Weights & Biases, the run named after recipe and experiment; nothing where it is off."""
     if not tracking.wandb:
         return {"report_to": "none"}
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        raise UserError("tracking.wandb is on, but wandb is not installed: make setup EXTRAS=wandb") from None
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff")  # wandb adds a folder of its name
     runs_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,54 @@
+"""The first process of a container: runs the stage, and ends it when the launcher is gone.
+
+The launcher can be killed together with dvc and with the engine's client; the engine itself would then let the
+container go on. The launcher therefore holds a lock (flock) for as long as it lives, on a file that the container sees.
+"""
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from stages.kit.containers.process import forwarded_signals, run_stage
+
+LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
+"""Where the container finds the file that the launcher keeps locked."""
+
+READY = "ready"
+"""Written into it when signals are no longer lost: the first process of a container ignores what it does not handle."""
+
+GRACE_S = 120
+"""What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
+
+
+UNWATCHED = "--unwatched"
+"""For an engine in a virtual machine, such as Docker Desktop's: locks of the machine around it do not show there."""
+
+
+def main() -> None:
+    watched = sys.argv[1] != UNWATCHED
+    stage, *args = sys.argv[1:] if watched else sys.argv[2:]
+    with forwarded_signals() as forward_to:
+        LAUNCHER_LOCK.write_text(READY)
+        if watched:
+            threading.Thread(target=end_with_launcher, daemon=True).start()
+        code = run_stage(stage, args, Path.cwd(), os.environ, forward_to)
+    sys.exit(code)
+
+
+def end_with_launcher() -> None:
+    """Wait for the launcher's end; then ask the stage to end, as a signal to the launcher would have, or kill it."""
+    with LAUNCHER_LOCK.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.pthread_kill(main_thread, signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(128 + signal.SIGKILL)  # with the first process, the kernel ends all others
+
+
+if __name__ == "__main__":
+    main()

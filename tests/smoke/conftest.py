@@ -1,0 +1,140 @@
+"""A workspace in which stages run in real containers, and a second one for stages that misbehave.
+
+ENGINE chooses docker or podman, else it is the first that there is. Its image of this checkout has to be there: `make
+smoke` sees to it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parents[2]
+
+ENGINE = os.environ.get("ENGINE") or ("docker" if shutil.which("docker") else "podman")
+
+SECRETS = {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke", "AWS_SECRET_ACCESS_KEY": "awssmokesmokesmokesmoke"}
+
+
+def client(*args: str) -> str:
+    """What docker or podman prints."""
+    return subprocess.run([ENGINE, *args], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def containers(below: Path) -> list[str]:
+    """The stages' containers, running or not, of workspaces below a folder: the machine may have others."""
+    listed = client("ps", "--all", "--format", '{{.ID}} {{.Label "bakeoff.workspace"}}').splitlines()
+    return [line.split(" ", 1)[0] for line in listed if str(below) in line]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a person with secrets, in a shell with this test's Python environment activated."""
+    dropped = ("PYTHONPATH", "DVC_ROOT", "DVC_STAGE")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    return {
+        **kept,
+        **SECRETS,
+        "PATH": path,
+        "VIRTUAL_ENV": sys.prefix,
+        "BAKEOFF_ENGINE": ENGINE,
+        "DVC_NO_ANALYTICS": "1",
+        **more,
+    }
+
+
+def dvc(workspace: Path, *args: str, **more: str) -> str:
+    """Runs it to its end; the test fails with what it said where it fails."""
+    command = [str(Path(sys.prefix) / "bin/dvc"), *args]
+    result = subprocess.run(
+        command, cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def small_steps(params: dict[str, Any]) -> None:
+    """The shipped experiment with less of everything."""
+    tiny = params["profiles"]["tiny"]
+    tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 8, "seed": 1}
+    tiny["memory"]["micro_batch"] = 4
+    tiny["evaluation"] = {"batch_size": 8, "max_new_tokens": 24}
+    for recipe in params["recipes"].values():
+        recipe.update(effective_batch=8, epochs=1, max_steps=2)
+
+
+def copy_of_checkout(place: Path) -> Path:
+    """This checkout as it is, uncommitted changes included, as the first commit of a repository of its own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name)
+    yaml = YAML()
+    params = yaml.load(place / "params.yaml")
+    small_steps(params)
+    yaml.dump(params, place / "params.yaml")
+    (place / "dvc.lock").unlink(missing_ok=True)
+    git(place, "init", "--quiet")
+    commit(place, "start")
+    return place
+
+
+def git(place: Path, *args: str) -> str:
+    who = ("-c", "user.name=smoke", "-c", "user.email=smoke@example.org", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout
+
+
+def commit(place: Path, message: str) -> None:
+    git(place, "add", "--all")
+    git(place, "commit", "--quiet", "--message", message)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace whose whole detection pipeline ran in containers. Not to be changed."""
+    workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "a workspace")
+    dvc(workspace, "repro", "compare@detection")
+    return workspace
+
+
+@pytest.fixture(scope="session")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace whose train stage is replaced by each test."""
+    workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "playground")
+    for path in ("data/bases/vlm/config.json", "data/prepared/nutrition-tables/train.parquet"):
+        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
+        (workspace / path).write_text("{}")
+    plan = workspace / "data/runs/r1-llm-only/plan.yaml"
+    plan.parent.mkdir(parents=True)
+    plan.write_text("plan")
+    return workspace
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every test leaves no container, whatever it does."""
+    yield
+    wait_until(lambda: containers(tmp_path_factory.getbasetemp()) == [])
+
+
+def wait_until(is_so: Callable[[], bool], what: Callable[[], object] = str) -> None:
+    """Fails, saying `what`, where it is not so within a minute."""
+    for _ in range(1200):
+        if is_so():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"it never came to be: {what()}")

@@ -1,0 +1,97 @@
+"""What is in the image, and what is not."""
+
+import json
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from stages.kit.containers.container import ContainerEngine
+from tests.smoke.conftest import ENGINE, ROOT, SECRETS, client
+
+pytestmark = pytest.mark.engine
+
+# Of the services that a machine for this work may know: the hub, AWS, GitHub, W&B, private keys, addresses with a
+# password.
+SECRET = re.compile(
+    rb"hf_[A-Za-z0-9]{34}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36}|WANDB_API_KEY\s*=|"
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|https?://[^\s/:@'\"{}<>$%]+:[^\s/:@'\"{}<>$%]+@"
+)
+
+FILES_WITH_SECRETS = re.compile(r"(^|/)(\.netrc|\.git-credentials|\.pypirc|pip\.conf|uv\.toml|id_[a-z0-9]+|\.env)$")
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    return ContainerEngine.find(ENGINE, ROOT, "cpu").image_id
+
+
+def in_image(image: str, code: str) -> str:
+    return client("run", "--rm", "--network", "none", "--read-only", image, "python", "-c", code)
+
+
+def test_no_layer_says_a_secret_or_an_address_it_was_built_from(image: str) -> None:
+    history = client("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
+    config = client("image", "inspect", image)
+    for text in (history, config):
+        assert not any(secret in text for secret in SECRETS.values())
+        assert not SECRET.search(text.encode())
+        assert "://" not in re.sub(r'"org\.opencontainers\.[^"]*": *"[^"]*"', "", text)
+    environment = dict(pair.split("=", 1) for pair in json.loads(config)[0]["Config"]["Env"])
+    assert not {name for name in environment if re.search("TOKEN|SECRET|PASSWORD|PROXY|INDEX", name, re.IGNORECASE)}
+
+
+def test_no_file_is_a_secret(image: str) -> None:
+    container = client("create", image)
+    suspicious, count = [], 0
+    try:
+        with (
+            subprocess.Popen([ENGINE, "export", container], stdout=subprocess.PIPE) as export,
+            tarfile.open(fileobj=export.stdout, mode="r|") as files,
+        ):
+            for file in files:
+                count += 1
+                if FILES_WITH_SECRETS.search(file.name):
+                    suspicious.append(file.name)
+                # Python's packages and the base's programs are what their hashes say, and name keys in their texts.
+                if file.isfile() and "/site-packages/" not in file.name and not file.name.startswith("usr/"):
+                    content = files.extractfile(file)
+                    assert content is not None
+                    if SECRET.search(content.read()):
+                        suspicious.append(file.name)
+    finally:
+        client("rm", container)
+    assert count > 10_000
+    assert suspicious == []
+
+
+def test_it_runs_as_somebody_without_rights_unless_told_otherwise(image: str) -> None:
+    assert in_image(image, "import os; print(os.getuid(), os.getgid())") == "1000 1000"
+
+
+def test_it_has_exactly_the_locked_packages(image: str) -> None:
+    listed = in_image(
+        image,
+        "from importlib.metadata import distributions\n"
+        "for found in distributions(): print(found.name.lower().replace('_', '-').replace('.', '-'), found.version)",
+    )
+    installed = dict(line.split() for line in listed.splitlines())
+    lock = (ROOT / "docker/cpu.lock").read_text()
+    locked = dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==([^\s;\\]+)", lock, re.MULTILINE))
+    assert installed.pop("torch").endswith("+cpu")
+    # The lock is for every platform at once: some of it is for others.
+    assert installed.items() <= locked.items()
+    assert {"transformers", "trl", "peft", "accelerate", "datasets", "dvclive", "wandb"} <= installed.keys()
+
+
+@pytest.mark.parametrize("tool", ["gcc", "cc", "g++", "ld", "make", "pip", "uv", "git", "curl", "wget"])
+def test_it_has_no_compiler_no_installer_and_nothing_to_fetch_with(image: str, tool: str) -> None:
+    assert in_image(image, f"import shutil; print(shutil.which({tool!r}))") == "None"
+
+
+def test_it_has_no_code_of_the_project(image: str) -> None:
+    found = in_image(image, "import importlib.util; print(importlib.util.find_spec('stages'))")
+    assert found == "None"
+    assert Path(ROOT, "stages").is_dir()

@@ -1,0 +1,105 @@
+"""The whole pipeline in containers: what it leaves, and what it leaves alone."""
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.containers.pipeline import declared_stages
+from tests.smoke.conftest import ENGINE, ROOT, commit, copy_of_checkout, dvc, git, wait_until
+
+# The whole pipeline is run by the first test that looks at it.
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_pipeline_ends_with_a_row_for_every_recipe_and_baseline(finished: Path) -> None:
+    table = (finished / "data/report/detection/table.txt").read_text()
+    params = YAML(typ="safe").load(ROOT / "params.yaml")
+    for name in (*params["recipes"], *params["baselines"]):
+        assert name in table
+
+
+def test_a_second_run_has_nothing_to_do(finished: Path) -> None:
+    said = dvc(finished, "repro", "compare@detection")
+    assert "Running stage" not in said
+    assert "Data and pipelines are up to date" in said
+
+
+def test_every_file_belongs_to_the_caller(finished: Path) -> None:
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in finished.rglob("*")}
+    assert owners == {(os.getuid(), os.getgid())}
+
+
+def test_no_input_was_changed(finished: Path) -> None:
+    assert git(finished, "status", "--porcelain").split() == ["??", "dvc.lock"]
+
+
+def test_every_file_in_dvcs_cache_is_what_its_name_says(finished: Path) -> None:
+    """Outputs are hard links to it, so a stage that could write to its inputs would damage it unseen."""
+    objects = [path for path in (finished / ".dvc/cache/files/md5").glob("??/*") if path.suffix != ".dir"]
+    assert len(objects) > 50
+    for path in objects:
+        assert hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == path.parent.name + path.name, path
+
+
+def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
+    declared = {Path(path) for stage in declared_stages(finished) for path in (*stage.outs, *stage.deps)}
+    for path in (finished / "data").rglob("*"):
+        inside = path.relative_to(finished)
+        if path.is_file() and inside.parts[1] not in (".outputs", "tiny"):
+            assert declared.intersection((inside, *inside.parents)), inside
+    left = [path.name for path in (finished / "data/.outputs").rglob("*") if path.is_file()]
+    assert set(left) == {"lock"}
+
+
+def test_container_and_process_give_the_same_weights_byte_for_byte(finished: Path, tmp_path: Path) -> None:
+    """The same recipe, seed and locked packages; another build of Python, perhaps, around them."""
+    workspace = copy_of_checkout(tmp_path / "on the host")
+    dvc(workspace, "repro", "evaluate@r3-stage2", BAKEOFF_ENGINE="process")
+    for path in (
+        "prepared/nutrition-tables/train.parquet",
+        "runs/r3-stage1/trained/weights.safetensors",
+        "runs/r3-stage1/merged/model.safetensors",
+        "runs/r3-stage2/trained/adapter/adapter_model.safetensors",
+        "runs/r3-stage2/merged/model.safetensors",
+        "runs/r3-stage2/predictions.parquet",
+    ):
+        assert sha256(workspace / "data" / path) == sha256(finished / "data" / path), path
+
+
+@pytest.mark.parametrize("how", ["--temp", "--queue"])
+def test_experiments_in_a_clone_and_in_the_queue_run_in_containers(finished: Path, tmp_path: Path, how: str) -> None:
+    workspace = copy_of(finished, tmp_path)
+    rank = "recipes.r1-llm-only.lora.rank=8"
+    said = dvc(workspace, "exp", "run", how, "--name", "narrow", "-S", rank, "train@r1-llm-only", BAKEOFF_ENGINE="auto")
+    if how == "--queue":
+        dvc(workspace, "queue", "start", BAKEOFF_ENGINE="auto")
+        wait_until(lambda: any(word in dvc(workspace, "queue", "status") for word in ("Success", "Failed")))
+        said = dvc(workspace, "queue", "logs", "narrow")
+    assert f"engine {ENGINE}" in said
+    assert "narrow" in dvc(workspace, "exp", "list")
+    assert git(workspace, "status", "--porcelain") == ""
+
+
+def test_two_processes_train_together_without_a_network(finished: Path, tmp_path: Path) -> None:
+    workspace = copy_of(finished, tmp_path)
+    ddp = ("profiles.tiny.device.count=2", "profiles.tiny.memory.placement=ddp", "recipes.r1-llm-only.max_steps=1")
+    dvc(workspace, "exp", "run", *(option for change in ddp for option in ("-S", change)), "train@r1-llm-only")
+    training = json.loads((workspace / "data/runs/r1-llm-only/training/training.json").read_text())
+    assert training["num_steps"] == 1
+
+
+def copy_of(finished: Path, tmp_path: Path) -> Path:
+    """The finished workspace, its results committed, to try things in."""
+    workspace = tmp_path / "a copy"
+    subprocess.run(["cp", "--archive", "--link", finished, workspace], check=True)
+    commit(workspace, "results")
+    return workspace

@@ -1,0 +1,312 @@
+"""Stages that try what they may not, and stages that are ended from outside."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.smoke.conftest import SECRETS, client, containers, environment, wait_until
+
+pytestmark = pytest.mark.engine
+
+COMMAND = ("docker/run", "train", "r1-llm-only")
+
+# Says when it runs; when it is asked to end it takes its time, as one that saves a checkpoint, and ends non-zero.
+WAITING = """
+import signal, subprocess, sys, time
+
+def save(number, frame):
+    time.sleep(0.5)
+    print(f"saved on {signal.Signals(number).name}", flush=True)
+    sys.exit(75)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, save)
+subprocess.Popen(["sleep", "612.75"])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def run(workspace: Path, stage: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A train stage of this code, in a container."""
+    (workspace / "stages/train.py").write_text(stage)
+    return subprocess.run(COMMAND, cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error"),
+    [
+        # To reach the network.
+        ("socket.create_connection(('192.0.2.1', 80), timeout=5)", "Network is unreachable"),
+        ("socket.getaddrinfo('example.org', 80)", "gaierror"),
+        ("socket.create_connection(('172.17.0.1', 80), timeout=5)", "Network is unreachable"),
+        # To change an input.
+        ("open('data/bases/vlm/config.json', 'a')", "Read-only file system"),
+        ("open('data/prepared/nutrition-tables/train.parquet', 'a')", "Read-only file system"),
+        ("open('data/runs/r1-llm-only/plan.yaml', 'a')", "Read-only file system"),
+        ("os.unlink('data/runs/r1-llm-only/plan.yaml')", "Device or resource busy"),
+        ("os.rename('data/runs/r1-llm-only/plan.yaml', 'data/runs/r1-llm-only/trained')", "Device or resource busy"),
+        ("open('params.yaml', 'a')", "Read-only file system"),
+        ("open('stages/train.py', 'a')", "Read-only file system"),
+        # To write anywhere else.
+        ("open('notes', 'w')", "Read-only file system"),
+        ("os.mkdir('data/runs/r4-joint')", "Read-only file system"),
+        ("open('/etc/notes', 'w')", "Read-only file system"),
+        ("open(sys.prefix + '/notes', 'w')", "Read-only file system"),
+        ("open('/run/notes', 'w')", "Read-only file system"),
+        ("open('data/runs/r1-llm-only/notes', 'w')", "which dvc.yaml does not declare"),
+        # To see what it was not given.
+        ("open('.git/config')", "No such file"),
+        ("open('README.md')", "No such file"),
+        ("os.environ['HF_TOKEN']", "KeyError"),
+        ("os.environ['AWS_SECRET_ACCESS_KEY']", "KeyError"),
+        # To gain a capability.
+        ("os.chown('/tmp', 1, 1)", "Operation not permitted"),
+        ("os.chroot('/tmp')", "Operation not permitted"),
+        ("os.setuid(12345)", "Operation not permitted"),
+        ("os.mknod('/tmp/disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))", "Operation not permitted"),
+        ("subprocess.run(['mount', '-t', 'tmpfs', 'none', '/tmp'], check=True)", "CalledProcessError"),
+        # To leave something behind in memory: it is gone with the container.
+        ("fill('/dev/shm/x', 5)", "No space left on device"),
+        ("fill('/tmp/x', 5)", "No space left on device"),
+    ],
+)
+def test_what_a_stage_may_not_do_fails(playground: Path, attempt: str, error: str) -> None:
+    fill = "def fill(path, gib):\n  with open(path, 'wb') as file: os.posix_fallocate(file.fileno(), 0, gib * 2**30)\n"
+    result = run(playground, f"import os, socket, stat, subprocess, sys\n{fill}{attempt}")
+    assert result.returncode == 1
+    assert error in result.stderr
+    assert not (playground / "data/runs/r1-llm-only/notes").exists()
+
+
+def test_a_stage_has_no_capability_and_cannot_get_one(playground: Path) -> None:
+    result = run(playground, "print(open('/proc/self/status').read())")
+    status = dict(line.split(":\t", 1) for line in result.stdout.splitlines() if ":\t" in line)
+    assert {name: int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == dict.fromkeys(
+        ("CapEff", "CapPrm", "CapBnd", "CapAmb"), 0
+    )
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == "2"
+
+
+def test_a_stage_writes_its_outputs_as_the_caller(playground: Path) -> None:
+    result = run(playground, "import os; os.mkdir('data/runs/r1-llm-only/trained'); print(os.getuid(), os.getgid())")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(os.getuid()), str(os.getgid())]
+    assert (playground / "data/runs/r1-llm-only/trained").stat().st_uid == os.getuid()
+
+
+FETCHING = """
+import json, os
+print(json.dumps([os.listdir("/sys/class/net"), os.environ.get("HF_TOKEN"), os.environ["HF_HOME"]]))
+open(os.environ["HF_HOME"] + "/fetched", "w").close()
+"""
+
+
+@pytest.mark.parametrize("fetches", [True, False])
+def test_a_stage_that_fetches_from_the_hub_has_the_network_and_the_token(
+    playground: Path, tmp_path: Path, fetches: bool
+) -> None:
+    """The others have neither; `base` and `prepare` do not while their source is a folder."""
+    (playground / "stages/base.py").write_text(FETCHING)
+    params_path = playground / "params.yaml"
+    params = params_path.read_text()
+    if fetches:
+        params_path.write_text(params.replace("folder:data/tiny/qwen2-vl", "hub:somebody/something@main"))
+    hub_dir = tmp_path / "hub"
+    try:
+        result = subprocess.run(
+            ("docker/run", "base", "vlm"),
+            cwd=playground,
+            env=environment(HF_HOME=str(hub_dir)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        params_path.write_text(params)
+    if fetches:
+        interfaces, token, hub = json.loads(result.stdout)
+        assert set(interfaces) > {"lo"}
+        assert (token, hub) == (SECRETS["HF_TOKEN"], str(hub_dir))
+        assert (hub_dir / "fetched").stat().st_uid == os.getuid()
+    else:
+        assert result.returncode == 1
+        assert "KeyError: 'HF_HOME'" in result.stderr
+
+
+def test_links_into_a_cache_resolve_and_the_cache_stays_as_it_is(playground: Path, tmp_path: Path) -> None:
+    """As with DVC's cache.type symlink."""
+    cached = tmp_path / "cache/files/md5/ab/cdef"
+    cached.parent.mkdir(parents=True)
+    cached.write_text("from the cache")
+    link = playground / "data/bases/vlm/link"
+    link.symlink_to(cached)
+    try:
+        read = run(playground, "print(open('data/bases/vlm/link').read())")
+        written = run(playground, "open('data/bases/vlm/link', 'a')")
+    finally:
+        link.unlink()
+    assert read.stdout.strip() == "from the cache"
+    assert "Read-only file system" in written.stderr
+
+
+class Running:
+    """A launcher whose stage waits."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.process = process
+        self.log_path = log_path
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(playground: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a waiting stage by some command, in a session of its own, and waits until it runs."""
+    (playground / "stages/train.py").write_text(WAITING)
+    started = []
+
+    def start(*command: str, terminal: int | None = None, **more: str) -> Running:
+        log_path = tmp_path / "log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=playground,
+                env=environment(**more),
+                stdin=terminal,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        running = Running(process, log_path)
+        started.append(running)
+        wait_until(lambda: "ready" in running.log(), running.log)
+        return running
+
+    yield start
+    for running in started:
+        with suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+
+
+def nothing_runs(workspace: Path) -> bool:
+    """No container of the workspace, and no process that a stage started."""
+    commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    return containers(workspace) == [] and ["sleep", "612.75"] not in commands
+
+
+def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start, playground: Path) -> None:
+    start(*COMMAND)
+    (container,) = containers(playground)
+    (told,) = json.loads(client("inspect", container))
+    host = told["HostConfig"]
+    assert host["ReadonlyRootfs"] is True
+    assert host["NetworkMode"] == "none"
+    assert host["Privileged"] is False
+    assert not host["CapAdd"]
+    assert told.get("EffectiveCaps") or host["CapDrop"] == ["ALL"]
+    assert "no-new-privileges" in host["SecurityOpt"]
+    assert host["PidsLimit"] == 8192
+    assert host["ShmSize"] == 4 * 2**30
+    assert "size=4g" in host["Tmpfs"]["/tmp"]
+    assert told["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
+    writable = {mount["Destination"] for mount in told["Mounts"] if mount["RW"]}
+    assert writable == {str(playground / "data/runs/r1-llm-only"), "/run/bakeoff/launcher"}
+    everything = json.dumps(told)
+    assert not any(secret in everything for secret in SECRETS.values())
+
+
+def test_no_secret_is_in_the_list_of_processes(start: Start) -> None:
+    running = start(*COMMAND)
+    shown = " ".join(word for process in running.family() for word in process.cmdline())
+    assert "stages.kit.containers.inside" in shown
+    assert not any(secret in shown for secret in SECRETS.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stage_asked_to_end_saves_first_and_then_fails(
+    start: Start, playground: Path, number: signal.Signals
+) -> None:
+    running = start(*COMMAND)
+    running.process.send_signal(number)
+    assert running.process.wait() == 75
+    assert running.log().count("saved on") == 1
+    assert f"saved on {number.name}" in running.log()
+    wait_until(lambda: nothing_runs(playground))
+
+
+def test_a_killed_launcher_leaves_nothing(start: Start, playground: Path) -> None:
+    running = start(*COMMAND)
+    running.process.kill()
+    wait_until(lambda: nothing_runs(playground))
+    assert "saved on SIGTERM" in running.log()
+
+
+def test_a_launcher_killed_with_the_engines_client_leaves_nothing(start: Start, playground: Path) -> None:
+    """As by the kernel when memory runs out, or by whoever kills a whole process tree."""
+    for process in start(*COMMAND).family():
+        process.kill()
+    wait_until(lambda: nothing_runs(playground))
+
+
+def test_a_killed_dvc_leaves_nothing_and_the_stage_can_run_again(start: Start, playground: Path) -> None:
+    for _ in range(2):
+        running = start(str(Path(sys.prefix) / "bin/dvc"), "repro", "--single-item", "--force", "train@r1-llm-only")
+        running.process.kill()
+        running.process.wait()
+        wait_until(lambda: "saved on SIGTERM" in running.log())  # noqa: B023
+        wait_until(lambda: nothing_runs(playground))
+
+
+def test_a_closed_terminal_leaves_nothing(start: Start, playground: Path) -> None:
+    main, terminal = pty.openpty()
+    # setsid --ctty makes it the terminal of the session, as a terminal window does.
+    running = start("setsid", "--ctty", "--wait", *COMMAND, terminal=terminal)
+    os.close(terminal)
+    os.close(main)
+    wait_until(lambda: nothing_runs(playground))
+    assert "saved on SIGHUP" in running.log()
+
+
+def test_a_stage_does_not_run_twice_at_once(start: Start, playground: Path) -> None:
+    start(*COMMAND)
+    second = subprocess.run(COMMAND, cwd=playground, env=environment(), capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    assert "train@r1-llm-only is already running" in second.stderr
+
+
+def test_on_a_terminal_a_stage_has_one_too(playground: Path) -> None:
+    (playground / "stages/train.py").write_text(
+        "import sys; print('terminals', sys.stdout.isatty(), sys.stderr.isatty())"
+    )
+    main, terminal = pty.openpty()
+    with subprocess.Popen(
+        COMMAND, cwd=playground, env=environment(TERM="xterm"), stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        said = b""
+        with suppress(OSError):  # what Linux says at the end of a terminal
+            while chunk := os.read(main, 1000):
+                said += chunk
+        process.wait()
+    os.close(main)
+    assert b"terminals True True" in said
