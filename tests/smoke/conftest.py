@@ -30,8 +30,8 @@ def client(*args: str) -> str:
 
 def containers(below: Path) -> list[str]:
     """The stages' containers, running or not, of workspaces below a folder: the machine may have others."""
-    listed = client("ps", "--all", "--format", '{{.ID}} {{.Label "bakeoff.workspace"}}').splitlines()
-    return [line.split(" ", 1)[0] for line in listed if str(below) in line]
+    listed = client("ps", "--all", "--format", "{{.ID}} {{.Labels}}").splitlines()
+    return [line.split(" ", 1)[0] for line in listed if f"bakeoff.workspace={below}" in line.replace(":", "=")]
 
 
 def environment(**more: str) -> dict[str, str]:

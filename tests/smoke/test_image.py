@@ -1,15 +1,18 @@
 """What is in the image, and what is not."""
 
 import json
+import platform
 import re
 import subprocess
 import tarfile
-from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from stages.kit.containers.container import ContainerEngine
-from tests.smoke.conftest import ENGINE, ROOT, SECRETS, client
+from stages.kit.containers.images import cpu_torch
+from stages.kit.containers.wheelhouse import WheelPlatform, read_lock
+from tests.smoke.conftest import ENGINE, ROOT, client
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +39,6 @@ def test_no_layer_says_a_secret_or_an_address_it_was_built_from(image: str) -> N
     history = client("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
     config = client("image", "inspect", image)
     for text in (history, config):
-        assert not any(secret in text for secret in SECRETS.values())
         assert not SECRET.search(text.encode())
         assert "://" not in re.sub(r'"org\.opencontainers\.[^"]*": *"[^"]*"', "", text)
     environment = dict(pair.split("=", 1) for pair in json.loads(config)[0]["Config"]["Env"])
@@ -74,16 +76,14 @@ def test_it_runs_as_somebody_without_rights_unless_told_otherwise(image: str) ->
 def test_it_has_exactly_the_locked_packages(image: str) -> None:
     listed = in_image(
         image,
-        "from importlib.metadata import distributions\n"
-        "for found in distributions(): print(found.name.lower().replace('_', '-').replace('.', '-'), found.version)",
+        "from importlib.metadata import distributions; import platform; print(platform.python_version())\n"
+        "for found in distributions(): print(found.name, found.version)",
     )
-    installed = dict(line.split() for line in listed.splitlines())
-    lock = (ROOT / "docker/cpu.lock").read_text()
-    locked = dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==([^\s;\\]+)", lock, re.MULTILINE))
-    assert installed.pop("torch").endswith("+cpu")
-    # The lock is for every platform at once: some of it is for others.
-    assert installed.items() <= locked.items()
-    assert {"transformers", "trl", "peft", "accelerate", "datasets", "dvclive", "wandb"} <= installed.keys()
+    python, *lines = listed.splitlines()
+    installed = {canonicalize_name(name): version for name, version in (line.split() for line in lines)}
+    here = WheelPlatform(python=python, glibc="2.36", machine=platform.machine())
+    locked = {canonicalize_name(pin.name): pin.version for pin in read_lock(ROOT / "docker/cpu.lock", here)}
+    assert installed == locked | {"torch": cpu_torch(ROOT)}
 
 
 @pytest.mark.parametrize("tool", ["gcc", "cc", "g++", "ld", "make", "pip", "uv", "git", "curl", "wget"])
@@ -94,4 +94,3 @@ def test_it_has_no_compiler_no_installer_and_nothing_to_fetch_with(image: str, t
 def test_it_has_no_code_of_the_project(image: str) -> None:
     found = in_image(image, "import importlib.util; print(importlib.util.find_spec('stages'))")
     assert found == "None"
-    assert Path(ROOT, "stages").is_dir()

@@ -97,6 +97,17 @@ def test_two_processes_train_together_without_a_network(finished: Path, tmp_path
     assert training["num_steps"] == 1
 
 
+def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers(
+    finished: Path, tmp_path: Path
+) -> None:
+    workspace = copy_of(finished, tmp_path)
+    dvc(workspace, "config", "--local", "cache.type", "symlink")
+    dvc(workspace, "checkout", "--relink")
+    assert (workspace / "data/bases/vlm/config.json").is_symlink()
+    dvc(workspace, "exp", "run", "-S", "tracking.wandb=true", "train@r1-llm-only")
+    assert list((workspace / ".bakeoff/wandb").glob("offline-run-*/*.wandb"))
+
+
 def copy_of(finished: Path, tmp_path: Path) -> Path:
     """The finished workspace, its results committed, to try things in."""
     workspace = tmp_path / "a copy"

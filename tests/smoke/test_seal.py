@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.smoke.conftest import SECRETS, client, containers, environment, wait_until
+from tests.smoke.conftest import ENGINE, SECRETS, client, containers, environment, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -42,6 +42,20 @@ def run(workspace: Path, stage: str, **more: str) -> subprocess.CompletedProcess
     return subprocess.run(COMMAND, cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False)
 
 
+ATTEMPT = """
+import os, socket, stat, subprocess, sys
+
+def fill(path, gib):
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, gib * 2**30)
+
+def out(name):
+    os.makedirs("data/runs/r1-llm-only/trained")
+    return "data/runs/r1-llm-only/trained/" + name
+
+"""
+
+
 @pytest.mark.parametrize(
     ("attempt", "error"),
     [
@@ -64,6 +78,11 @@ def run(workspace: Path, stage: str, **more: str) -> subprocess.CompletedProcess
         ("open(sys.prefix + '/notes', 'w')", "Read-only file system"),
         ("open('/run/notes', 'w')", "Read-only file system"),
         ("open('data/runs/r1-llm-only/notes', 'w')", "which dvc.yaml does not declare"),
+        # To lead others out.
+        ("os.symlink('/etc', 'data/runs/r1-llm-only/training')", "training (a link or a special file)"),
+        ("os.symlink('/etc/passwd', out('x'))", "trained/x (a link or a special file)"),
+        ("os.mkfifo(out('x'))", "trained/x (a link or a special file)"),
+        ("s = socket.socket(socket.AF_UNIX); s.bind(out('x'))", "trained/x (a link or a special file)"),
         # To see what it was not given.
         ("open('.git/config')", "No such file"),
         ("open('README.md')", "No such file"),
@@ -81,8 +100,7 @@ def run(workspace: Path, stage: str, **more: str) -> subprocess.CompletedProcess
     ],
 )
 def test_what_a_stage_may_not_do_fails(playground: Path, attempt: str, error: str) -> None:
-    fill = "def fill(path, gib):\n  with open(path, 'wb') as file: os.posix_fallocate(file.fileno(), 0, gib * 2**30)\n"
-    result = run(playground, f"import os, socket, stat, subprocess, sys\n{fill}{attempt}")
+    result = run(playground, ATTEMPT + attempt)
     assert result.returncode == 1
     assert error in result.stderr
     assert not (playground / "data/runs/r1-llm-only/notes").exists()
@@ -107,8 +125,9 @@ def test_a_stage_writes_its_outputs_as_the_caller(playground: Path) -> None:
 
 FETCHING = """
 import json, os
-print(json.dumps([os.listdir("/sys/class/net"), os.environ.get("HF_TOKEN"), os.environ["HF_HOME"]]))
-open(os.environ["HF_HOME"] + "/fetched", "w").close()
+print(json.dumps([os.listdir("/sys/class/net"), os.environ.get("HF_TOKEN"), os.environ.get("HF_HOME")]))
+if "HF_HOME" in os.environ:
+    open(os.environ["HF_HOME"] + "/fetched", "w").close()
 """
 
 
@@ -134,20 +153,19 @@ def test_a_stage_that_fetches_from_the_hub_has_the_network_and_the_token(
         )
     finally:
         params_path.write_text(params)
+    interfaces, token, hub = json.loads(result.stdout)
     if fetches:
-        interfaces, token, hub = json.loads(result.stdout)
         assert set(interfaces) > {"lo"}
         assert (token, hub) == (SECRETS["HF_TOKEN"], str(hub_dir))
         assert (hub_dir / "fetched").stat().st_uid == os.getuid()
     else:
-        assert result.returncode == 1
-        assert "KeyError: 'HF_HOME'" in result.stderr
+        assert (interfaces, token, hub) == (["lo"], None, None)
 
 
-def test_links_into_a_cache_resolve_and_the_cache_stays_as_it_is(playground: Path, tmp_path: Path) -> None:
+def test_links_into_a_cache_resolve_and_the_cache_stays_as_it_is(playground: Path) -> None:
     """As with DVC's cache.type symlink."""
-    cached = tmp_path / "cache/files/md5/ab/cdef"
-    cached.parent.mkdir(parents=True)
+    cached = playground / ".dvc/cache/files/md5/ab" / ("c" * 30)
+    cached.parent.mkdir(parents=True, exist_ok=True)
     cached.write_text("from the cache")
     link = playground / "data/bases/vlm/link"
     link.symlink_to(cached)
@@ -223,14 +241,15 @@ def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start,
     assert host["NetworkMode"] == "none"
     assert host["Privileged"] is False
     assert not host["CapAdd"]
-    assert told.get("EffectiveCaps") or host["CapDrop"] == ["ALL"]
+    # podman names each one that it dropped, and what is left.
+    assert told["EffectiveCaps"] in (None, []) if ENGINE == "podman" else host["CapDrop"] == ["ALL"]
     assert "no-new-privileges" in host["SecurityOpt"]
     assert host["PidsLimit"] == 8192
     assert host["ShmSize"] == 4 * 2**30
     assert "size=4g" in host["Tmpfs"]["/tmp"]
     assert told["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
     writable = {mount["Destination"] for mount in told["Mounts"] if mount["RW"]}
-    assert writable == {str(playground / "data/runs/r1-llm-only"), "/run/bakeoff/launcher"}
+    assert writable == {str(playground / "data/runs/r1-llm-only"), "/run/bakeoff/ready"}
     everything = json.dumps(told)
     assert not any(secret in everything for secret in SECRETS.values())
 
@@ -268,23 +287,40 @@ def test_a_launcher_killed_with_the_engines_client_leaves_nothing(start: Start, 
     wait_until(lambda: nothing_runs(playground))
 
 
-def test_a_killed_dvc_leaves_nothing_and_the_stage_can_run_again(start: Start, playground: Path) -> None:
+DVC = (str(Path(sys.prefix) / "bin/dvc"), "repro", "--single-item", "--force", "train@r1-llm-only")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_dvc_that_is_ended_leaves_nothing_and_the_stage_can_run_again(
+    start: Start, playground: Path, number: signal.Signals
+) -> None:
     for _ in range(2):
-        running = start(str(Path(sys.prefix) / "bin/dvc"), "repro", "--single-item", "--force", "train@r1-llm-only")
-        running.process.kill()
+        running = start(*DVC)
+        running.process.send_signal(number)
         running.process.wait()
         wait_until(lambda: "saved on SIGTERM" in running.log())  # noqa: B023
         wait_until(lambda: nothing_runs(playground))
+        assert running.log().count("saved on") == 1
 
 
-def test_a_closed_terminal_leaves_nothing(start: Start, playground: Path) -> None:
+def test_ctrl_c_on_dvc_lets_the_stage_save_and_leaves_nothing(start: Start, playground: Path) -> None:
+    running = start(*DVC)
+    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal sends it: to dvc and the launcher alike
+    assert running.process.wait() != 0
+    wait_until(lambda: nothing_runs(playground))
+    assert running.log().count("saved on") == 1
+    assert "saved on SIGINT" in running.log()
+
+
+@pytest.mark.parametrize("command", [COMMAND, DVC])
+def test_a_closed_terminal_leaves_nothing(start: Start, playground: Path, command: tuple[str, ...]) -> None:
     main, terminal = pty.openpty()
     # setsid --ctty makes it the terminal of the session, as a terminal window does.
-    running = start("setsid", "--ctty", "--wait", *COMMAND, terminal=terminal)
+    running = start("setsid", "--ctty", "--wait", *command, terminal=terminal)
     os.close(terminal)
     os.close(main)
     wait_until(lambda: nothing_runs(playground))
-    assert "saved on SIGHUP" in running.log()
+    assert running.log().count("saved on") == 1
 
 
 def test_a_stage_does_not_run_twice_at_once(start: Start, playground: Path) -> None:

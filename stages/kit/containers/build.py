@@ -13,65 +13,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from stages.kit.containers import images
-from stages.kit.containers.images import Base, Pins
+from stages.kit.containers.client import Client
+from stages.kit.containers.images import SOURCE_DATE_EPOCH, Base, Pins
 from stages.kit.containers.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 from stages.kit.errors import UserError
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 
-SOURCE_DATE_EPOCH = "1767225600"
-"""2026-01-01: the date of all that is put into an image, so that two builds do not differ in when they ran."""
-
 MACHINES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 """What engines and operating systems call them, to what wheels do."""
 
 DEBIAN_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-
-
-@dataclass(frozen=True)
-class Client:
-    """A container engine, by its command line."""
-
-    program: str
-    """docker or podman, or a path to one of them."""
-
-    @property
-    def is_podman(self) -> bool:
-        """podman's command line is docker's, with a few differences."""
-        return "podman" in Path(self.program).name
-
-    def run(self, *args: str) -> bool:
-        """Run one of its commands in sight of the user; whether it succeeded."""
-        return subprocess.run([self.program, *args], env=os.environ | BUILD_ENVIRONMENT, check=False).returncode == 0
-
-    def answers(self, *args: str) -> bool:
-        """Whether one of its commands succeeds; what it prints is of no interest."""
-        return subprocess.run([self.program, *args], capture_output=True, check=False).returncode == 0
-
-    def ask(self, *args: str) -> str:
-        """What one of its commands prints. Raises UserError where it fails."""
-        result = subprocess.run([self.program, *args], capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            said = (result.stderr.strip() or "no reason given").splitlines()[-1]
-            raise UserError(f"{self.program} does not answer: {said}. Start it, or name another: ENGINE=podman")
-        return result.stdout.strip()
-
-    def has_image(self, reference: str) -> bool:
-        """Whether the image is on this machine."""
-        return self.answers("image", "inspect", reference)
-
-    def machine(self) -> str:
-        """What its containers run on: x86_64 or aarch64. Raises UserError where it does not answer."""
-        question = (
-            ("info", "--format", "{{.Host.Arch}}") if self.is_podman else ("version", "--format", "{{.Server.Arch}}")
-        )
-        return known_machine(self.ask(*question))
 
 
 BUILD_ENVIRONMENT = {
@@ -86,6 +43,15 @@ def known_machine(name: str) -> str:
     if name.lower() not in MACHINES:
         raise UserError(f"containers run on {name} here; the locked packages are published for x86_64 and aarch64")
     return MACHINES[name.lower()]
+
+
+def machine_of(client: Client) -> str:
+    """What its containers run on: x86_64 or aarch64. Raises UserError where it does not answer."""
+    if problem := client.problem():
+        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
+    if client.is_podman:
+        return known_machine(client.ask("info", "--format", "{{.Host.Arch}}").stdout.strip())
+    return known_machine(client.ask("version", "--format", "{{.Server.Arch}}").stdout.strip())
 
 
 def find_client(program: str | None) -> Client:
@@ -112,7 +78,7 @@ def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
     for candidate in candidates:
         if candidate.answers("buildx", "version"):
             return candidate, ("buildx", "build", "--load")
-        if int(candidate.ask("version", "--format", "{{.Client.Version}}").partition(".")[0]) < 23:
+        if int(candidate.ask("version", "--format", "{{.Client.Version}}").stdout.partition(".")[0]) < 23:
             return candidate, ("build",)
     raise UserError(
         f"{' and '.join(candidate.program for candidate in candidates)} cannot build: the plugin buildx is missing. "
@@ -123,12 +89,12 @@ def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
 
 def choose_base(client: Client, pins: Pins) -> Base:
     """The pinned base where the engine has it or can pull it, else the stand-in. Raises UserError without either."""
-    if client.has_image(pins.python.reference):
+    if client.image_id(pins.python.reference):
         return pins.python
     say(f"pulling {pins.python.title}")
-    if client.run("pull", "--quiet", pins.python.reference):
+    if client.show("pull", "--quiet", pins.python.reference):
         return pins.python
-    if client.has_image(pins.stand_in.reference):
+    if client.image_id(pins.stand_in.reference):
         say(f"using the stand-in {pins.stand_in.title}: {pins.python.title} is not here and cannot be pulled")
         return pins.stand_in
     raise UserError(
@@ -206,9 +172,9 @@ target_option = click.option(
 def image(engine: str | None, target: str, max_jobs: int) -> None:
     """Build the image of this tree, unless it is built already."""
     client = find_client(engine)
-    machine = client.machine()
+    machine = machine_of(client)
     for reference in images.image_references(WORKSPACE_DIR, target):
-        if client.has_image(reference):
+        if client.image_id(reference):
             say(f"{reference} is built already")
             return
     builder, command = find_builder(client)
@@ -218,10 +184,10 @@ def image(engine: str | None, target: str, max_jobs: int) -> None:
     reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
     say(f"building {reference} on {base.title}")
     options = build_options(target, pins, base, max_jobs)
-    if not builder.run(*command, *options, str(WORKSPACE_DIR)):
+    if not builder.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
         without = "; without flash-attn: flash_attn: false in docker/images.yaml" if "FLASH_ATTN=1" in options else ""
         raise UserError(f"{reference} was not built, for the reason above{without}")
-    size = int(client.ask("image", "inspect", "--format", "{{.Size}}", reference))
+    size = int(client.ask("image", "inspect", "--format", "{{.Size}}", reference).stdout)
     say(f"{reference} is built, {size / 1e9:.1f} GB")
 
 
@@ -233,7 +199,7 @@ def wheelhouse(engine: str | None, target: str) -> None:
     pins = images.read_pins(WORKSPACE_DIR)
     try:
         client = find_client(engine)
-        machine, base = client.machine(), choose_base(client, pins)
+        machine, base = machine_of(client), choose_base(client, pins)
     except UserError as error:
         if engine:
             raise
@@ -257,11 +223,11 @@ def base_image(engine: str | None) -> None:
     with tempfile.TemporaryDirectory() as work_dir:
         root_path = Path(work_dir, "root.tar")
         command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.debian_packages)}"]
-        command += [f"--architectures={DEBIAN_MACHINES[client.machine()]}", suite, str(root_path)]
+        command += [f"--architectures={DEBIAN_MACHINES[machine_of(client)]}", suite, str(root_path)]
         say(" ".join(command))
         if subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, check=False).returncode:
             raise UserError("mmdebstrap failed, for the reason above. It needs root or unprivileged user namespaces")
-        if not client.run("import", str(root_path), stand_in.reference):
+        if not client.show("import", str(root_path), stand_in.reference):
             raise UserError(f"{client.program} could not import what mmdebstrap made, for the reason above")
     say(f"{stand_in.reference} is made; next: make image")
 

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from stages.kit.containers.client import Client
 from stages.kit.containers.environment import TMP_DIR, container_environment
 from stages.kit.containers.images import image_references
-from stages.kit.containers.inside import GRACE_S, READY, UNWATCHED
-from stages.kit.containers.mounts import input_paths, mounts
+from stages.kit.containers.inside import GRACE_S
+from stages.kit.containers.mounts import make_places, mounts
 from stages.kit.containers.outputs import Outputs, claimed_outputs
-from stages.kit.containers.pipeline import declared_stage
+from stages.kit.containers.pipeline import DeclaredStage, declared_stage
 from stages.kit.containers.process import forwarded_signals
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
@@ -43,31 +45,27 @@ class NotUsable(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerEngine:
-    client: str
-    """docker or podman."""
+    client: Client
     reference: str
     """The image's name, made from the hash of what it is built from."""
     image_id: str
     """What is run: a name could be given to another image."""
-    user: tuple[str, ...]
-    """The options that make the files of the stage the caller's."""
 
     sealed: ClassVar[bool] = True
 
     @classmethod
-    def find(cls, client: str, workspace_dir: Path, target: str) -> ContainerEngine:
+    def find(cls, program: str, workspace_dir: Path, target: str) -> ContainerEngine:
         """The engine, with the image of this checkout. Raises NotUsable where one of them is missing."""
-        if not shutil.which(client):
-            raise NotUsable(f"{client} is not installed")
+        if not shutil.which(program):
+            raise NotUsable(f"{program} is not installed")
+        client = Client(program)
         references = image_references(workspace_dir, target)
         for reference in references:
-            found = _ask(client, "image", "inspect", "--format", "{{.Id}}", reference)
-            if found.returncode == 0:
-                return cls(client=client, reference=reference, image_id=found.stdout.strip(), user=_user(client))
-            if "no such image" not in found.stderr.lower() and "image not known" not in found.stderr.lower():
-                problem = (found.stderr.strip() or "no answer").splitlines()[-1]
-                raise NotUsable(f"{client} does not work here ({problem})")
-        raise NotUsable(f"{client} has no image {references[0]}; build it with: make image TARGET={target}")
+            if image_id := client.image_id(reference):
+                return cls(client=client, reference=reference, image_id=image_id)
+        if problem := client.problem():
+            raise NotUsable(f"{program} does not work here ({problem})")
+        raise NotUsable(f"{program} has no image {references[0]}; build it with: make image TARGET={target}")
 
     def run(self, stage_run: StageRun) -> int:
         """Run the stage to its end and return its exit code; where it is 0, its outputs are in the workspace.
@@ -75,84 +73,98 @@ class ContainerEngine:
         SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end. Killed, the launcher is missed by the
         first process of the container, which then ends the stage.
         """
-        declared = declared_stage(stage_run.workspace_dir, " ".join(("docker/run", stage_run.stage, *stage_run.args)))
-        with claimed_outputs(stage_run.workspace_dir, declared, input_paths(stage_run, declared)) as outputs:
-            code = self._run_container(stage_run, declared.name, outputs)
-            if code == 0:
-                outputs.take()
+        workspace_dir = stage_run.workspace_dir
+        stage = declared_stage(workspace_dir, " ".join(("docker/run", stage_run.stage, *stage_run.args)))
+        try:
+            with claimed_outputs(workspace_dir, stage) as outputs:
+                found = mounts(stage_run, stage, outputs)
+                places = make_places(found, outputs)
+                options = (option for mount in found for option in ("--mount", mount.option()))
+                code = self._run_container(stage_run, stage, outputs, options)
+                if code == 0:
+                    outputs.take(places)
+        except OSError as error:  # no space, no permission, a read-only file system
+            raise UserError(f"the outputs of {stage.name} cannot be handled: {error}") from error
         return code
 
-    def _run_container(self, stage_run: StageRun, stage_name: str, outputs: Outputs) -> int:
-        name = f"bakeoff-{stage_name.replace('@', '-')}-{secrets.token_hex(4)}"
+    def _run_container(
+        self, stage_run: StageRun, stage: DeclaredStage, outputs: Outputs, mount_options: Iterable[str]
+    ) -> int:
+        name = f"bakeoff-{stage.name.replace('@', '-')}-{secrets.token_hex(4)}"
         terminal = stage_run.terminal and sys.stdout.isatty()
         command = [
-            *(self.client, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage_name}"),
-            *("--label", f"bakeoff.workspace={stage_run.workspace_dir}"),
-            *("--pull", "never", "--log-driver", "none", "--sig-proxy=false", "--stop-timeout", str(GRACE_S)),
-            # podman would add writable folders: /run, /var/tmp.
-            *(("--read-only-tmpfs=false",) if self.client == "podman" else ()),
+            *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage.name}"),
+            *("--label", f"bakeoff.workspace={stage_run.workspace_dir}", "--pull", "never", "--log-driver", "none"),
+            *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
+            *("--network", "bridge" if stage_run.network else "none", *HARDENING),
             # Processes that train together look each other up by this name, also without a network.
-            *("--hostname", "localhost"),
-            *("--network", "bridge" if stage_run.network else "none", *HARDENING, *self.user, *self._gpus(stage_run)),
-            *("--workdir", str(stage_run.workspace_dir), *(("--tty",) if terminal else ())),
+            *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
+            *(self._options_of_podman(stage_run) if self.client.is_podman else self._options_of_docker(stage_run)),
             *_environment_options(stage_run, terminal=terminal),
-            *(option for mount in mounts(stage_run, outputs) for option in ("--mount", mount.option())),
-            *(self.image_id, "python", "-m", "stages.kit.containers.inside"),
-            *((UNWATCHED,) if sys.platform == "darwin" else ()),
-            *(stage_run.stage, *stage_run.args),
+            *mount_options,
+            *(self.image_id, "python", "-m", "stages.kit.containers.inside", stage_run.stage, *stage_run.args),
         ]
         with forwarded_signals() as forward_to:
             # Of its own process group: a Ctrl-C then reaches the stage once, from here.
-            client = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-            forward_to(_Container(client=self.client, name=name, process=client, lock_path=outputs.lock_path))
-            return client.wait()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+            container = _Container(client=self.client, name=name, process=process, ready_path=outputs.ready_path)
+            forward_to(container)
+            code = process.wait()
+            if code != 0:
+                container.outlive_client()
+        return code if code >= 0 else 128 - code
 
-    def _gpus(self, stage_run: StageRun) -> tuple[str, ...]:
-        if not stage_run.gpus:
-            return ()
-        if self.client == "docker":
-            return ("--gpus", f'"device={",".join(stage_run.gpus)}"')
-        return tuple(option for uuid in stage_run.gpus for option in ("--device", f"nvidia.com/gpu={uuid}"))
+    def _options_of_docker(self, stage_run: StageRun) -> list[str]:
+        # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.
+        rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
+        user = ["--user", "0:0"] if rootless else ["--userns", "host", *_caller()]
+        return [*user, *(("--gpus", f'"device={",".join(stage_run.gpus)}"') if stage_run.gpus else ())]
+
+    def _options_of_podman(self, stage_run: StageRun) -> list[str]:
+        gpus = [option for uuid in stage_run.gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
+        # It would add writable folders (/run, /var/tmp), and the caller's proxies.
+        plain = ["--read-only-tmpfs=false", "--http-proxy=false"]
+        return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *_caller(), *gpus]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Container:
     """A container as a receiver of signals."""
 
-    client: str
+    client: Client
     name: str
     process: subprocess.Popen[bytes]
-    lock_path: Path
+    """The client that shows what the stage prints."""
+    ready_path: Path
 
     def send_signal(self, number: int) -> None:
         threading.Thread(target=self._send, args=(number,), daemon=True).start()
 
     def _send(self, number: int) -> None:
         """As soon as the container is there and its first process handles signals."""
-        while self.process.poll() is None and self.lock_path.read_text() != READY:
+        for _ in range(200):
+            if self.process.poll() is not None or self.ready_path.stat().st_size:
+                break
             time.sleep(0.05)
-        _ask(self.client, "kill", "--signal", str(int(number)), self.name)
+        self.client.ask("kill", "--signal", str(int(number)), self.name)
+
+    def outlive_client(self) -> None:
+        """Wait for the end of a container whose client ended before it: killed, or its terminal closed."""
+        if self.client.answers("kill", "--signal", "TERM", self.name):
+            self.client.ask("wait", self.name)
 
 
 def _environment_options(stage_run: StageRun, *, terminal: bool) -> list[str]:
     """What the caller set is passed by name alone: a value would show in the machine's list of processes."""
-    environment = container_environment(stage_run.stage, stage_run.caller, terminal=terminal)
-    if stage_run.network:
-        environment["HF_HOME"] = str(stage_run.kept_dirs[0])
-    set_by_caller = environment.items() & stage_run.caller.items()
-    given = [name if (name, value) in set_by_caller else f"{name}={value}" for name, value in environment.items()]
-    return [option for value in given for option in ("--env", value)]
+    passed, given = container_environment(
+        stage_run.stage, stage_run.caller, network=stage_run.network, terminal=terminal
+    )
+    if stage_run.hub_dir is not None:
+        given["HF_HOME"] = str(stage_run.hub_dir)
+    variables = [*passed, *(f"{name}={value}" for name, value in given.items())]
+    return [option for variable in variables for option in ("--env", variable)]
 
 
-def _user(client: str) -> tuple[str, ...]:
-    """Options under which what the stage writes belongs to the caller."""
-    caller = ("--user", f"{os.getuid()}:{os.getgid()}")
-    if client == "podman":
-        return caller if os.getuid() == 0 else ("--userns", "keep-id", *caller)
-    # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.
-    rootless = "rootless" in _ask(client, "info", "--format", "{{.SecurityOptions}}").stdout
-    return ("--user", "0:0") if rootless else caller
-
-
-def _ask(client: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([client, *args], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+def _caller() -> tuple[str, str]:
+    """What the stage writes belongs to the caller."""
+    return ("--user", f"{os.getuid()}:{os.getgid()}")

@@ -6,21 +6,22 @@ the same commit run it in the same environment.
 
 from collections.abc import Mapping
 
-FETCHING_STAGES = frozenset({"base", "prepare"})
-"""The stages that fetch models and data: they alone may get the network, and the hub's token."""
-
 OF_THE_MACHINE = frozenset(
     {
         # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
         # Where downloaded models and data, and compiled kernels lie.
         *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        # CUDA, and which GPUs this caller may use. A container has just those that it was given, under new numbers.
+        *("CUDA_HOME", "CUDA_PATH", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
     }
 )
 """Passed to processes on it, and without meaning in a container."""
 
 PASSED = frozenset(
     {
+        # Devices. By name, because NVIDIA_API_KEY is a secret.
+        *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE"),
         # Terminal, language, clock.
         *("TZ", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "LANG", "LANGUAGE"),
         # What DVC tells its stages. By name, because DVC_STUDIO_TOKEN is a secret.
@@ -28,17 +29,22 @@ PASSED = frozenset(
     }
 )
 
-PASSED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "NVIDIA_", "NCCL_", "PYTORCH_")
-"""Threads and devices. None of these families holds a secret."""
+PASSED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "PYTORCH_")
+"""Language and threads. None of these families holds a secret."""
 
-PASSED_TO_FETCHING = frozenset(
+PROXIES = frozenset(
+    {
+        *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY"),
+        *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
+    }
+)
+"""The way out, which can hold a password."""
+
+PASSED_WITH_NETWORK = PROXIES | frozenset(
     {
         *("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"),
-        # A fetching stage may be told to stay offline too, as `make demo` does.
+        # It may be told to stay offline, as by `make demo`.
         *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        # The way out, which can hold a password.
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
-        *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     }
 )
@@ -73,15 +79,6 @@ NO_TERMINAL = {"TQDM_DISABLE": "1"}
 """Libraries draw their progress bars on a terminal only; the stages write lines elsewhere."""
 
 
-NOT_IN_CONTAINERS = frozenset(
-    {
-        # They are of the families above. A container has just the GPUs that it was given, under new numbers.
-        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"),
-        # No use without a network.
-        "WANDB_API_KEY",
-    }
-)
-
 TMP_DIR = "/tmp"  # noqa: S108 - in a container it is the container's own
 
 CONTAINER = {
@@ -96,23 +93,32 @@ CONTAINER = {
 """What a stage finds in a container in place of the machine's."""
 
 
-def stage_environment(stage: str, caller: Mapping[str, str], *, terminal: bool) -> dict[str, str]:
+def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
     """The whole environment of a stage on the machine itself, from that of whoever calls it.
 
-    terminal: whether a person watches the stage's output on one.
+    network: whether it fetches something. terminal: whether a person watches its output on one.
     """
-    return _environment(stage, caller, PASSED | OF_THE_MACHINE, terminal)
+    passed = _passed(stage, caller, PASSED | OF_THE_MACHINE, network=network)
+    return passed | _given(network=network, terminal=terminal)
 
 
-def container_environment(stage: str, caller: Mapping[str, str], *, terminal: bool) -> dict[str, str]:
-    """The same in a container, beside what its image sets."""
-    of_the_container = _environment(stage, caller, PASSED, terminal) | CONTAINER
-    return {name: value for name, value in of_the_container.items() if name not in NOT_IN_CONTAINERS}
+def container_environment(
+    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool
+) -> tuple[list[str], dict[str, str]]:
+    """The same in a container, beside what its image sets: the caller's variables that it gets, and given ones."""
+    passed = _passed(stage, caller, PASSED, network=network)
+    passed.pop("WANDB_API_KEY", None)  # of no use without a network
+    # docker passes the proxies of its own configuration, password included, unless told otherwise.
+    proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
+    given = _given(network=network, terminal=terminal) | CONTAINER | proxies
+    return sorted(passed.keys() - given.keys()), given
 
 
-def _environment(stage: str, caller: Mapping[str, str], names: frozenset[str], terminal: bool) -> dict[str, str]:
-    fetching = stage in FETCHING_STAGES
-    passed = names | PASSED_TO_FETCHING if fetching else names
+def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, network: bool) -> dict[str, str]:
+    names |= PASSED_WITH_NETWORK if network else frozenset()
     prefixes = PASSED_PREFIXES + ((TRACKING_PREFIX,) if stage in TRACKING_STAGES else ())
-    environment = {name: value for name, value in caller.items() if name in passed or name.startswith(prefixes)}
-    return environment | SET | ({} if terminal else NO_TERMINAL) | ({} if fetching else OFFLINE)
+    return {name: value for name, value in caller.items() if name in names or name.startswith(prefixes)}
+
+
+def _given(*, network: bool, terminal: bool) -> dict[str, str]:
+    return SET | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)

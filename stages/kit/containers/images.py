@@ -1,7 +1,8 @@
 """Which images stages run in: their pins, and the tag that follows from all that an image is built from.
 
-The launcher finds an image by its tag alone, without asking anybody what was built from what; so whatever can
-change an image changes its tag. Light to import: it is on the way of every stage.
+The launcher finds an image by its tag alone, without asking anybody what was built from what; so whatever an image is
+built from is in its tag. Only the stand-in base, made from what Debian has on the day, is there by name alone. Light
+to import: it is on the way of every stage.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 from stages.kit.errors import UserError
 
 TARGETS = ("cpu", "cuda")
+
+SOURCE_DATE_EPOCH = "1767225600"
+"""2026-01-01: the date of all that is put into an image, so that two builds do not differ in when they ran."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -87,6 +91,7 @@ def image_inputs(workspace_dir: Path, target: str, pins: Pins, base: Base) -> di
     flash_attn = has_flash_attn(target, pins, base)
     files = ["Dockerfile", "install", f"{target}.lock", "installer.lock", *(["flash-attn.lock"] if flash_attn else [])]
     inputs = {f"docker/{name}": _sha256(workspace_dir / "docker" / name) for name in files}
+    inputs["date"] = SOURCE_DATE_EPOCH
     inputs["base"] = " ".join((base.reference, *base.debian_packages))
     if flash_attn:
         inputs["cuda-devel"] = pins.cuda_devel

@@ -17,24 +17,18 @@ from stages.kit.containers.process import forwarded_signals, run_stage
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
 
-READY = "ready"
-"""Written into it when signals are no longer lost: the first process of a container ignores what it does not handle."""
+READY = Path("/run/bakeoff/ready")
+"""Written to when signals are no longer lost: the first process of a container ignores what it does not handle."""
 
 GRACE_S = 120
 """What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
 
 
-UNWATCHED = "--unwatched"
-"""For an engine in a virtual machine, such as Docker Desktop's: locks of the machine around it do not show there."""
-
-
 def main() -> None:
-    watched = sys.argv[1] != UNWATCHED
-    stage, *args = sys.argv[1:] if watched else sys.argv[2:]
+    stage, *args = sys.argv[1:]
     with forwarded_signals() as forward_to:
-        LAUNCHER_LOCK.write_text(READY)
-        if watched:
-            threading.Thread(target=end_with_launcher, daemon=True).start()
+        READY.write_text("ready")
+        threading.Thread(target=end_with_launcher, daemon=True).start()
         code = run_stage(stage, args, Path.cwd(), os.environ, forward_to)
     sys.exit(code)
 
@@ -42,7 +36,16 @@ def main() -> None:
 def end_with_launcher() -> None:
     """Wait for the launcher's end; then ask the stage to end, as a signal to the launcher would have, or kill it."""
     with LAUNCHER_LOCK.open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        else:  # an engine in a virtual machine, as Docker Desktop's, does not see the locks of the machine around it
+            print(
+                "launcher: its lock does not show in this container: killed, it leaves the stage running",
+                file=sys.stderr,
+            )
+            return
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGTERM)

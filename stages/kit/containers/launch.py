@@ -1,7 +1,8 @@
 """Starts one stage in a fresh container or process: what `docker/run STAGE [ARGS]` ends in.
 
 Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
-of. Its exit code is the stage's. Imports nothing heavy: it is on the way of every stage.
+of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). Imports nothing heavy:
+it is on the way of every stage.
 """
 
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 import click
 
 from stages.kit.containers.engines import DEFAULT_ENGINE, choose_engine
-from stages.kit.containers.environment import FETCHING_STAGES
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.stage_run import STAGES, StageRun
@@ -54,9 +54,9 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             stage=stage,
             args=args,
             workspace_dir=WORKSPACE_DIR,
-            network=source.startswith("hub:"),
             source_dir=source_dir(source),
-            kept_dirs=kept_dirs(stage, source, params, os.environ),
+            hub_dir=hub_cache(os.environ) if source.startswith("hub:") else None,
+            kept_dir=tracking_dir(os.environ) if stage == "train" and tracking.wandb else None,
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
             terminal=sys.stderr.isatty(),
@@ -77,9 +77,8 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
 
 
 def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:
-    """Where a fetching stage takes its data from; "" for the other stages, and for a name the stage will refuse."""
-    name = args[0] if stage in FETCHING_STAGES and args else ""
-    profile = params.active
+    """Where base and prepare take their data from; "" for the other stages, and for a name the stage will refuse."""
+    name, profile = args[0] if args else "", params.active
     if stage == "prepare" and name in profile.datasets:
         return profile.datasets[name].source
     return profile.bases.get(name, "") if stage == "base" else ""
@@ -90,18 +89,15 @@ def source_dir(source: str) -> Path | None:
     return Path(os.path.normpath(WORKSPACE_DIR / where)) if kind == "folder" else None
 
 
-def kept_dirs(stage: str, source: str, params: Params, caller: Mapping[str, str]) -> tuple[Path, ...]:
-    if source.startswith("hub:"):
-        return (hub_cache(caller),)
-    if stage == "train" and params.tracking.wandb:
-        return (repository_dir(caller) / ".bakeoff/wandb",)
-    return ()
-
-
 def hub_cache(caller: Mapping[str, str]) -> Path:
     """As huggingface_hub chooses it (huggingface_hub/constants.py)."""
     cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+
+
+def tracking_dir(caller: Mapping[str, str]) -> Path:
+    """Where Weights & Biases keeps runs; stages/kit/training/progress.py tells it so."""
+    return repository_dir(caller) / ".bakeoff/wandb"
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

@@ -6,18 +6,25 @@ Everything keeps its path, so that a path in a log, a lineage or a link means th
 import csv
 import io
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.containers.inside import LAUNCHER_LOCK
+from stages.kit.containers.inside import LAUNCHER_LOCK, READY
 from stages.kit.containers.outputs import Outputs
 from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.containers.stage_run import StageRun
+from stages.kit.errors import UserError
 
 CODE = ("params.yaml", "stages")
 
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+
+MAX_LINKS = 256
+"""In the folder that data comes from: each is a mount of its own."""
+
+_CACHED_BY_DVC = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,53 +35,112 @@ class Mount:
 
     def option(self) -> str:
         """For `--mount` of docker and podman: CSV, as a path may hold a comma."""
-        fields = [
-            "type=bind",
-            f"source={self.source}",
-            f"target={self.target}",
-            *([] if self.writable else ["readonly"]),
-        ]
+        fields = ["type=bind", f"source={self.source}", f"target={self.target}"]
         line = io.StringIO()
-        csv.writer(line, lineterminator="").writerow(fields)
+        csv.writer(line, lineterminator="").writerow([*fields, *([] if self.writable else ["readonly"])])
         return line.getvalue()
 
 
-def input_paths(stage_run: StageRun, stage: DeclaredStage) -> list[str]:
-    """What the stage is to see of the workspace, relative to it; what is missing is left to the stage to name."""
-    data = [dep for dep in stage.deps if dep.startswith("data/")]
-    if stage_run.source_dir is not None and stage_run.source_dir.is_relative_to(stage_run.workspace_dir):
-        data.append(str(stage_run.source_dir.relative_to(stage_run.workspace_dir)))
-    return [path for path in (*CODE, *data) if (stage_run.workspace_dir / path).exists()]
+def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[Mount]:
+    """Every mount of the container, parents before what lies in them.
 
-
-def mounts(stage_run: StageRun, outputs: Outputs) -> list[Mount]:
-    """Every mount of the container, parents before what lies in them."""
+    Raises UserError where an input leads to something that the stage may not see.
+    """
     workspace_dir = stage_run.workspace_dir
-    read = [workspace_dir / path for path in outputs.inputs]
+    # What is missing is left to the stage to name.
+    inputs = [workspace_dir / path for path in (*CODE, *(dep for dep in stage.deps if dep.startswith("data/")))]
+    found = [_same(path) for path in inputs if path.exists()]
+    found += _links_into_cache(path for path in inputs if path.exists())
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
-        read.append(stage_run.source_dir)
-    read += sorted({folder for path in read for folder in _linked_folders(path)})
+        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir)]
     if stage_run.network:
-        certificates = {Path(stage_run.caller[name]) for name in CERTIFICATES if stage_run.caller.get(name)}
-        read += sorted(path for path in certificates if path.is_absolute() and path.exists())
-    found = [Mount(source=outputs.view_dir, target=workspace_dir), *(Mount(source=path, target=path) for path in read)]
+        certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
+        found += [_same(path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
+    _refuse_mounts_below(mount.source for mount in found)
+    found.append(Mount(source=outputs.view_dir, target=workspace_dir))
+    for folder in outputs.folders:
+        found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
+    for path in (stage_run.hub_dir, stage_run.kept_dir):
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+            found.append(Mount(source=path, target=path, writable=True))
     found += [
-        Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True)
-        for folder in outputs.folders
+        Mount(source=outputs.lock_path, target=LAUNCHER_LOCK),
+        Mount(source=outputs.ready_path, target=READY, writable=True),
     ]
-    for kept_dir in stage_run.kept_dirs:
-        kept_dir.mkdir(parents=True, exist_ok=True)
-        found.append(Mount(source=kept_dir, target=kept_dir, writable=True))
-    found.append(Mount(source=outputs.lock_path, target=LAUNCHER_LOCK, writable=True))
     # One a place: a source may be a declared input too.
     return sorted({mount.target: mount for mount in found}.values(), key=lambda mount: len(mount.target.parts))
 
 
-def _linked_folders(path: Path) -> Iterator[Path]:
-    """The folders that symlinks in a path lead to: DVC's cache where it makes such links, or the hub's."""
-    files = [path, *(Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))]
-    for file in files:
-        if file.is_symlink() and file.exists():
-            folder = file.resolve().parent
-            # DVC spreads its cache over 256 folders: files/md5/ab/cdef...
-            yield folder.parent if folder.parent.name == "md5" else folder
+def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
+    """Make what the mounts are mounted on, where that is inside another mount; the container's own root is writable
+    while it starts. Returns those among the outputs.
+    """
+    places = []
+    for mount in found:
+        around = [other for other in found if other.target in mount.target.parents]
+        if around:  # parents come before what lies in them, so the last one is the nearest
+            place = around[-1].source / mount.target.relative_to(around[-1].target)
+            if not os.path.lexists(place):
+                _make_place(place, mount.source)
+            if place.is_relative_to(outputs.written_dir):
+                places.append(place)
+    return places
+
+
+def _make_place(place: Path, source: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        place.mkdir()
+    else:
+        place.touch()
+
+
+def _same(path: Path) -> Mount:
+    return Mount(source=path, target=path)
+
+
+def _links(path: Path) -> Iterator[Path]:
+    inside = (Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))
+    return (file for file in (path, *inside) if file.is_symlink())
+
+
+def _where_it_says(link: Path) -> Path:
+    """Where a link leads by its own words: inside, all folders on the way are real."""
+    return Path(os.path.normpath(link.parent / link.readlink()))
+
+
+def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
+    """DVC's cache, where DVC makes such links (cache.type symlink). Any other link is refused."""
+    found = set()
+    for link in (link for path in inputs for link in _links(path)):
+        leads_to = _where_it_says(link)
+        match = _CACHED_BY_DVC.search(str(leads_to))
+        if match is None or not link.exists():
+            raise UserError(
+                f"{link} is a link to {leads_to}, which is nothing in DVC's cache, so a container cannot be shown it; "
+                f"put the file itself there"
+            )
+        found.add(Path(str(leads_to)[: match.end(1)]))
+    return [Mount(source=folder.resolve(), target=folder) for folder in sorted(found)]
+
+
+def _links_of_source(source_dir: Path) -> list[Mount]:
+    """What links in the folder that data comes from lead to, as in the hub's cache: its owner put them there."""
+    links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
+    if len(links) > MAX_LINKS:
+        raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
+    return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]
+
+
+def _refuse_mounts_below(sources: Iterable[Path]) -> None:
+    """A read-only mount leaves what is mounted below it writable."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except FileNotFoundError:  # no Linux
+        return
+    # proc(5): the fifth field, with blanks and backslashes in octal.
+    mounted = {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4])) for line in lines}
+    for source in sources:
+        if inside := sorted(path for path in mounted if source in path.parents):
+            raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")

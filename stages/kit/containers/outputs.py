@@ -1,13 +1,14 @@
 """The outputs of a stage in a container: written aside, moved into the workspace when it ended well.
 
 The stage sees empty, writable folders where its outputs belong, and nothing else of the workspace that it can write
-to. What dvc.yaml declares is taken from them; any other file there makes the run fail.
+to. What dvc.yaml declares is taken from them; anything else there makes the run fail.
 """
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,18 +22,22 @@ ASIDE_DIR = Path("data/.outputs")
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where a stage may write. What is a string is a path relative to the workspace."""
+    """Where a stage may write."""
 
     workspace_dir: Path
     run_dir: Path
     declared: tuple[str, ...]
-    inputs: tuple[str, ...]
-    """What of the workspace the stage is to see, read-only."""
+    """Paths relative to the workspace."""
 
     @property
     def lock_path(self) -> Path:
         """Locked (flock) for as long as the launcher lives."""
         return self.run_dir / "lock"
+
+    @property
+    def ready_path(self) -> Path:
+        """Written to by the container when signals arrive there."""
+        return self.run_dir / "ready"
 
     @property
     def view_dir(self) -> Path:
@@ -41,56 +46,64 @@ class Outputs:
 
     @property
     def written_dir(self) -> Path:
-        """What the stage writes, under its paths in the workspace; and empty ones, for inputs in the same folders."""
+        """What the stage writes, under its paths in the workspace."""
         return self.run_dir / "written"
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The writable folders: the parents of the outputs, none inside another."""
+        """The writable folders, relative to the workspace: the parents of the outputs, none inside another."""
         parents = {PurePosixPath(out).parent for out in self.declared}
         return tuple(sorted(str(folder) for folder in parents if parents.isdisjoint(folder.parents)))
 
-    def take(self) -> None:
+    def take(self, inputs: list[Path]) -> None:
         """Move the outputs to their places; what lay there is replaced.
 
-        Raises UserError, and takes nothing, where the stage wrote anything else.
+        inputs: the empty files and folders in `written_dir` on which inputs were mounted.
+        Raises UserError, and takes nothing, where the stage wrote anything else than declared files and folders. A
+        link is none: whoever followed it, here or in a later stage, would leave what this stage may see.
         """
-        if strays := sorted(self._strays()):
+        for place in sorted(inputs, reverse=True):
+            # Moved away, it would pass for an output.
+            if not os.path.lexists(place):
+                raise UserError(f"the stage moved its input {self._shown(place)}; none of its outputs is taken")
+            _remove(place)
+        if strays := sorted(self._strays(inputs)):
             shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
             raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
         for out in self.declared:
             written, place = self.written_dir / out, self.workspace_dir / out
             if not written.exists():
                 continue  # DVC names it
-            if place.is_dir():
-                shutil.rmtree(place)
-            else:
-                place.unlink(missing_ok=True)
+            for path in (written, *(_everything_below(written) if written.is_dir() else ())):
+                _make_plain(path)
+            _remove(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(written, place)
 
-    def _strays(self) -> Iterator[str]:
-        known = {PurePosixPath(path) for path in (*self.declared, *self.inputs)}
-        for folder, _, files in os.walk(self.written_dir):
-            for file in files:
-                path = PurePosixPath(folder, file).relative_to(self.written_dir)
-                if known.isdisjoint((path, *path.parents)):
-                    yield str(path)
+    def _strays(self, inputs: list[Path]) -> Iterator[str]:
+        """What may not be taken, for people."""
+        declared = {PurePosixPath(out) for out in self.declared}
+        known = [*declared, *(PurePosixPath(self._shown(path)) for path in inputs)]
+        above = {parent for path in known for parent in path.parents}
+        for path in _everything_below(self.written_dir):
+            inside = PurePosixPath(self._shown(path))
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                yield f"{inside} (a link or a special file)"
+            elif declared.isdisjoint((inside, *inside.parents)) and not (stat.S_ISDIR(mode) and inside in above):
+                yield str(inside)
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self.written_dir))
 
 
 @contextmanager
-def claimed_outputs(workspace_dir: Path, stage: DeclaredStage, inputs: Sequence[str]) -> Iterator[Outputs]:
+def claimed_outputs(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Outputs]:
     """Empty folders for the outputs of a stage, removed in the end whatever becomes of it.
 
-    inputs: what of the workspace the stage is to see; all of it exists.
     Raises UserError where another launcher runs the same stage in this workspace.
     """
-    outputs = Outputs(
-        workspace_dir=workspace_dir,
-        run_dir=workspace_dir / ASIDE_DIR / stage.name,
-        declared=stage.outs,
-        inputs=tuple(inputs),
-    )
+    outputs = Outputs(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.outs)
     outputs.run_dir.mkdir(parents=True, exist_ok=True)
     # The lock file stays: were it removed, two launchers could each lock one of its name.
     with outputs.lock_path.open("a") as lock:
@@ -98,30 +111,43 @@ def claimed_outputs(workspace_dir: Path, stage: DeclaredStage, inputs: Sequence[
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{stage.name} is already running in this workspace; wait for it, or end it") from None
-        lock.truncate(0)
         _clear(outputs)  # what a killed launcher left
         try:
-            _lay_out(outputs)
+            outputs.view_dir.mkdir()
+            for folder in outputs.folders:
+                (outputs.written_dir / folder).mkdir(parents=True)
+            outputs.ready_path.touch()
             yield outputs
         finally:
             _clear(outputs)
 
 
 def _clear(outputs: Outputs) -> None:
-    for folder in (outputs.view_dir, outputs.written_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+    for path in (outputs.view_dir, outputs.written_dir, outputs.ready_path):
+        _remove(path)
 
 
-def _lay_out(outputs: Outputs) -> None:
-    folders = {PurePosixPath(folder) for folder in outputs.folders}
-    for folder in outputs.folders:
-        (outputs.view_dir / folder).mkdir(parents=True)
-        (outputs.written_dir / folder).mkdir(parents=True)
-    for path in outputs.inputs:
-        below_outputs = not folders.isdisjoint(PurePosixPath(path).parents)
-        place = (outputs.written_dir if below_outputs else outputs.view_dir) / path
-        if (outputs.workspace_dir / path).is_dir():
-            place.mkdir(parents=True, exist_ok=True)
-        else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch()
+def _make_plain(path: Path) -> None:
+    """Nothing that runs as somebody else (setuid), and nothing that its owner cannot read, move and remove."""
+    path.chmod(path.stat().st_mode & 0o777 | (0o700 if path.is_dir() else 0o400))
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, if it is; a link itself, and not where it leads."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    path.chmod(0o700)
+    for inside in _everything_below(path):
+        if inside.is_dir() and not inside.is_symlink():
+            inside.chmod(0o700)  # from a folder that is read-only nothing can be removed
+    shutil.rmtree(path)
+
+
+def _everything_below(folder: Path) -> Iterator[Path]:
+    """Files, folders, links and the rest, parents first; links are not followed."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        yield path
+        if entry.is_dir(follow_symlinks=False):
+            yield from _everything_below(path)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,11 @@ from stages.kit.containers.parent_death import end_with_parent
 from stages.kit.containers.stage_run import StageRun
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+SAME_WISH_S = 2.0
+"""Signals within this time are one wish to end: a closed terminal or a killed dvc sends several, by several ways, and
+a stage that is saving its work must not be interrupted by the second."""
 
 
 class Receiver(Protocol):
@@ -37,7 +43,9 @@ class ProcessEngine:
         SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started and left
         behind is killed.
         """
-        environment = stage_environment(stage_run.stage, stage_run.caller, terminal=stage_run.terminal)
+        environment = stage_environment(
+            stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
+        )
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
         with forwarded_signals() as forward_to:
@@ -74,8 +82,13 @@ def forwarded_signals() -> Iterator[ForwardTo]:
     """
     receivers: list[Receiver] = []
     early: list[int] = []
+    last = -SAME_WISH_S
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last < SAME_WISH_S:
+            return
+        last = time.monotonic()
         if receivers:
             receivers[0].send_signal(number)
         else:

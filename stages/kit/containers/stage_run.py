@@ -17,15 +17,20 @@ class StageRun:
     """Passed on as they are, e.g. ("r1-llm-only",)."""
     workspace_dir: Path
     """The checkout that holds `stages`, absolute; the stage's working directory."""
-    network: bool
-    """Whether the stage may reach the network. An engine that cannot take it away tells the libraries."""
     source_dir: Path | None
-    """The folder that a fetching stage reads, which may lie outside the workspace; absolute."""
-    kept_dirs: tuple[Path, ...]
-    """Folders that it may write to beside its outputs, kept between runs: the hub's cache, tracked runs; absolute."""
+    """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
+    hub_dir: Path | None
+    """The hub's cache, where the stage fetches from the hub: only then it has the network, and the token; absolute."""
+    kept_dir: Path | None
+    """A folder that it may write to beside its outputs, kept between runs: for tracked runs; absolute."""
     gpus: tuple[str, ...]
     """The UUIDs of the GPUs that are leased to it; it may see no other."""
     caller: Mapping[str, str]
     """The environment of whoever calls, of which the stage gets the parts that environment.py names."""
     terminal: bool
     """Whether a person watches the stage's output on one."""
+
+    @property
+    def network(self) -> bool:
+        """An engine that cannot take the network away tells the libraries."""
+        return self.hub_dir is not None

@@ -30,13 +30,16 @@ import json, os, pathlib, re, sys, time
 here = pathlib.Path(__file__).parent
 with (here / "asked").open("a") as asked:
     print(json.dumps(sys.argv), file=asked)
+error = os.environ.get("FAKE_ERROR")
 if sys.argv[1:3] == ["image", "inspect"]:
-    if error := os.environ.get("FAKE_ERROR"):
-        sys.exit(error)
-    print("sha256:0123")
+    sys.exit(error) if error else print("sha256:0123")
+if sys.argv[1] == "version" and error and "No such image" not in error:
+    sys.exit(error)
 if sys.argv[1] == "info":
     print(os.environ.get("FAKE_SECURITY", "[name=seccomp]"))
 if sys.argv[1] == "kill":
+    if (here / "killed").exists():
+        sys.exit("Error: No such container")
     (here / "killed").write_text(sys.argv[3])
 if sys.argv[1] == "run":
     mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in sys.argv if arg.startswith("type="))
@@ -46,9 +49,9 @@ if sys.argv[1] == "run":
         pathlib.Path(source + path.removeprefix(target)).write_text("written")
     if os.environ.get("FAKE_WAITS"):
         time.sleep(0.3)
-        (lock,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/launcher")
+        (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
         (here / "waits").touch()
-        lock.write_text("ready")
+        ready.write_text("ready")
         while not (here / "killed").exists():
             time.sleep(0.02)
     sys.exit(int(os.environ.get("FAKE_CODE", "0")))
@@ -93,15 +96,8 @@ def options(call: list[str], name: str) -> list[str]:
 
 
 def run_of(workspace: Path, stage: str = "plan", name: str = "r1-llm-only", **changes: Any) -> StageRun:
-    plain: dict[str, Any] = {
-        "network": False,
-        "source_dir": None,
-        "kept_dirs": (),
-        "gpus": (),
-        "caller": {},
-        "terminal": False,
-    }
-    return StageRun(stage=stage, args=(name,), workspace_dir=workspace, **(plain | changes))
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None, "gpus": (), "caller": {}}
+    return StageRun(stage=stage, args=(name,), workspace_dir=workspace, terminal=False, **(plain | changes))
 
 
 def the_run(clients: Path, workspace: Path, *, client: str = "docker", **changes: Any) -> list[str]:
@@ -136,16 +132,14 @@ def test_it_is_the_image_itself_that_runs_and_not_what_later_bears_its_name(clie
 
 
 def test_the_network_is_for_what_comes_from_the_hub(clients: Path, workspace: Path, tmp_path: Path) -> None:
-    call = the_run(clients, workspace, stage="base", name="vlm", network=True, kept_dirs=(tmp_path / "hub",))
+    call = the_run(clients, workspace, stage="base", name="vlm", hub_dir=tmp_path / "hub")
     assert options(call, "--network") == ["bridge"]
     assert f"HF_HOME={tmp_path / 'hub'}" in options(call, "--env")
 
 
 def test_no_value_of_the_callers_is_on_the_command_line(clients: Path, workspace: Path, tmp_path: Path) -> None:
     caller = {"HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "LANG": "C.UTF-8", "AWS_KEY": "secret"}
-    call = the_run(
-        clients, workspace, stage="base", name="vlm", network=True, kept_dirs=(tmp_path / "hub",), caller=caller
-    )
+    call = the_run(clients, workspace, stage="base", name="vlm", hub_dir=tmp_path / "hub", caller=caller)
     assert not any("secret" in argument for argument in call)
     assert {"HF_TOKEN", "HTTPS_PROXY", "LANG"} <= set(options(call, "--env"))
     assert "AWS_KEY" not in options(call, "--env")
@@ -167,8 +161,23 @@ def test_podman_is_spoken_to_in_its_own_words(clients: Path, workspace: Path, mo
     call = the_run(clients, workspace, client="podman", gpus=("GPU-a",))
     assert options(call, "--device") == ["nvidia.com/gpu=GPU-a"]
     assert options(call, "--userns") == ["keep-id"]
+    assert "--http-proxy=false" in call
     assert "--read-only-tmpfs=false" in call
     assert "--gpus" not in call
+
+
+def test_podman_is_known_under_dockers_name_too(clients: Path, workspace: Path) -> None:
+    """As the package podman-docker installs it."""
+    (clients / "docker").write_text(f"{CLIENT}\n# exec podman")
+    assert "--read-only-tmpfs=false" in the_run(clients, workspace)
+
+
+def test_a_full_disk_or_a_missing_right_is_the_users_to_know(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "data").write_text("no folder")
+    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be handled: .*data"):
+        ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace))
 
 
 def test_in_a_rootless_docker_root_is_the_caller(
@@ -212,7 +221,7 @@ def test_auto_takes_podman_where_docker_does_not_work_and_says_why(
     install(clients, "podman")
     engine, (line,) = choose(workspace, "auto")
     assert isinstance(engine, ContainerEngine)
-    assert engine.client == "podman"
+    assert engine.client.program == "podman"
     assert "docker is not installed" in line
 
 
@@ -268,7 +277,6 @@ def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
         time.sleep(0.02)
     launcher.send_signal(number)
     assert launcher.wait() == 75
-    (kill,) = asked(clients, "kill")
-    assert kill[:3] == ["kill", "--signal", str(int(number))]
+    (kill,) = (call for call in asked(clients, "kill") if call[2] == str(int(number)))
     assert kill[3] == options(asked(clients, "run")[0], "--name")[0]
     assert (clients / "waits").exists()

@@ -1,11 +1,11 @@
+from collections.abc import Callable, Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.containers.environment import SET, stage_environment
+from stages.kit.containers.environment import SET, container_environment, stage_environment
 from stages.kit.containers.stage_run import STAGES
-
-FETCHING = {"base", "prepare"}
 
 SECRETS = {
     "HF_TOKEN": "hf_secret",
@@ -13,35 +13,63 @@ SECRETS = {
     "DVC_STUDIO_TOKEN": "studio-secret",
     "AWS_SECRET_ACCESS_KEY": "aws-secret",
     "GITHUB_TOKEN": "git-secret",
+    "NVIDIA_API_KEY": "nvapi-secret",
     "HTTPS_PROXY": "http://user:proxy-secret@proxy",
     "SSH_AUTH_SOCK": "/run/agent",
 }
 
 
-def secrets_that_reach(stage: str) -> set[str]:
-    return SECRETS.keys() & stage_environment(stage, SECRETS, terminal=True).keys()
+def on_machine(
+    stage: str, caller: Mapping[str, str], *, network: bool = False, terminal: bool = True
+) -> dict[str, str]:
+    return stage_environment(stage, caller, network=network, terminal=terminal)
 
 
+def in_container(stage: str, caller: Mapping[str, str], *, network: bool = False) -> dict[str, str]:
+    passed, given = container_environment(stage, caller, network=network, terminal=True)
+    return {name: caller[name] for name in passed} | given
+
+
+@pytest.mark.parametrize("network", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_secret_reaches_only_the_stages_it_is_for(stage: str) -> None:
-    fetching = {"HF_TOKEN", "HTTPS_PROXY"}
-    expected = {"train": {"WANDB_API_KEY"}, "base": fetching, "prepare": fetching}
-    assert secrets_that_reach(stage) == expected.get(stage, set())
+def test_a_secret_reaches_only_what_it_is_for(stage: str, network: bool) -> None:
+    expected = {"HF_TOKEN", "HTTPS_PROXY"} if network else set()
+    reached = {
+        name for name, value in in_container(stage, SECRETS, network=network).items() if value in SECRETS.values()
+    }
+    assert reached == expected
+    if stage == "train":
+        expected = expected | {"WANDB_API_KEY"}
+    assert SECRETS.keys() & on_machine(stage, SECRETS, network=network).keys() == expected
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_only_the_fetching_stages_may_use_the_hub(stage: str) -> None:
-    environment = stage_environment(stage, {"HF_HUB_OFFLINE": "0"}, terminal=True)
-    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-    assert all(environment.get(name) == "1" for name in names) == (stage not in FETCHING)
+@pytest.mark.parametrize("environment", [on_machine, in_container])
+def test_what_fetches_nothing_may_not_use_the_hub(environment: Callable[..., dict[str, str]]) -> None:
+    for network in (True, False):
+        names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+        found = environment("base", {"HF_HUB_OFFLINE": "0"}, network=network)
+        assert all(found.get(name) == "1" for name in names) != network
 
 
 def test_a_fetching_stage_can_be_kept_offline() -> None:
-    assert stage_environment("base", {"HF_HUB_OFFLINE": "1"}, terminal=True)["HF_HUB_OFFLINE"] == "1"
+    assert on_machine("base", {"HF_HUB_OFFLINE": "1"}, network=True)["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_container_has_a_home_of_its_own_and_nothing_of_the_machine() -> None:
+    caller = {"PATH": "/bin", "HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "1", "HF_HOME": "/hf", "OMP_NUM_THREADS": "1"}
+    found = in_container("train", caller)
+    assert found["HOME"] == "/tmp"
+    assert not {"PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME"} & found.keys()
+    assert found["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_proxies_that_docker_would_add_by_itself_are_empty_without_a_network() -> None:
+    assert in_container("train", {})["HTTPS_PROXY"] == ""
+    assert "HTTPS_PROXY" not in in_container("base", {}, network=True)
 
 
 def test_what_makes_runs_repeatable_cannot_be_overridden() -> None:
-    environment = stage_environment("train", {"PYTHONHASHSEED": "7", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, terminal=True)
+    environment = on_machine("train", {"PYTHONHASHSEED": "7", "CUBLAS_WORKSPACE_CONFIG": ":16:8"})
     assert (environment["PYTHONHASHSEED"], environment["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":4096:8")
 
 
@@ -54,13 +82,13 @@ def test_machine_and_experiment_reach_the_stage() -> None:
         "OMP_NUM_THREADS": "1",
         "DVC_EXP_NAME": "loud-fox",
     }
-    assert caller.items() <= stage_environment("train", caller, terminal=True).items()
+    assert caller.items() <= on_machine("train", caller).items()
 
 
 @given(st.dictionaries(st.text(), st.text()), st.sampled_from(STAGES))
 def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) -> None:
     unlisted = {f"X_{name}": value for name, value in caller.items()}
-    assert stage_environment(stage, unlisted, terminal=True).keys() <= SET.keys() | {
+    assert on_machine(stage, unlisted).keys() <= SET.keys() | {
         "HF_HUB_OFFLINE",
         "HF_DATASETS_OFFLINE",
         "TRANSFORMERS_OFFLINE",
@@ -68,5 +96,5 @@ def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) ->
 
 
 def test_progress_bars_are_for_terminals() -> None:
-    assert "TQDM_DISABLE" not in stage_environment("train", {}, terminal=True)
-    assert stage_environment("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
+    assert "TQDM_DISABLE" not in on_machine("train", {})
+    assert on_machine("train", {}, terminal=False)["TQDM_DISABLE"] == "1"

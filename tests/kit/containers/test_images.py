@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 from stages.kit.containers import build
+from stages.kit.containers.client import Client
 from stages.kit.containers.images import image_references, read_pins
 from stages.kit.errors import UserError
 
@@ -135,11 +136,11 @@ FAKE = r"""#!/usr/bin/env bash
 cd "$(dirname "$0")"
 echo "$*" >>asked
 case "$*" in
-  "image inspect --format"*) echo 2040000000 ;;
-  "image inspect"*) grep -qxF "${*: -1}" images ;;
+  "image inspect --format {{.Size}}"*) echo 2040000000 ;;
+  "image inspect"*) grep -qxF "${*: -1}" images && echo sha256:0123 ;;
   "pull"*) [ -n "${PULLS:-}" ] || { echo "no route to a registry" >&2; exit 1; } ;;
-  "version"*Server*) [ -z "${STOPPED:-}" ] || { echo "Cannot connect" >&2; exit 1; }; echo "${ARCH:-amd64}" ;;
   "version"*Client*) echo "${CLIENT:-20.10.24}" ;;
+  "version"*) [ -z "${STOPPED:-}" ] || { echo "Cannot connect" >&2; exit 1; }; echo "${ARCH:-amd64}" ;;
   "buildx version") [ -n "${BUILDX:-}" ] ;;
   *build*) ;;
 esac
@@ -232,7 +233,7 @@ def test_a_client_that_builds_is_found_behind_one_that_does_not(docker: Path, mo
     (newer / "docker").chmod(0o755)
     (newer / "images").write_text("")
     monkeypatch.setenv("PATH", f"{newer}:{docker}:/bin")
-    assert build.find_builder(build.Client("docker")) == (build.Client(str(docker / "docker")), ("build",))
+    assert build.find_builder(Client("docker")) == (Client(str(docker / "docker")), ("build",))
 
 
 def test_a_newer_docker_builds_with_its_plugin(docker: Path) -> None:

@@ -1,0 +1,188 @@
+"""The launcher and the GPUs: leases through docker/run and DVC's queue, on a fake NVIDIA driver."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
+from stages.kit.containers.launch import gpus_wanted, hub_cache, source_dir, source_of
+from stages.kit.params import DeviceParams, load_params
+from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
+
+ROOT = Path(__file__).parents[3]
+
+GPUS = tuple(
+    GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=80 * 2**30)
+    for index in range(2)
+)
+
+# Notes when it starts and ends, and on which GPUs. With MEETS it waits until another one runs too.
+STAGE = """
+import os, pathlib, time
+
+notes = pathlib.Path(os.environ["DVC_ROOT"], "notes")
+
+def note(text):
+    with notes.open("a") as file:
+        print(text, file=file)
+
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+note(f"start {gpus}")
+for _ in range(600 if os.environ.get("OMP_MEETS") else 10):
+    if os.environ.get("OMP_MEETS") and notes.read_text().count("start") > 1:
+        break
+    time.sleep(0.05)
+else:
+    assert not os.environ.get("OMP_MEETS"), "alone to the end"
+note(f"end {gpus}")
+pathlib.Path("trained").write_text("trained")
+"""
+
+PIPELINE = """
+stages:
+  train:
+    cmd: docker/run train r1-llm-only
+    params: [recipes.r1-llm-only.seed]
+    outs: [trained]
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> FakeNvml:
+    return build_fake_nvml(tmp_path / "driver")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A repository of DVC's with one stage, which wants one GPU."""
+    workspace = tmp_path / "a workspace"
+    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
+    shutil.copytree(ROOT / "stages/kit/containers", workspace / "stages/kit/containers")
+    for path in ("stages/__init__.py", *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params"))):
+        shutil.copy(ROOT / path, workspace / path)
+    params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}
+    YAML().dump(params, workspace / "params.yaml")
+    (workspace / "stages/train.py").write_text(STAGE)
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    (workspace / ".gitignore").write_text("/notes\n/trained\n/.bakeoff\n__pycache__\n")
+    (workspace / ".venv").symlink_to(sys.prefix)
+    for command in (
+        ("git", "init", "--quiet"),
+        ("dvc", "init", "--quiet"),
+        ("git", "add", "--all"),
+        ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false", "commit", "-qm", "start"),
+    ):
+        subprocess.run(command, cwd=workspace, env=caller(), check=True)
+    return workspace
+
+
+def caller(driver: FakeNvml | None = None, **more: str) -> dict[str, str]:
+    """The environment of somebody with that driver, a shell in which .venv is activated."""
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": os.environ["HOME"], "BAKEOFF_ENGINE": "process", "DVC_NO_ANALYTICS": "1"}
+    return environment | (driver.environment if driver else {}) | more
+
+
+def queued(workspace: Path, driver: FakeNvml, **more: str) -> list[str]:
+    """What the stages noted in two experiments that two workers of DVC's queue ran."""
+
+    def dvc(*args: str) -> str:
+        environment = caller(driver, **more)
+        return subprocess.run(
+            ["dvc", *args], cwd=workspace, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    for seed in (1, 2):
+        dvc("exp", "run", "--queue", "-S", f"recipes.r1-llm-only.seed={seed}")
+    dvc("queue", "start", "--jobs", "2")
+    for _ in range(60):
+        status = dvc("queue", "status")
+        if status.count("Success") + status.count("Failed") == 2:
+            break
+        time.sleep(0.5)
+    assert status.count("Success") == 2, status
+    return (workspace / "notes").read_text().splitlines()
+
+
+@pytest.mark.pipeline
+def test_two_queued_experiments_run_side_by_side_on_two_gpus(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(*GPUS)
+    first, second, *ends = queued(workspace, driver, OMP_MEETS="1")
+    assert {first, second} == {"start GPU-0", "start GPU-1"}
+    assert set(ends) == {"end GPU-0", "end GPU-1"}
+
+
+@pytest.mark.pipeline
+def test_two_queued_experiments_take_turns_on_one_gpu(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0])
+    assert queued(workspace, driver) == ["start GPU-0", "end GPU-0"] * 2
+
+
+def launch(workspace: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["docker/run", "train", "r1-llm-only"],
+        cwd=workspace,
+        env={**environment, "DVC_ROOT": str(workspace)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_stage_gets_the_gpu_that_is_free(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0], GPUS[1])
+    assert launch(workspace, caller(driver, CUDA_VISIBLE_DEVICES="1")).returncode == 0
+    assert (workspace / "notes").read_text().splitlines()[0] == "start GPU-1"
+
+
+def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path, driver: FakeNvml) -> None:
+    refused = launch(workspace, caller(driver))
+    assert refused.returncode == 1
+    assert "train r1-llm-only wants 1 GPU" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (workspace / "notes").exists()
+
+
+def test_who_holds_the_gpu_is_named_with_how_much(workspace: Path, driver: FakeNvml) -> None:
+    held = GpuState(
+        gpu=GPUS[0].gpu,
+        used_bytes=40 * 2**30,
+        total_bytes=80 * 2**30,
+        compute=(GpuProcess(pid=os.getpid(), used_bytes=40 * 2**30),),
+    )
+    driver.set_gpus(held)
+    refused = launch(workspace, caller(driver))
+    assert refused.returncode == 1
+    assert "GPU 0 (NVIDIA A100): 40.0 GiB of 80.0 GiB in use" in refused.stderr
+    assert f"pid {os.getpid()}" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "wanted"),
+    [("train", "cuda", 4), ("merge", "cuda", 1), ("evaluate", "cuda", 1), ("plan", "cuda", 0), ("train", "cpu", 0)],
+)
+def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: str, wanted: int) -> None:
+    assert gpus_wanted(stage, DeviceParams(kind=kind, count=4)) == wanted  # type: ignore[arg-type]
+
+
+def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -> None:
+    params = load_params(ROOT / "params.yaml")
+    assert source_of("base", ("vlm",), params) == "folder:data/tiny/qwen2-vl"
+    assert source_of("prepare", ("nutrition-tables",), params) == "generated"
+    assert source_of("train", ("r1-llm-only",), params) == ""
+    assert source_of("base", ("no such",), params) == ""
+    assert source_dir("folder:data/tiny/../photos") == ROOT / "data/photos"
+    assert source_dir("folder:/photos") == Path("/photos")
+    assert source_dir("generated") is None
+
+
+def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
+    assert hub_cache({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}) == Path("/hf")
+    assert hub_cache({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
+    assert hub_cache({}) == Path.home() / ".cache/huggingface"
