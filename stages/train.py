@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-from dvclive import Live
 from transformers import TrainerCallback
 
 from stages.kit.errors import UserError
@@ -31,7 +30,7 @@ from stages.kit.params import load_params
 from stages.kit.plan import Plan, read_plan
 from stages.kit.publish import published
 from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.progress import LiveMetrics, progress_callback, wandb_settings
+from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
 from stages.kit.training.record import TrainingRecord, peak_memory, write_record
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
@@ -84,7 +83,7 @@ def main(recipe: str) -> None:
     ):
         callbacks: list[TrainerCallback] = [progress_callback()]
         if is_first_process():
-            callbacks.append(LiveMetrics(Live(str(training_dir), dvcyaml=None, save_dvc_exp=False, report=None)))
+            callbacks.append(LiveMetrics(MetricFiles(training_dir)))
         trainer = RecipeTrainer(
             plan,
             model=model,

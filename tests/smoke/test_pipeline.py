@@ -105,12 +105,12 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
     dvc(workspace, "checkout", "--relink")
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
     dvc(workspace, "exp", "run", "-S", "tracking.wandb=true", "train@r1-llm-only")
-    assert list((workspace / ".bakeoff/wandb").glob("offline-run-*/*.wandb"))
+    assert list((workspace / ".bakeoff/tracking/wandb").glob("offline-run-*/*.wandb"))
 
 
 def copy_of(finished: Path, tmp_path: Path) -> Path:
     """The finished workspace, its results committed, to try things in."""
     workspace = tmp_path / "a copy"
-    subprocess.run(["cp", "--archive", "--link", finished, workspace], check=True)
+    subprocess.run(["cp", "--archive", finished, workspace], check=True)
     commit(workspace, "results")
     return workspace

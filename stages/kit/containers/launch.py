@@ -40,7 +40,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     if stage == "train" and engine.sealed and tracking.wandb and tracking.wandb_mode == "online":
         raise UserError(
             "tracking.wandb_mode is online, but training has no network in a container. Track offline and send the "
-            "runs later (wandb sync .bakeoff/wandb/offline-*), or train without a container: BAKEOFF_ENGINE=process"
+            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without a container: BAKEOFF_ENGINE=process"
         )
     source = source_of(stage, args, params)
     with leased_gpus(
@@ -97,7 +97,7 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
 
 def tracking_dir(caller: Mapping[str, str]) -> Path:
     """Where Weights & Biases keeps runs; stages/kit/training/progress.py tells it so."""
-    return repository_dir(caller) / ".bakeoff/wandb"
+    return repository_dir(caller) / ".bakeoff/tracking"
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

@@ -44,6 +44,20 @@ class LineProgress(TrainerCallback):
         )
 
 
+class MetricFiles(Live):
+    """DVCLive's files, and nothing else of it.
+
+    It would look for a DVC repository around it, make one where there is only git, and write to its .dvc/tmp, which
+    no stage may. DVC runs the stage and knows where the files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), dvcyaml=None, save_dvc_exp=False, report=None)
+
+    def _init_dvc(self) -> None:
+        self._dvc_file = self._init_dvc_file()
+
+
 class LiveMetrics(TrainerCallback):
     """Training metrics into DVCLive's files, for `dvc plots` and the report.
 
@@ -78,7 +92,7 @@ def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
     if not tracking.wandb:
         return {"report_to": "none"}
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
-    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff")  # wandb adds a folder of its name
+    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff/tracking")  # wandb adds a folder of its name
     runs_dir.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "WANDB_DIR": str(runs_dir),
