@@ -39,8 +39,8 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     tracking = params.tracking
     if stage == "train" and engine.sealed and tracking.wandb and tracking.wandb_mode == "online":
         raise UserError(
-            "tracking.wandb_mode is online, but training has no network in a container. Track offline and send the "
-            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without a container: BAKEOFF_ENGINE=process"
+            "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
+            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
     source = source_of(stage, args, params)
     with leased_gpus(
