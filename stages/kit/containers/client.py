@@ -27,8 +27,15 @@ class Client:
 
     def ask(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run one of its commands unseen."""
+        # Of its own process group: the signal that a closing terminal sends to all of the launcher's must not end the
+        # very command that passes it on.
         return subprocess.run(
-            [self.program, *args], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            [self.program, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
         )
 
     def show(self, *args: str, **environment: str) -> bool:

@@ -39,6 +39,10 @@ HARDENING = (
 )
 
 
+READY_S = 10.0
+"""How long a signal waits for the sign that it will be heard; a stage could remove that."""
+
+
 class NotUsable(UserError):
     """This machine's docker or podman cannot run a stage of this checkout; the message says why."""
 
@@ -142,11 +146,14 @@ class _Container:
 
     def _send(self, number: int) -> None:
         """As soon as the container is there and its first process handles signals."""
-        for _ in range(200):
-            if self.process.poll() is not None or self.ready_path.stat().st_size:
-                break
+        patience_ends = time.monotonic() + READY_S
+        while self.process.poll() is None:
+            heard = self.ready_path.exists() and self.ready_path.stat().st_size > 0
+            if (heard or time.monotonic() > patience_ends) and self.client.answers(
+                "kill", "--signal", str(int(number)), self.name
+            ):
+                return
             time.sleep(0.05)
-        self.client.ask("kill", "--signal", str(int(number)), self.name)
 
     def outlive_client(self) -> None:
         """Wait for the end of a container whose client ended before it: killed, or its terminal closed."""

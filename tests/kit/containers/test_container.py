@@ -40,7 +40,7 @@ if sys.argv[1] == "info":
 if sys.argv[1] == "kill":
     if (here / "killed").exists():
         sys.exit("Error: No such container")
-    (here / "killed").write_text(sys.argv[3])
+    (here / "killed").write_text(str(os.getpgrp()))
 if sys.argv[1] == "run":
     mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in sys.argv if arg.startswith("type="))
     if path := os.environ.get("FAKE_WRITES"):
@@ -280,3 +280,5 @@ def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
     (kill,) = (call for call in asked(clients, "kill") if call[2] == str(int(number)))
     assert kill[3] == options(asked(clients, "run")[0], "--name")[0]
     assert (clients / "waits").exists()
+    # A closing terminal signals the launcher's whole group, more than once: it must not end what passes it on.
+    assert (clients / "killed").read_text() != str(os.getpgrp())
