@@ -54,7 +54,9 @@ def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
         return {str(path) for path in inside}
 
     read_by_dvc = {stage.name: (stage.cmd, paths(stage.deps), paths(stage.outs)) for stage in dvc_repo.index.stages}
-    assert read_by_dvc == {stage.name: (stage.command, set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()}
+    assert read_by_dvc == {
+        stage.name: (f"exec {stage.command}", set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()
+    }
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named() -> None:
@@ -107,6 +109,13 @@ def test_every_profile_has_the_parameters_that_the_stages_read(name: str, profil
 @pytest.mark.parametrize("name", PIPELINE)
 def test_every_command_is_one_call_of_the_launcher(name: str) -> None:
     assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9._-]+", PIPELINE[name].command)
+
+
+def test_no_shell_stays_between_dvc_and_the_launcher() -> None:
+    """It would outlive a killed dvc, and the stage with it."""
+    commands = re.findall(r"^ *cmd: (.*)", (ROOT / "dvc.yaml").read_text(), re.MULTILINE)
+    assert commands
+    assert all(command.startswith("exec docker/run ") for command in commands)
 
 
 def test_a_new_rank_reruns_its_branch_and_the_comparison_and_nothing_else(dvc_repo: Repo) -> None:

@@ -40,13 +40,19 @@ PROXIES = frozenset(
 )
 """The way out, which can hold a password."""
 
-PASSED_WITH_NETWORK = PROXIES | frozenset(
-    {
-        *("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"),
-        # It may be told to stay offline, as by `make demo`.
-        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    }
+CERTIFICATES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"})
+"""Where the certificates of whoever may be spoken to lie."""
+
+PASSED_WITH_NETWORK = (
+    PROXIES
+    | CERTIFICATES
+    | frozenset(
+        {
+            *("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"),
+            # It may be told to stay offline, as by `make demo`.
+            *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        }
+    )
 )
 
 TRACKING_STAGES = frozenset({"train"})

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.kit.containers.environment import CERTIFICATES
 from stages.kit.containers.inside import LAUNCHER_LOCK, READY
 from stages.kit.containers.outputs import Outputs
 from stages.kit.containers.pipeline import DeclaredStage
@@ -18,8 +19,6 @@ from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
 
 CODE = ("params.yaml", "stages")
-
-CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 MAX_LINKS = 256
 """In the folder that data comes from: each is a mount of its own."""

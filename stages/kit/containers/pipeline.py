@@ -18,6 +18,7 @@ class DeclaredStage:
     name: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     command: str
+    """Its call of the launcher, e.g. "docker/run train r1-llm-only"."""
     params: tuple[str, ...]
     """Dotted paths into params.yaml; `${profile}` is left as it is."""
     deps: tuple[str, ...]
@@ -66,7 +67,7 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
     outs = [out for group in ("outs", "metrics", "plots") for out in entry.get(group, [])]
     return DeclaredStage(
         name=name,
-        command=entry["cmd"],
+        command=entry["cmd"].removeprefix("exec "),
         params=tuple(entry.get("params", [])),
         deps=tuple(entry["deps"]),
         # An output with options is a mapping of one key.

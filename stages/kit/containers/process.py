@@ -17,7 +17,6 @@ from stages.kit.containers.stage_run import StageRun
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-
 SAME_WISH_S = 2.0
 """Signals within this time are one wish to end: a closed terminal or a killed dvc sends several, by several ways, and
 a stage that is saving its work must not be interrupted by the second."""

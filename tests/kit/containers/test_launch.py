@@ -47,7 +47,7 @@ pathlib.Path("trained").write_text("trained")
 PIPELINE = """
 stages:
   train:
-    cmd: docker/run train r1-llm-only
+    cmd: exec docker/run train r1-llm-only
     params: [recipes.r1-llm-only.seed]
     outs: [trained]
 """
