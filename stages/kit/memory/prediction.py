@@ -1,0 +1,45 @@
+"""What a run holds in its fullest moment, predicted before it is launched. All sizes are of one device, the fullest."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+Phase = Literal["load", "forward", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "step")
+"""Loading the weights, the two passes of a batch, and the optimizer's step."""
+
+Budget = Literal["weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"]
+BUDGET: tuple[Budget, ...] = (
+    *("weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"),
+)
+"""What memory is spent on. logits: with the loss. temporaries: what lives for an instant within backward and step.
+overhead: what torch's allocator keeps beyond what is asked of it, CUDA's context and the workspaces of its libraries."""
+
+_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Prediction:
+    allocated_bytes: int
+    """The peak of what tensors take, as torch.cuda.max_memory_allocated counts it."""
+    reserved_bytes: int
+    """The peak of what torch takes from the device for them, as torch.cuda.max_memory_reserved counts it."""
+    total_bytes: int
+    """With everything that the process holds on the device beside it, as nvidia-smi shows it."""
+    low_bytes: int
+    high_bytes: int
+    """The interval that the total is expected in."""
+    peak_phase: Phase
+    """When the peak is reached."""
+    phases: dict[Phase, int]
+    """The peak of the allocated bytes in each phase."""
+    budget: dict[Budget, int]
+    """What the total is spent on in its fullest moment: sums to total_bytes."""
+    calibration: str
+    """What the constants were measured on, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
+
+
+Verdict = Literal["fits", "too close", "does not fit"]
