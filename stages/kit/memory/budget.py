@@ -1,0 +1,213 @@
+"""A prediction as people read it: does it fit, and what is the memory spent on?
+
+Nothing is printed here. Amounts are in GiB with two decimals, and always add up to the total beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from stages.kit.memory.calibration import Calibration
+from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Prediction, Verdict
+from stages.kit.reporting.tables import Column, Row, Table, terminal_table
+
+GIB = 2**30
+LETTERS: dict[Budget, str] = {
+    "weights": "W",
+    "adapters": "D",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "logits": "L",
+    "temporaries": "T",
+    "overhead": "H",
+}
+"""What stands for each in the bar."""
+STYLES: dict[Verdict, str] = {"fits": "bold green", "too close": "bold yellow", "does not fit": "bold red"}
+
+MAX_BAR_WIDTH = 100
+"""Of the bar itself; on a wider terminal it would only be harder to read off."""
+MIN_BAR_WIDTH = 12
+"""Where the terminal leaves less beside the figures, the figures are left out."""
+
+
+def verdict(prediction: Prediction, capacity_bytes: int) -> Verdict:
+    """Against the interval that the total is expected in, not against the total alone."""
+    if prediction.high_bytes <= capacity_bytes:
+        return "fits"
+    return "does not fit" if prediction.low_bytes > capacity_bytes else "too close"
+
+
+def usable_bytes(memory_gb: float, calibration: Calibration) -> int:
+    """What can be counted on of a card sold as that many GB. Cards differ: it is the least that one of them offers."""
+    large = memory_gb >= calibration.large_card_gb.value
+    share = calibration.usable_share_large if large else calibration.usable_share
+    return int(memory_gb * GIB * share.value)
+
+
+def apportion(amounts: Sequence[int], units: int) -> list[int]:
+    """Share out `units` in proportion to amounts >= 0, so that they add up to exactly `units`.
+
+    Each gets its proportion, rounded up or down: those with the largest remainders up (Hamilton's method). Where all
+    amounts are 0, nobody gets any.
+    """
+    total = sum(amounts)
+    if total == 0:
+        return [0] * len(amounts)
+    shares = [amount * units // total for amount in amounts]
+    by_remainder = sorted(range(len(amounts)), key=lambda index: -(amounts[index] * units % total))
+    for index in by_remainder[: units - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
+def budget_table(prediction: Prediction, capacity_bytes: int | None = None) -> RenderableType:
+    """For `rich.console.Console.print`: the budget, the bar, and what follows from them.
+
+    capacity_bytes: what can be used of the device; None where that is not known, and nothing is said of it then.
+    """
+    facts = Text("\n".join(_facts(prediction, capacity_bytes)))
+    if capacity_bytes is not None:
+        facts.append(f"\n{_verdict_line(prediction, capacity_bytes)}", STYLES[verdict(prediction, capacity_bytes)])
+    return Group(
+        terminal_table(entries_table(prediction)), Text(), budget_bar(prediction, capacity_bytes), Text(), facts
+    )
+
+
+def entries_table(prediction: Prediction) -> Table:
+    """A row for each thing that memory is spent on, and the total."""
+    columns = (
+        *(Column("letter", ""), Column("budget", "Budget")),
+        *(Column("gib", "GiB", ".2f"), Column("share", "Share", ".1%")),
+    )
+    *spent, total = _entries(prediction)
+    rows = [Row(cells=entry) for entry in spent]
+    return Table(columns=columns, rows=(*rows, Row(cells=total, emphasised=True)))
+
+
+def budget_lines(prediction: Prediction, capacity_bytes: int | None = None) -> list[str]:
+    """The same as `budget_table`, without the bar, as plain ASCII: for logs, and for the message of a refusal."""
+    lines = [f"{letter:1} {name:<11} {gib:>8} GiB {share:>7}" for letter, name, gib, share in _entries(prediction)]
+    lines += _facts(prediction, capacity_bytes)
+    return lines if capacity_bytes is None else [*lines, _verdict_line(prediction, capacity_bytes)]
+
+
+def budget_bar(prediction: Prediction, capacity_bytes: int | None = None) -> RenderableType:
+    """For `Console.print`: `bar_text` as wide as the terminal, and as the encoding of its output allows."""
+    return _Bar(prediction, capacity_bytes)
+
+
+def bar_text(
+    prediction: Prediction, capacity_bytes: int | None = None, *, width: int = 80, ascii_only: bool = False
+) -> str:
+    """The budget on one line of at most `width` characters, to scale: `W████D▓G▒O░░·····┃ 17.20 of 21.84 GiB`.
+
+    Each entry is its letter and then its shade; one too small for a character is left out. The bar's end, or where the
+    budget exceeds the capacity a place within it, is the limit.
+    """
+    shades, unused, limit = ("#=+-", ".", "|") if ascii_only else ("█▓▒░", "·", "┃")
+    figures = f" {_gib(prediction.total_bytes)}"
+    figures += " GiB" if capacity_bytes is None else f" of {_gib(capacity_bytes)} GiB"
+    if width < len(figures) + MIN_BAR_WIDTH:
+        figures = ""
+    num_cells = min(width - len(figures), MAX_BAR_WIDTH)
+    if capacity_bytes is not None:
+        num_cells -= 1  # the limit's own
+    spent = _spent(prediction)
+    free_bytes = max((capacity_bytes or 0) - prediction.total_bytes, 0)
+    *shares, num_unused = apportion([*spent.values(), free_bytes], max(num_cells, 0))
+    shade = {entry: shades[index % len(shades)] for index, entry in enumerate(BUDGET)}
+    bar = "".join(
+        LETTERS[entry] + shade[entry] * (share - 1) for entry, share in zip(spent, shares, strict=True) if share
+    )
+    bar += unused * num_unused
+    if capacity_bytes is not None:
+        at = len(bar)
+        if prediction.total_bytes > capacity_bytes:
+            # Rounded down: however small the excess, something is seen to lie behind the limit.
+            at = len(bar) * capacity_bytes // prediction.total_bytes
+        bar = bar[:at] + limit + bar[at:]
+    return (bar + figures)[: max(width, 0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixCell:
+    verdict: Verdict
+    predicted_bytes: int
+    setting: str = ""
+    """In a few words, the cheapest setting that fits; empty where the recipe fits as it is, or never."""
+
+
+def matrix_table(rows: Mapping[str, Mapping[float, MatrixCell]]) -> Table:
+    """Recipes by sizes of GPU in GB, for `terminal_table` or `markdown`; a missing one shows as absent."""
+    sizes = sorted({size for cells in rows.values() for size in cells})
+    columns = (Column("recipe", "Recipe"), *(Column(f"{size:g}gb", f"{size:g} GB") for size in sizes))
+    return Table(
+        columns=columns,
+        rows=tuple(
+            Row(cells=(recipe, *(_matrix_text(cells[size]) if size in cells else None for size in sizes)))
+            for recipe, cells in rows.items()
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Bar:
+    prediction: Prediction
+    capacity_bytes: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = bar_text(self.prediction, self.capacity_bytes, width=options.max_width, ascii_only=options.ascii_only)
+        yield Text(line, no_wrap=True)
+
+
+def _matrix_text(cell: MatrixCell) -> str:
+    first = f"{cell.verdict}, {_gib(cell.predicted_bytes)} GiB"
+    return f"{first}\nwith {cell.setting}" if cell.setting else first
+
+
+def _spent(prediction: Prediction) -> dict[Budget, int]:
+    """What anything is spent on, in the usual order."""
+    assert min(prediction.budget.values(), default=0) >= 0, prediction.budget
+    assert sum(prediction.budget.values()) == prediction.total_bytes, (prediction.budget, prediction.total_bytes)
+    return {entry: prediction.budget[entry] for entry in BUDGET if prediction.budget.get(entry)}
+
+
+def _entries(prediction: Prediction) -> list[tuple[str, str, str, str]]:
+    """Letter, name, GiB and share of the total of each entry, the total last. Both columns add up as shown."""
+    spent = _spent(prediction)
+    amounts = list(spent.values())
+    hundredths = apportion(amounts, _hundredths(prediction.total_bytes))
+    permille = apportion(amounts, 1000)
+    entries = [
+        (LETTERS[entry], entry, f"{gib / 100:.2f}", f"{share / 10:.1f}%")
+        for entry, gib, share in zip(spent, hundredths, permille, strict=True)
+    ]
+    return [*entries, ("", "total", _gib(prediction.total_bytes), f"{sum(permille) / 10:.1f}%")]
+
+
+def _facts(prediction: Prediction, capacity_bytes: int | None) -> list[str]:
+    phases = [f"{phase} {_gib(prediction.phases[phase])}" for phase in PHASES if phase in prediction.phases]
+    expected = f"{_gib(prediction.low_bytes)} to {_gib(prediction.high_bytes)} GiB"
+    lines = [
+        f"fullest   in {prediction.peak_phase}; allocated at most, GiB: {', '.join(phases)}",
+        f"expected  {expected} (calibration: {prediction.calibration})",
+    ]
+    return lines if capacity_bytes is None else [*lines, f"usable    {_gib(capacity_bytes)} GiB"]
+
+
+def _verdict_line(prediction: Prediction, capacity_bytes: int) -> str:
+    return f"verdict   {verdict(prediction, capacity_bytes)}"
+
+
+def _hundredths(num_bytes: int) -> int:
+    """In hundredths of a GiB, the nearest."""
+    return (num_bytes * 100 + GIB // 2) // GIB
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{_hundredths(num_bytes) / 100:.2f}"
