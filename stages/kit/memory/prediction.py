@@ -16,7 +16,8 @@ BUDGET: tuple[Budget, ...] = (
     *("weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"),
 )
 """What memory is spent on. logits: with the loss. temporaries: what lives for an instant within backward and step.
-overhead: what torch's allocator keeps beyond what is asked of it, CUDA's context and the workspaces of its libraries."""
+overhead: what torch's allocator keeps beyond what is asked of it, CUDA's context, and the workspaces of its libraries.
+"""
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -42,12 +42,7 @@ def load_model(
     config = load_config(folder)
     options: dict[str, Any] = {"device_map": "balanced" if placement == "balanced" else {"": local_device(device)}}
     if quantization == "nf4":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=DTYPES[precision],
-        )
+        options["quantization_config"] = nf4_config(precision)
     model, loaded = auto_class(config).from_pretrained(
         folder,
         output_loading_info=True,
@@ -64,6 +59,16 @@ def load_model(
         raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
     check_placement(model, device)
     return model
+
+
+def nf4_config(precision: str) -> BitsAndBytesConfig:
+    """Frozen weights in 4 bits with double quantization. precision: of the arithmetic."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[precision],
+    )
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
 from stages.kit.params import Part
 from stages.kit.plan import Plan
-from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import StartContract, check_start
 
 
@@ -27,7 +27,7 @@ class RecipeTrainer(SFTTrainer):
         *,
         model: PreTrainedModel | PeftModel,
         processor: Processor,
-        collator: ConversationCollator,
+        collator: Callable[[Sequence[Mapping[str, int]]], dict[str, Any]],
         callbacks: list[TrainerCallback],
         scratch_dir: Path,
         **reporting: Any,

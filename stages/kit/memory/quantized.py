@@ -1,0 +1,82 @@
+"""Layers in 4 bits, as bitsandbytes holds them, without weights.
+
+The modules are bitsandbytes' own, put in by transformers' own rule; only their contents are made here, because a
+`Params4bit` can neither be fake nor be made from something fake.
+"""
+
+from __future__ import annotations
+
+import bitsandbytes as bnb
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+from stages.kit.models.load import nf4_config
+
+ABSMAX_GROUP = 256
+"""Scales that share a scale of their own under double quantization (bitsandbytes.functional.quantize_4bit)."""
+
+
+def quantize_nf4(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """Every linear layer that transformers would load in nf4, in nf4. The model's weights may be fake.
+
+    precision: of the arithmetic, fp16 or bf16.
+    """
+    quantizer = Bnb4BitHfQuantizer(nf4_config(precision), pre_quantized=False)
+    kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001
+    biases = {
+        name: module.bias.detach()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.bias is not None
+    }
+    with _disable_current_modes():
+        replace_with_bnb_linear(model, kept, quantizer.quantization_config)
+    for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            _fill(module, biases.get(name))
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def _fill(module: bnb.nn.Linear4bit, bias: torch.Tensor | None) -> None:
+    rows, columns = module.out_features, module.in_features
+    blocks = -(-rows * columns // 64)
+    state = bnb.functional.QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8),
+        shape=torch.Size((rows, columns)),
+        code=torch.empty(16),
+        blocksize=64,
+        quant_type="nf4",
+        dtype=module.compute_dtype,
+        offset=torch.empty(()),
+        state2=bnb.functional.QuantState(
+            absmax=torch.empty(-(-blocks // ABSMAX_GROUP)),
+            code=torch.empty(256),
+            blocksize=ABSMAX_GROUP,
+            dtype=torch.float32,
+        ),
+    )
+    weight = nn.Parameter(torch.empty(rows * columns // 2, 1, dtype=torch.uint8), requires_grad=False)
+    # What bitsandbytes and PEFT read of a Params4bit.
+    for name, value in (
+        *(("quant_state", state), ("bnb_quantized", True), ("compress_statistics", True), ("quant_type", "nf4")),
+        *(("blocksize", 64), ("quant_storage", torch.uint8), ("module", module)),
+    ):
+        setattr(weight, name, value)
+    module.weight = weight
+    module.quant_state = state
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What is kept beside the packed weights: their scales and tables."""
+    states = [module.quant_state for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    return [
+        tensor
+        for state in states
+        for tensor in (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+    ]

@@ -1,0 +1,222 @@
+"""Watches a training step's tensors come and go: a real step, or one without weights or a GPU.
+
+Without weights, floating-point tensors are fake: they have a shape, a type and a lifetime, and no contents
+(torch._subclasses.fake_tensor). Small tensors of whole numbers stay real, since models compute shapes from them, as
+Qwen2-VL does from its pictures' grids.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stages.kit.memory.cuda import hidden_bytes
+from stages.kit.memory.prediction import Budget, Phase
+from stages.kit.memory.recording import Recording, Storage
+
+aten = torch.ops.aten
+
+_GROUPED_MM = aten._grouped_mm.default  # noqa: SLF001
+
+REAL_LIMIT = 1 << 22
+"""Elements up to which a tensor of whole numbers has contents."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records every storage that is allocated while it is entered.
+
+    fake: floating-point tensors get no contents. cuda: as CUDA would do it: sizes rounded, and what its kernels take
+    for themselves added.
+    """
+
+    def __init__(self, *, fake: bool, cuda: bool, vocab_size: int) -> None:
+        super().__init__()
+        self.recording = Recording(rounded=cuda)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+        self._cuda = cuda
+        self._vocab_size = vocab_size
+        self._phase: Phase = "load"
+        self._clock = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
+
+    def begin(self, phase: Phase) -> None:
+        self._phase = phase
+        self.recording.phases.append((self._tick(), phase))
+
+    def label(self, tensors: Iterable[torch.Tensor | None], budget: Budget) -> None:
+        """Say what these tensors are; those that are not yet known are recorded."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._record(tensor)
+                self._alive[_key(tensor)][1].budget = budget
+
+    def finish(self) -> Recording:
+        """The recording, without what died while loading: real weights come one by one, not through initialization."""
+        start = next((tick for tick, phase in self.recording.phases if phase != "load"), 0)
+        self.recording.storages = [
+            storage for storage in self.recording.storages if storage.died is None or storage.died >= start
+        ]
+        self._alive.clear()
+        return self.recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if any_fake and (answer := _made_up(func, args)) is not None:
+            return answer
+        if self._cuda:
+            self._record_hidden(hidden_bytes(func, args))
+        if any_fake and func is aten.index.Tensor:
+            args = (args[0], _positions(args[1]), *args[2:])
+        if self.fake_mode is not None and (any_fake or not _stays_real(func, args, kwargs, tensors)):
+            with self.fake_mode:
+                output = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+            if func is aten.topk.default and args[0].dim() == 2:
+                output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
+        else:
+            output = func(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self._record(leaf)
+        return output
+
+    def _record(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in self._alive:
+            return
+        storage = Storage(
+            size_bytes=tensor.untyped_storage().nbytes(),
+            phase=self._phase,
+            budget=self._budget(tensor),
+            born=self._tick(),
+        )
+        self.recording.storages.append(storage)
+
+        def died(_: Any) -> None:
+            storage.died = self._tick()
+            self._alive.pop(key, None)
+
+        self._alive[key] = (weakref.ref(tensor.untyped_storage(), died), storage)
+
+    def _record_hidden(self, size_bytes: int) -> None:
+        if size_bytes:
+            born, died = self._tick(), self._tick()
+            storage = Storage(size_bytes=size_bytes, phase=self._phase, budget="temporaries", born=born, died=died)
+            self.recording.storages.append(storage)
+
+    def _budget(self, tensor: torch.Tensor) -> Budget:
+        if self._phase == "load":
+            return "weights"
+        if self._phase == "step":
+            return "temporaries"
+        if tensor.dim() >= 2 and self._vocab_size in tensor.shape:
+            return "logits"
+        # Gradients are computed with gradients off; what is computed with them on is a checkpointed layer once more.
+        return "activations" if self._phase == "forward" or torch.is_grad_enabled() else "temporaries"
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+@contextmanager
+def room_for_fakes() -> Iterator[None]:
+    """Lets modules and optimizers treat fake tensors as they treat real ones.
+
+    `Module.to` puts a new parameter in the place of the old, as a fake one cannot take another's contents. Optimizers
+    and clipping take them many at once.
+    """
+    apply = nn.Module._apply  # noqa: SLF001
+    lists = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)  # noqa: SLF001
+    for types in lists:
+        types.append(FakeTensor)
+    nn.Module._apply = _apply_by_replacing  # type: ignore[method-assign, assignment]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]  # noqa: SLF001
+        for types in lists:
+            types.remove(FakeTensor)
+
+
+def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    for child in module.children():
+        _apply_by_replacing(child, function)
+    for name, parameter in module.named_parameters(recurse=False):
+        changed = function(parameter.detach())
+        if changed.dtype != parameter.dtype:
+            module.register_parameter(name, nn.Parameter(changed, requires_grad=parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, function(buffer))
+    return module
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
+
+
+def _made_up(func: Any, args: Any) -> Any:
+    """An answer where a program asks a tensor without contents for its value, as clipping and GradScaler do."""
+    if func is aten._local_scalar_dense.default:  # noqa: SLF001
+        dtype = args[0].dtype
+        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+    return True if func is aten.equal.default else None
+
+
+def _even_routing(num_tokens: int, top_k: int, *, num_experts: int) -> torch.Tensor:
+    """Experts for every token, each with as many tokens as the others. (num_tokens, top_k)
+
+    A real router is less even; what it allocates in all is the same.
+    """
+    return (torch.arange(num_tokens * top_k) % num_experts).view(num_tokens, top_k)
+
+
+def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Masks as the positions that they choose, since what has no contents cannot be looked through for them."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+            positions += index.nonzero(as_tuple=True)
+        else:
+            positions.append(index)
+    return positions
+
+
+def _grouped_mm(matrices: torch.Tensor, others: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch says the result's shape for bf16 alone, and computes it in fp32 too."""
+    return _GROUPED_MM(matrices.bfloat16(), others.bfloat16(), *args, **kwargs).to(matrices.dtype)
+
+
+def _broadcast_numel(tensors: list[torch.Tensor]) -> int:
+    """Elements of the result where an operation is elementwise; 0 where the shapes say that it is not."""
+    try:
+        return torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()
+    except RuntimeError:
+        return 0
+
+
+def _stays_real(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether an operation without fake arguments is carried out."""
+    if tensors:
+        return max(_broadcast_numel(tensors), *(tensor.numel() for tensor in tensors), 0) <= REAL_LIMIT
+    name = func.__name__
+    if name.startswith(("arange", "linspace", "randperm", "scalar_tensor")):
+        return True
+    dtype = kwargs.get("dtype")
+    if dtype is None and name.startswith("full"):
+        whole = not isinstance(args[1], float)
+    else:
+        whole = dtype is not None and not dtype.is_floating_point
+    size = args[0] if args else kwargs.get("size", ())
+    return whole and torch.Size(size if isinstance(size, (list, tuple)) else (size,)).numel() <= REAL_LIMIT

@@ -1,0 +1,144 @@
+"""One training step, recorded: the trainer, the recipe and the batch of the real run, with or without weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedConfig
+
+from stages.kit.memory.cuda import cuda_semantics
+from stages.kit.memory.recorder import Recorder, room_for_fakes
+from stages.kit.memory.recording import Recording
+from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.parts import apply_recipe
+from stages.kit.models.processors import Processor
+from stages.kit.params import DeviceParams
+from stages.kit.plan import Plan
+from stages.kit.training.contract import StartContract
+from stages.kit.training.trainer import RecipeTrainer
+
+
+def record_step(
+    plan: Plan,
+    config: PreTrainedConfig,
+    processor: Processor,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    fake: bool = True,
+) -> Recording:
+    """The second optimizer step of a run, when the optimizer's state is there already, as RecipeTrainer does it.
+
+    batch: one micro-batch, as the collator makes it; every micro-batch of the step is this one.
+    fake: without weights, as the plan's device would do it. Else for real, on this CPU.
+    """
+    on_cuda = plan.device.kind == "cuda"
+    assert fake or not on_cuda
+    recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
+    here = _on_this_cpu(plan)
+    with ExitStack() as stack:
+        scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        if on_cuda:
+            stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
+        if fake:
+            stack.enter_context(room_for_fakes())
+        stack.enter_context(recorder)
+        model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
+        if plan.quantization == "nf4":
+            from stages.kit.memory.quantized import quantization_tensors, quantize_nf4
+
+            model = quantize_nf4(model, here.precision)
+            recorder.label(quantization_tensors(model), "weights")
+        model = apply_recipe(model, plan.parts, plan.lora)
+        trainer = RecipeTrainer(
+            here,
+            model=model,
+            processor=processor,
+            collator=lambda _: dict(batch),
+            callbacks=[],
+            scratch_dir=Path(scratch_dir),
+            report_to="none",
+            logging_strategy="no",
+        )
+        trainer.remove_callback(StartContract)
+        for name, parameter in model.named_parameters():
+            recorder.label([parameter], "adapters" if ".lora_" in name else "weights")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([grown.grad], "gradients"))
+        fill_optimizer_state(trainer)
+        recorder.label(batch.values(), "activations")
+        with _phases(trainer, recorder):
+            trainer.train()
+        recording = recorder.finish()
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - the next step may have another precision
+    return recording
+
+
+def _on_this_cpu(plan: Plan) -> Plan:
+    """The plan of one step that this process can take.
+
+    A CPU's autocast and gradient scaling know no fp16: bf16 is as large.
+    """
+    accumulation = min(2, plan.schedule.grad_accumulation)
+    return replace(
+        plan,
+        device=DeviceParams(kind="cpu"),
+        placement="single",
+        precision="bf16" if plan.precision == "fp16" else plan.precision,
+        attn=plan.attn if plan.attn == "eager" else "sdpa",
+        dataloader_workers=0,
+        trainable={},
+        schedule=replace(
+            plan.schedule,
+            num_steps=1,
+            warmup_steps=0,
+            grad_accumulation=accumulation,
+            train_samples=plan.schedule.micro_batch * accumulation,
+        ),
+    )
+
+
+def fill_optimizer_state(trainer: RecipeTrainer) -> None:
+    """Make the optimizer and its state, by a step that changes nothing."""
+    optimizer = trainer.create_optimizer()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _optimizer_state(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
+    for state in trainer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def _phases(trainer: RecipeTrainer, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder where forward, backward and the optimizer's step begin."""
+    compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        recorder.label(_optimizer_state(trainer), "optimizer")  # accelerate may have copied it since it was made
+        recorder.begin("forward")
+        return compute_loss(*args, **kwargs)
+
+    def then_step(*args: Any, **kwargs: Any) -> None:
+        recorder.begin("backward")
+        backward(*args, **kwargs)
+        recorder.begin("step")
+
+    trainer.compute_loss = forward  # type: ignore[method-assign]
+    trainer.accelerator.backward = then_step
+    yield
