@@ -1,6 +1,6 @@
 """Put a base model into data/bases/NAME: a plain Hugging Face folder and where it came from.
 
-Reads   profiles.PROFILE.bases.NAME: `hub:OWNER/NAME@REVISION` or `folder:PATH`
+Reads   profiles.PROFILE.bases.NAME: `hub:OWNER/NAME@REVISION`, `folder:PATH` or `random:GEOMETRY`
 Writes  data/bases/NAME/
 Run     docker/run base vlm
 """
@@ -21,6 +21,9 @@ from stages.kit.publish import published
 
 log = logging.getLogger("stages")
 
+TOKENIZER_DIR = Path("data/tiny/qwen2-vl")
+"""Where a base of random weights takes its tokenizer from."""
+
 
 @click.command(help=__doc__)
 @click.argument("name")
@@ -33,13 +36,19 @@ def main(name: str) -> None:
             cached, commit = fetch_snapshot("model", repo_id, revision, patterns=MODEL_FILES)
             link_model_files(cached, folder)
             source = {"hub": repo_id, "revision": commit}
+        elif kind == "random":
+            # Slow to import, and needed for this source only.
+            from stages.kit.models.random_weights import SEED, build_random_model
+
+            build_random_model(where, folder, tokenizer_dir=TOKENIZER_DIR, seed=SEED)
+            source = {"random": where, "seed": str(SEED)}
         else:
             copy_model_files(Path(where), folder)
             source = {"folder": where}
         check_model_folder(folder)
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
-    log.info("base %s from %s: %.1f MB, content %s", name, where, size / 1e6, short(lineage.digest))
+    log.info("base %s from %s %s: %.1f MB, content %s", name, kind, where, size / 1e6, short(lineage.digest))
 
 
 if __name__ == "__main__":

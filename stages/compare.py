@@ -21,7 +21,7 @@ from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
+from stages.kit.reporting.runs import Run, read_run, refuse_different_samples, refuse_random_beside_trained
 from stages.kit.reporting.tables import Table, csv_text
 from stages.kit.reporting.texts import (
     comparison_markdown,
@@ -79,6 +79,7 @@ def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Pat
     if not evaluated:
         raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
     refuse_different_samples(evaluated)
+    refuse_random_beside_trained(evaluated)
     _refuse_other_profile(params, evaluated)
     continued_by = {name: recipe.base_recipe() for name, recipe in params.recipes.items()}
     return [

@@ -66,7 +66,7 @@ def main(name: str) -> None:
         scoring.write_pictures(records, rows, pictures_dir)
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    write_card(run_dir, cards_dir(Path("data"), subject.task) / name)
+    write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
     log.info("%s: %s", name, scoring.summary(metrics))
 
 
@@ -79,7 +79,8 @@ def certified_model(params: Params, name: str) -> Path:
         folder = Path("data/runs") / name / "merged"
         lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{name}")
         require_certificate(folder.parent / "merge.json", lineage)
-    log.info("evaluating %s, content %s", folder, short(lineage.digest))
+    label = ", random weights" if lineage.of_random_weights() else ""
+    log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Which files of the project a module runs: its imports, and theirs, read from the source without running it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ def import_closure(module: str) -> set[str]:
     """Paths, relative to the repository, of the project's files that importing `module` can lead to.
 
     Imports inside functions count, those under TYPE_CHECKING do not, and empty files are left out. Non-Python files
-    that a module names in a string, next to itself, count too.
+    that a module names in a string, next to itself or in every folder next to itself (`*/NAME`), count too.
     """
     seen: set[str] = set()
     waiting = [module]
@@ -75,5 +76,5 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     for text in texts:
-        if text.endswith((".html", ".css", ".js")) and "/" not in text and (folder / text).is_file():
-            yield folder / text
+        if re.fullmatch(r"(\*/)?[\w.-]+\.(html|css|js|json)", text):
+            yield from folder.glob(text)

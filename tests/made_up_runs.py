@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from stages.kit.lineage import write_lineage
 from stages.kit.params import Params, load_params
 from stages.kit.plan import resolve_plan, write_plan
 
@@ -39,8 +40,12 @@ def write_made_up_run(
     image_ids: Sequence[str] | None = None,
     truth: Sequence[float] = (0.2, 0.2, 0.8, 0.8),
     num_pictures: int = 1,
+    source: dict[str, str] | None = None,
 ) -> Path:
-    """An evaluated run; with `params`, also plan and training record of the recipe of that name."""
+    """An evaluated run; with `params`, also plan and training record of the recipe of that name.
+
+    source: of the lineage.
+    """
     run_dir = runs_dir / name
     (run_dir / "pictures").mkdir(parents=True)
     scores = np.asarray(ious, dtype=np.float64)
@@ -72,6 +77,7 @@ def write_made_up_run(
             _write_picture(run_dir / "pictures" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
+    write_lineage(run_dir, kind="base", name=name, source=source)
     return run_dir
 
 

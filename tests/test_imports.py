@@ -25,6 +25,7 @@ FAST = (
         "containers",
         "data",
         "evaluation/intervals",
+        "models/geometries",
         "reporting",
     ),
     *(f"../tasks/detection/{module}" for module in ("samples", "sources", "scoring", "report")),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,41 @@ def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     assert verified_lineage(Path("data/runs/r1-llm-only/trained"), mend="").name == "r1-llm-only"
     done("merge", "r1-llm-only")
+
+
+@pytest.fixture
+def random_base(tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh workspace whose base is to be of random weights."""
+    raw = small_params(tiny_vlm)
+    raw["profiles"]["tiny"]["bases"]["vlm"] = "random:qwen2-vl-tiny"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    monkeypatch.chdir(tmp_path)
+    write_params(raw)
+    return tmp_path
+
+
+def test_a_base_of_random_weights_goes_all_the_way_and_is_labelled_so(random_base: Path) -> None:
+    done("base", "vlm")
+    done("prepare", "nutrition-tables")
+    done("evaluate", "base-vlm")
+    for stage in ("plan", "train", "merge", "evaluate"):
+        done(stage, "r1-llm-only")
+    done("compare", "detection")
+    assert read_lineage(Path("data/bases/vlm")).source == {"random": "qwen2-vl-tiny", "seed": "0"}
+    for name in ("base-vlm", "r1-llm-only"):
+        assert read_lineage(Path("data/report/detection/runs") / name).of_random_weights()
+        assert f"{name}: random weights" in Path("data/report/detection/table.txt").read_text()
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills_up(name: str, *_: object) -> Iterator[bytes]:
+        yield b"0"
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    monkeypatch.setattr("stages.kit.models.random_weights._pieces", fills_up)
+    assert isinstance(run("base", "vlm").exception, OSError)
+    assert list(Path("data/bases").iterdir()) == []
 
 
 @pytest.mark.parametrize(

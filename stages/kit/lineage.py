@@ -28,13 +28,18 @@ class Lineage:
     digest: str
     """Of the folder's files, lineage.json left out."""
     source: dict[str, str] = field(default_factory=dict)
-    """Where a base came from: {"hub": id, "revision": commit} or {"folder": path}; empty for what was made here."""
+    """Where a base came from: {"hub": id, "revision": commit}, {"folder": path} or, for random weights,
+    {"random": geometry, "seed": number}; empty for what was made here."""
     parents: dict[str, Parent] = field(default_factory=dict)
     """By role: base, trained."""
 
     def root(self) -> Lineage:
         """The base at the end of the chain."""
         return self.parents["base"].lineage.root() if "base" in self.parents else self
+
+    def of_random_weights(self) -> bool:
+        """Whether it descends, at any depth, from random weights."""
+        return "random" in self.source or any(parent.lineage.of_random_weights() for parent in self.parents.values())
 
 
 @dataclass(frozen=True, kw_only=True)

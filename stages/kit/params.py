@@ -95,8 +95,9 @@ class EvaluationParams:
 class ProfileParams:
     description: str
     device: DeviceParams
-    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+)$")]]
-    """Base models by name: `folder:PATH` or `hub:OWNER/NAME@REVISION`."""
+    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|random:.+)$")]]
+    """Base models by name: `folder:PATH`, `hub:OWNER/NAME@REVISION`, or `random:GEOMETRY`, a folder's name in
+    stages/kit/models/geometries, for random weights."""
     datasets: dict[Name, DatasetParams]
     images: ImageParams | None = None
     memory: MemoryParams

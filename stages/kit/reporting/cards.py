@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from stages.kit.lineage import LINEAGE_FILE
 from stages.kit.publish import published
 
 CARD_FILES = (
@@ -25,9 +26,10 @@ def cards_dir(data_dir: Path, task: str) -> Path:
     return data_dir / "report" / task / "runs"
 
 
-def write_card(run_dir: Path, card_dir: Path) -> None:
-    """Copy what a report needs of a run, in the run folder's own layout."""
+def write_card(run_dir: Path, card_dir: Path, *, model_dir: Path) -> None:
+    """Copy what a report needs of a run, in the run folder's own layout, and the lineage of the model evaluated."""
     with published(card_dir) as folder:
+        shutil.copyfile(model_dir / LINEAGE_FILE, folder / LINEAGE_FILE)
         for name in CARD_FILES:
             source, target = run_dir / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,8 @@ class Contender:
     def note(self) -> str:
         if self.run is None:
             return f"not run: dvc repro {self.stage}"
-        return f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
+        stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
+        return ", ".join(filter(None, ["random weights" if self.run.random_weights else "", stages]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +177,12 @@ def score_contender(
 def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     """Rank, and answer every question that the runs at hand can answer.
 
-    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`).
+    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`), and all or
+    none of random weights (`runs.refuse_random_beside_trained`).
     """
     evaluated = [contender for contender in contenders if contender.run]
     assert evaluated, "nothing to compare"
+    assert len({_run(contender).random_weights for contender in evaluated}) == 1, "random weights beside trained ones"
     best = max(evaluated, key=_value)
     return Comparison(
         report=report,
@@ -219,6 +222,8 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
         headline = f"{best.name} scores highest, {score}, but {_too_few(against[undecided[0]].samples)}"
     else:
         headline = f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
+    if _run(best).random_weights:
+        headline = f"On random weights, {headline}"
     return Answer(
         headline=_sentence(headline),
         enough=bool(rivals) and not undecided,

@@ -1,4 +1,4 @@
-"""What a run folder holds for a report: metrics, predictions, plan, training record, loss curve, pictures."""
+"""What a run folder holds for a report: metrics, predictions, lineage, plan, training record, loss curve, pictures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
+from stages.kit.lineage import read_lineage
 from stages.kit.plan import Plan, read_plan
 
 PICTURE_KINDS = ("best", "worst", "random")
@@ -38,6 +39,8 @@ class Run:
     name: str
     stage: str
     """The pipeline stage that evaluates it."""
+    random_weights: bool
+    """Whether the model descends from random weights, so that its scores say nothing."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
     """What each sample is, its id and its truth, in order: equal for runs that may be compared."""
@@ -75,6 +78,7 @@ def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], 
     return Run(
         name=name,
         stage=stage,
+        random_weights=read_lineage(run_dir).of_random_weights(),
         metrics=_read_json(metrics_path, stage),
         samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
@@ -104,6 +108,17 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
         + f"\n{_first_difference(first[0], second[0])}; evaluate them on the same data with: dvc repro "
         + " ".join(run.stage for run in runs)
     )
+
+
+def refuse_random_beside_trained(runs: Sequence[Run]) -> None:
+    """Raise UserError where some runs descend from random weights and others do not."""
+    random, trained = ([run.name for run in runs if run.random_weights is of_random] for of_random in (True, False))
+    if random and trained:
+        raise UserError(
+            f"{', '.join(random)}: random weights, whose scores say nothing beside those of trained ones: "
+            f"{', '.join(trained)}; leave either out of params.yaml, or evaluate all on one base with: dvc repro "
+            + " ".join(run.stage for run in runs)
+        )
 
 
 def _first_difference(one: Run, other: Run) -> str:

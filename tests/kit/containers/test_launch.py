@@ -180,6 +180,7 @@ def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -
     assert source_dir("folder:data/tiny/../photos") == ROOT / "data/photos"
     assert source_dir("folder:/photos") == Path("/photos")
     assert source_dir("generated") is None
+    assert source_dir("random:qwen2-vl-7b") is None
 
 
 def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:

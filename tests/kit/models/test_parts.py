@@ -22,8 +22,8 @@ PARAMS = load_params(ROOT / "params.yaml")
 LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GEOMETRIES = {
     "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
-    "Qwen/Qwen2-VL-2B-Instruct": "tests/geometries/qwen2-vl-2b",
-    "Qwen/Qwen2-VL-7B-Instruct": "tests/geometries/qwen2-vl-7b",
+    "Qwen/Qwen2-VL-2B-Instruct": "stages/kit/models/geometries/qwen2-vl-2b",
+    "Qwen/Qwen2-VL-7B-Instruct": "stages/kit/models/geometries/qwen2-vl-7b",
 }
 """Where the real configuration of each base lies in the repository."""
 
@@ -41,12 +41,6 @@ def counts(recipe: str, base: str) -> TrainableCounts:
 def bases_of(params: Params) -> set[str]:
     sources = {source for profile in params.profiles.values() for source in profile.bases.values()}
     return {source.partition(":")[2].partition("@")[0] for source in sources}
-
-
-def test_the_real_geometries_are_complete() -> None:
-    """Sizes as published: 2.21 and 8.29 billion, a vision tower of 0.67."""
-    assert count_trainable(meta("Qwen/Qwen2-VL-2B-Instruct")).all == 2_208_985_600
-    assert count_trainable(meta("Qwen/Qwen2-VL-7B-Instruct")).all == 8_291_375_616
 
 
 @pytest.mark.parametrize("base", sorted(bases_of(PARAMS)))

@@ -1,0 +1,40 @@
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from stages.kit.errors import UserError
+from stages.kit.models.geometries import GEOMETRIES_DIR, geometry_config_path, geometry_names
+from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.parts import count_trainable
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("qwen2-vl-2b", 2_208_985_600),
+        ("qwen2-vl-7b", 8_291_375_616),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+    ],
+)
+def test_the_real_geometries_are_complete(name: str, weights: int) -> None:
+    """Sizes as published."""
+    warnings.simplefilter("ignore", FutureWarning)
+    assert count_trainable(meta_model(load_config(geometry_config_path(name).parent))).all == weights
+
+
+def test_an_unknown_geometry_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"no geometry is called 'qwen2-vl-7' \(did you mean 'qwen2-vl-7b'\?\); there"):
+        geometry_config_path("qwen2-vl-7")
+    with pytest.raises(UserError, match=r"no geometry is called '\.\./geometries/qwen2-vl-7b'"):
+        geometry_config_path("../geometries/qwen2-vl-7b")
+
+
+def test_every_geometry_is_part_of_the_package() -> None:
+    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {path for pattern in package_data["stages.kit.models.geometries"] for path in GEOMETRIES_DIR.glob(pattern)}
+    assert packed == set(GEOMETRIES_DIR.rglob("*.json")) == {geometry_config_path(name) for name in geometry_names()}
