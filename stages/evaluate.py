@@ -5,6 +5,8 @@ Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all
         data/report/TASK/runs/RECIPE/
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
+
+Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt with half the batch.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from pathlib import Path
 import click
 
 from stages.kit.data.tables import write_rows
+from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.ladder import lowered_batch_size
+from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import require_certificate
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
@@ -33,12 +38,17 @@ log = logging.getLogger("stages")
 
 @click.command(help=__doc__)
 @click.argument("name")
-def main(name: str) -> None:
+@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Times to halve the batch.  [default: 0]")
+@recognised_out_of_memory()
+def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
     model_dir = certified_model(params, name)
     profile, settings = params.active, params.active.evaluation
+    batch_size = lowered_batch_size(settings.batch_size, attempt)
+    if batch_size is None:
+        raise UserError(f"a batch of {settings.batch_size} cannot be halved {attempt} times")
     device = profile.device.one()
     see_only(device)
 
@@ -53,13 +63,13 @@ def main(name: str) -> None:
         processor,
         lambda index: samples.conversation(records[index], answered=False),
         len(records),
-        batch_size=settings.batch_size,
+        batch_size=batch_size,
         max_new_tokens=settings.max_new_tokens,
     )
     seconds = time.monotonic() - started
 
     metrics, rows = scoring.score(records, answers)
-    metrics["samples_per_second"] = round(len(records) / seconds, 3)
+    metrics |= {"samples_per_second": round(len(records) / seconds, 3), "batch_size": batch_size, "attempt": attempt}
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     with published(run_dir / "pictures") as pictures_dir:

@@ -1,6 +1,7 @@
 """Merge what was trained into its base, and certify the result by reloading it from disk.
 
-Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names
+Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names;
+        data/runs/RECIPE/training/training.json
 Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json
         data/runs/RECIPE/merge.json  the certificate
 Run     docker/run merge r1-llm-only
@@ -32,6 +33,7 @@ from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
+from stages.kit.training.record import read_record
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -80,7 +82,7 @@ def main(recipe: str) -> None:
             unchanged_modules=sorted(expected - changed),
             processor_parity=same_inputs(load_processor(merged_dir, None), processor, probes),
             precision=plan.precision,
-            trained_quantization=plan.quantization,
+            trained_quantization=read_record(run_dir / "training/training.json").quantization,
         )
         if problems := certificate.problems():
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")

@@ -4,12 +4,15 @@ Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
         data/runs/RECIPE/training/  training.json (totals), and curves in DVCLive's form
 Run     docker/run train r1-llm-only
+
+Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,11 +20,15 @@ from functools import partial
 from pathlib import Path
 
 import click
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 
-from stages.kit.errors import UserError
+from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.ladder import lowered, settings
+from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
@@ -41,10 +48,18 @@ log = logging.getLogger("stages")
 
 @click.command(help=__doc__)
 @click.argument("recipe")
-def main(recipe: str) -> None:
-    plan = read_plan(recipe)
-    start_one_process_a_device(plan)
+@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Rungs of the ladder to take.  [default: 0]")
+@recognised_out_of_memory()
+def main(recipe: str, attempt: int) -> None:
+    plan = lowered(read_plan(recipe), attempt)
+    if plan is None:
+        raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
+    if plan.placement == "ddp" and "LOCAL_RANK" not in os.environ:
+        run_one_process_a_device(plan, attempt)
+        return
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
+    if attempt:
+        log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
     see_only(plan.device)
     seed_everything(plan.seed)
     base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
@@ -98,7 +113,7 @@ def main(recipe: str) -> None:
         if result.global_step != plan.schedule.num_steps:
             raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
         record = TrainingRecord.of(
-            plan, trainer.state, seconds=time.monotonic() - started, peak=peak_memory(plan.device)
+            plan, trainer.state, attempt=attempt, seconds=time.monotonic() - started, peak=peak_memory(plan.device)
         )
         if is_first_process():
             save_trained(trainer.accelerator.unwrap_model(trainer.model), trained_dir, base_dir=plan.base_dir)
@@ -109,12 +124,21 @@ def main(recipe: str) -> None:
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 
 
-def start_one_process_a_device(plan: Plan) -> None:
-    """Under placement ddp, become torchrun with one worker a device; the workers come back here with their rank."""
-    if plan.placement != "ddp" or "LOCAL_RANK" in os.environ:
-        return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.device.count}"]
-    os.execv(sys.executable, [*launcher, "-m", "stages.train", plan.recipe])
+def run_one_process_a_device(plan: Plan, attempt: int) -> None:
+    """Placement ddp: run torchrun with one worker a device; the workers come back to `main` with their rank.
+
+    Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does.
+    """
+    worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
+    try:
+        torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "-m", *worker])
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if OUT_OF_MEMORY in codes:
+            raise OutOfMemory("a process of the training ran out of memory") from None
+        if -signal.SIGKILL in codes:
+            sys.exit(128 + signal.SIGKILL)
+        raise
 
 
 def is_first_process() -> bool:

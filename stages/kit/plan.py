@@ -51,6 +51,8 @@ class Plan:
     placement: Literal["single", "ddp", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
+    may_quantize: bool
+    """Whether the recipe asks for nf4, the profile has switched it off, and the device could: memory/ladder.py."""
     attn: str
     gradient_checkpointing: bool
     optimizer: str
@@ -85,6 +87,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         placement=memory.placement,
         precision=memory.precision,
         quantization=quantization,
+        may_quantize=recipe.quantization != quantization and profile.device.kind == "cuda",
         attn=memory.attn,
         gradient_checkpointing=memory.gradient_checkpointing,
         optimizer=memory.optimizer,

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.kit.params import load_params
+from stages.kit.plan import resolve_plan, write_plan
 from tests.smoke.conftest import ENGINE, SECRETS, client, containers, environment, wait_until
 
 pytestmark = pytest.mark.engine
@@ -178,6 +180,17 @@ def test_links_into_a_cache_resolve_and_the_cache_stays_as_it_is(playground: Pat
     assert "Read-only file system" in written.stderr
 
 
+# Its first attempt takes memory without end.
+GREEDY = """
+import sys, time
+
+print("ready", *sys.argv[1:], flush=True)
+if "--attempt" not in sys.argv:
+    time.sleep(5)
+    taken = [bytearray(b"x" * 2**24) for _ in range(2**12)]
+"""
+
+
 class Running:
     """A launcher whose stage waits."""
 
@@ -199,10 +212,10 @@ Start = Callable[..., Running]
 @pytest.fixture
 def start(playground: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts a waiting stage by some command, in a session of its own, and waits until it runs."""
-    (playground / "stages/train.py").write_text(WAITING)
     started = []
 
-    def start(*command: str, terminal: int | None = None, **more: str) -> Running:
+    def start(*command: str, stage: str = WAITING, terminal: int | None = None, **more: str) -> Running:
+        (playground / "stages/train.py").write_text(stage)
         log_path = tmp_path / "log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -347,3 +360,19 @@ def test_on_a_terminal_a_stage_has_one_too(playground: Path) -> None:
         process.wait()
     os.close(main)
     assert b"terminals True True" in said
+
+
+def test_a_stage_that_the_kernel_kills_for_want_of_memory_starts_anew(start: Start, playground: Path) -> None:
+    plan_path = playground / "data/runs/r1-llm-only/plan.yaml"
+    before = plan_path.read_text()
+    write_plan(resolve_plan(load_params(playground / "params.yaml"), "r1-llm-only", train_samples=16), plan_path)
+    try:
+        running = start(*COMMAND, stage=GREEDY)
+        (container,) = containers(playground)
+        client("update", "--memory", "256m", "--memory-swap", "256m", container)
+        assert running.process.wait() == 0, running.log()
+    finally:
+        plan_path.write_text(before)
+    assert "ready r1-llm-only --attempt 1" in running.log()
+    assert "train r1-llm-only ran out of memory; it starts anew with micro_batch 4 -> 2" in running.log()
+    assert nothing_runs(playground)

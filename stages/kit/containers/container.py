@@ -106,17 +106,17 @@ class ContainerEngine:
             *(self._options_of_podman(stage_run) if self.client.is_podman else self._options_of_docker(stage_run)),
             *_environment_options(stage_run, terminal=terminal),
             *mount_options,
-            *(self.image_id, "python", "-m", "stages.kit.containers.inside", stage_run.stage, *stage_run.args),
+            *(self.image_id, "python", "-m", "stages.kit.containers.inside", *stage_run.command),
         ]
-        with forwarded_signals() as forward_to:
+        with forwarded_signals() as signals:
             # Of its own process group: a Ctrl-C then reaches the stage once, from here.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
             container = _Container(client=self.client, name=name, process=process, ready_path=outputs.ready_path)
-            forward_to(container)
+            signals.forward_to(container)
             code = process.wait()
             if code != 0:
                 container.outlive_client()
-        return code if code >= 0 else 128 - code
+        return signals.code_of_stage(code) if code >= 0 else 128 - code
 
     def _options_of_docker(self, stage_run: StageRun) -> list[str]:
         # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.

@@ -12,7 +12,9 @@ import threading
 import time
 from pathlib import Path
 
+from stages.kit.containers.oom_kills import OF_THIS_CONTAINER, oom_kills
 from stages.kit.containers.process import forwarded_signals, run_stage
+from stages.kit.errors import OUT_OF_MEMORY
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
@@ -25,11 +27,14 @@ GRACE_S = 120
 
 
 def main() -> None:
-    stage, *args = sys.argv[1:]
-    with forwarded_signals() as forward_to:
+    killed_before = oom_kills(OF_THIS_CONTAINER)
+    with forwarded_signals() as signals:
         READY.write_text("ready")
         threading.Thread(target=end_with_launcher, daemon=True).start()
-        code = run_stage(stage, args, Path.cwd(), os.environ, forward_to)
+        code = run_stage(sys.argv[1:], Path.cwd(), os.environ, signals)
+    # Whatever the kernel killed in here was the stage, or worked for it and made it fail.
+    if code != 0 and oom_kills(OF_THIS_CONTAINER) > killed_before:
+        code = OUT_OF_MEMORY
     sys.exit(code)
 
 

@@ -1,23 +1,27 @@
 """Starts one stage in a fresh container or process: what `docker/run STAGE [ARGS]` ends in.
 
 Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
-of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). Imports nothing heavy:
-it is on the way of every stage.
+of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). A stage that ran out
+of memory is started anew, one rung of its ladder further down; any other failure is final. Imports nothing heavy: it is
+on the way of every stage.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from stages.kit.containers.engines import DEFAULT_ENGINE, choose_engine
+from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.stage_run import STAGES, StageRun
-from stages.kit.errors import UserError
+from stages.kit.errors import OUT_OF_MEMORY, UserError
+from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.params import DeviceParams, Params, load_params
+from stages.kit.plan import read_plan
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 
@@ -61,8 +65,46 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             caller=os.environ,
             terminal=sys.stderr.isatty(),
         )
-        code = engine.run(stage_run)
+        code = run_down_the_ladder(engine, stage_run, params)
     sys.exit(code)
+
+
+def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> int:
+    """Run the stage, and again with the next rung's settings each time it runs out of memory; returns its exit code.
+
+    Raises UserError where it ran out of memory with nothing left to give up.
+    """
+    code = engine.run(stage_run)
+    if code != OUT_OF_MEMORY:
+        return code
+    what = " ".join((stage_run.stage, *stage_run.args))
+    changes = ladder(stage_run, params)
+    for attempt, change in enumerate(changes, start=1):
+        say(f"{what} ran out of memory; it starts anew with {change}")
+        code = engine.run(replace(stage_run, attempt=attempt))
+        if code != OUT_OF_MEMORY:
+            return code
+    raise out_of_rungs(what, changes)
+
+
+def ladder(stage_run: StageRun, params: Params) -> list[str]:
+    """What each further attempt at a stage changes; nothing where it has nothing to give up."""
+    name = stage_run.args[0] if stage_run.args else ""
+    if stage_run.stage == "train":
+        return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
+    return batch_size_changes(params.active.evaluation.batch_size) if stage_run.stage == "evaluate" else []
+
+
+def out_of_rungs(what: str, changes: Sequence[str]) -> UserError:
+    """The last word. It is here that a table of what the memory went to belongs."""
+    if not changes:
+        return UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
+    tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
+    return UserError(
+        f"{what} ran out of memory with everything given up that its result allows. It tried, one after the other:\n"
+        f"{tried}\nWhat is left is yours to choose: a profile with more memory, fewer images.max_pixels, or a smaller "
+        f"base"
+    )
 
 
 def say(line: str) -> None:

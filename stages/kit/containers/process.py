@@ -5,15 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from stages.kit.containers.environment import stage_environment
+from stages.kit.containers.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.containers.parent_death import end_with_parent
 from stages.kit.containers.stage_run import StageRun
+from stages.kit.errors import OUT_OF_MEMORY
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,7 +30,34 @@ class Receiver(Protocol):
     def send_signal(self, number: int, /) -> None: ...
 
 
-ForwardTo: TypeAlias = Callable[[Receiver], None]
+class ForwardedSignals:
+    """What was asked of the launcher while a stage ran, and who is told."""
+
+    def __init__(self) -> None:
+        self.wishes: list[int] = []
+        self._receiver: Receiver | None = None
+        self._early: list[int] = []
+        self._last = -SAME_WISH_S
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - self._last < SAME_WISH_S:
+            return
+        self._last = time.monotonic()
+        self.wishes.append(number)
+        if self._receiver is None:
+            self._early.append(number)
+        else:
+            self._receiver.send_signal(number)
+
+    def forward_to(self, receiver: Receiver) -> None:
+        """What arrived before is kept for it."""
+        self._receiver = receiver
+        for number in self._early:
+            receiver.send_signal(number)
+
+    def code_of_stage(self, code: int) -> int:
+        """The stage's exit code, but never one that would have it started anew after somebody asked it to end."""
+        return 128 + self.wishes[-1] if self.wishes and code == OUT_OF_MEMORY else code
 
 
 class ProcessEngine:
@@ -40,21 +69,29 @@ class ProcessEngine:
         """Run the stage to its end and return its exit code, 128 + n where signal n ended it.
 
         SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started and left
-        behind is killed.
+        behind is killed. One that the kernel killed for want of memory ran out of memory.
         """
         environment = stage_environment(
             stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
         )
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
-        with forwarded_signals() as forward_to:
-            return run_stage(stage_run.stage, stage_run.args, stage_run.workspace_dir, environment, forward_to)
+        killed_before = oom_kills(OF_THE_MACHINE)
+        with forwarded_signals() as signals:
+            code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
+        if code == 128 + signal.SIGKILL and oom_kills(OF_THE_MACHINE) > killed_before:
+            code = OUT_OF_MEMORY
+        return signals.code_of_stage(code)
 
 
 def run_stage(
-    stage: str, args: Sequence[str], working_dir: Path, environment: Mapping[str, str], forward_to: ForwardTo
+    command: Sequence[str], working_dir: Path, environment: Mapping[str, str], signals: ForwardedSignals
 ) -> int:
-    """Run a stage with this interpreter, kill what it leaves behind, return its exit code: 128 + n after signal n."""
+    """Run a stage with this interpreter, kill what it leaves behind, return its exit code: 128 + n after signal n.
+
+    command: its name, and what it is called with.
+    """
+    stage, *args = command
     # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from
     # the terminal while it is already saving its work.
     child = subprocess.Popen(
@@ -65,7 +102,7 @@ def run_stage(
         process_group=0,
         preexec_fn=end_with_parent(),
     )
-    forward_to(child)
+    signals.forward_to(child)
     code = child.wait()
     # PermissionError: what macOS says of a group of which only zombies are left.
     with suppress(ProcessLookupError, PermissionError):
@@ -74,34 +111,16 @@ def run_stage(
 
 
 @contextmanager
-def forwarded_signals() -> Iterator[ForwardTo]:
-    """Take the signals that would end the launcher; yields the function that names who gets them.
+def forwarded_signals() -> Iterator[ForwardedSignals]:
+    """Take the signals that would end the launcher, for who runs the stage.
 
-    What arrives before that is kept for it. SIGHUP stays ignored where the caller, nohup, ignores it.
+    SIGHUP stays ignored where the caller, nohup, ignores it.
     """
-    receivers: list[Receiver] = []
-    early: list[int] = []
-    last = -SAME_WISH_S
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        if time.monotonic() - last < SAME_WISH_S:
-            return
-        last = time.monotonic()
-        if receivers:
-            receivers[0].send_signal(number)
-        else:
-            early.append(number)
-
-    def forward_to(receiver: Receiver) -> None:
-        receivers.append(receiver)
-        for number in early:
-            receiver.send_signal(number)
-
+    signals = ForwardedSignals()
     taken = [number for number in FORWARDED if not _is_ignored_by_nohup(number)]
-    before = {number: signal.signal(number, on_signal) for number in taken}
+    before = {number: signal.signal(number, signals.on_signal) for number in taken}
     try:
-        yield forward_to
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -29,6 +29,13 @@ class StageRun:
     """The environment of whoever calls, of which the stage gets the parts that environment.py names."""
     terminal: bool
     """Whether a person watches the stage's output on one."""
+    attempt: int = 0
+    """How often it ran out of memory so far; tells the stage how much to give up."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The stage's name and all that it is called with."""
+        return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
 
     @property
     def network(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -59,18 +60,22 @@ class ConversationCollator:
             labels[row, :length][counted] = ids[counted]
         return {**batch, "labels": labels}
 
-    def check_lengths(self) -> int:
-        """The length of the longest sample in tokens, without making its pictures' pixels.
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The length of each sample in tokens, without making its pictures' pixels.
 
         Raises UserError naming the first sample that is longer than max_length: now, not hours into the training.
         """
-        longest = 0
+        lengths = []
         for record in self.records:
             conversation = self.converse(record)
-            length = count_tokens(self.processor, conversation)
-            self._refuse_too_long(conversation, length)
-            longest = max(longest, length)
-        return longest
+            lengths.append(count_tokens(self.processor, conversation))
+            self._refuse_too_long(conversation, lengths[-1])
+        return lengths
+
+    def check_lengths(self) -> int:
+        """The length of the longest sample; raises as `lengths` does."""
+        return max(self.lengths, default=0)
 
     def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
         if length > self.max_length:

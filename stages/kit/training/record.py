@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerState
 
+from stages.kit.errors import UserError
 from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.publish import publish_text
@@ -27,6 +28,13 @@ class PeakMemory:
 class TrainingRecord:
     recipe: str
     profile: str
+    attempt: int
+    """How many rungs of the ladder were taken for want of memory: 0 is as planned. The settings are those used."""
+    micro_batch: int
+    grad_accumulation: int
+    gradient_checkpointing: bool
+    optimizer: str
+    quantization: str
     num_steps: int
     epochs: float
     train_loss: float
@@ -40,13 +48,20 @@ class TrainingRecord:
     trainable: dict[str, int]
 
     @classmethod
-    def of(cls, plan: Plan, state: TrainerState, *, seconds: float, peak: PeakMemory) -> TrainingRecord:
+    def of(cls, plan: Plan, state: TrainerState, *, attempt: int, seconds: float, peak: PeakMemory) -> TrainingRecord:
+        """plan: as it was used, after `attempt` rungs."""
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         means = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
         samples = plan.schedule.num_steps * plan.schedule.train_samples / plan.schedule.steps_per_epoch
         return cls(
             recipe=plan.recipe,
             profile=plan.profile,
+            attempt=attempt,
+            micro_batch=plan.schedule.micro_batch,
+            grad_accumulation=plan.schedule.grad_accumulation,
+            gradient_checkpointing=plan.gradient_checkpointing,
+            optimizer=plan.optimizer,
+            quantization=plan.quantization,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
             train_loss=means[-1],
@@ -67,6 +82,17 @@ class TrainingRecord:
 
 def write_record(record: TrainingRecord, path: Path) -> None:
     publish_text(json.dumps(asdict(record), indent=2) + "\n", path)
+
+
+def read_record(path: Path) -> TrainingRecord:
+    """Raises UserError where it is missing or damaged."""
+    try:
+        return TrainingRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        recipe = path.parent.parent.name
+        raise UserError(
+            f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s train@{recipe}"
+        ) from None
 
 
 def peak_memory(device: DeviceParams) -> PeakMemory:

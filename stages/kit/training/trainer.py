@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, and the start contract."""
+"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, and a rehearsal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stages.kit.models.processors import Processor
 from stages.kit.params import Part
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract, check_start
+from stages.kit.training.rehearsal import Rehearsal
 
 
 class RecipeTrainer(SFTTrainer):
@@ -45,7 +46,7 @@ class RecipeTrainer(SFTTrainer):
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
             data_collator=collator,
-            callbacks=[StartContract(plan), *callbacks],
+            callbacks=[StartContract(plan), Rehearsal(self), *callbacks],
         )
         self.remove_callback(PrinterCallback)
         for parameter in self.model.parameters():

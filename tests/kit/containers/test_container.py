@@ -72,10 +72,11 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def workspace(tmp_path: Path) -> Path:
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker")
-    shutil.copytree(ROOT / "stages/kit/containers", workspace / "stages/kit/containers")
+    for folder in ("containers", "memory"):
+        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params")),
+        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
     ):
         shutil.copy(ROOT / path, workspace / path)
     return workspace
@@ -129,6 +130,12 @@ def test_it_is_the_image_itself_that_runs_and_not_what_later_bears_its_name(clie
         "plan",
         "r1-llm-only",
     ]
+
+
+def test_a_further_attempt_is_told_to_the_stage_alone(clients: Path, workspace: Path) -> None:
+    """dvc.yaml has the stage without it."""
+    call = the_run(clients, workspace, attempt=2)
+    assert call[-4:] == ["plan", "r1-llm-only", "--attempt", "2"]
 
 
 def test_the_network_is_for_what_comes_from_the_hub(clients: Path, workspace: Path, tmp_path: Path) -> None:

@@ -8,10 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from stages.kit.containers import process
+from stages.kit.containers.oom_kills import oom_kills
+from stages.kit.containers.process import ProcessEngine
+from stages.kit.containers.stage_run import StageRun
+from stages.kit.errors import OUT_OF_MEMORY
+from stages.kit.params import load_params
+from stages.kit.plan import resolve_plan, write_plan
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +55,16 @@ if what == "wait":
     time.sleep(600)
 """
 
+# Runs out of memory until its attempt is as high as the file `fits` says.
+GREEDY_STAGE = """
+import os, sys
+
+attempt = int(sys.argv[3]) if "--attempt" in sys.argv else 0
+with open("notes", "a") as notes:
+    print(os.getpid(), *sys.argv[1:], file=notes)
+sys.exit(79 if attempt < int(open("fits").read()) else 0)
+"""
+
 WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 CALLER = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"}
@@ -57,11 +77,12 @@ def workspace(tmp_path: Path) -> Path:
     """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    shutil.copytree(ROOT / "stages/kit/containers", workspace / "stages/kit/containers")
+    for folder in ("containers", "memory"):
+        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "params.yaml",
         "stages/__init__.py",
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params")),
+        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
     ):
         shutil.copy(ROOT / path, workspace / path)
     (workspace / "stages/train.py").write_text(STAGE)
@@ -240,3 +261,103 @@ def test_a_git_worktree_uses_the_environment_of_its_checkout(start: Start, works
     (checkout / ".venv").symlink_to(sys.prefix)
     assert start("train", "tell", VIRTUAL_ENV="").wait() == 0
     assert notes(workspace)[1] == str(checkout / ".venv/bin/python")
+
+
+@pytest.fixture
+def greedy(workspace: Path) -> Path:
+    """The workspace, with a plan for r1 of micro-batch 4 and accumulation 4, and a stage that wants less than that."""
+    params = load_params(workspace / "params.yaml")
+    memory = replace(params.active.memory, micro_batch=4)
+    params = replace(params, profiles={"tiny": replace(params.active, memory=memory)})
+    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
+    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    for stage in ("train", "evaluate", "merge"):
+        (workspace / f"stages/{stage}.py").write_text(GREEDY_STAGE)
+    return workspace
+
+
+def test_a_stage_that_runs_out_of_memory_starts_anew_one_rung_down_until_it_fits(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("3")
+    launcher = start("train", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 0
+    pids, args = zip(*(note.split(" ", 1) for note in notes(greedy)), strict=True)
+    assert len(set(pids)) == 4
+    assert args == ("r1-llm-only", *(f"r1-llm-only --attempt {attempt}" for attempt in (1, 2, 3)))
+    said = [line for line in errors.splitlines() if "out of memory" in line]
+    start_anew = "launcher: train r1-llm-only ran out of memory; it starts anew with"
+    assert said == [
+        f"{start_anew} micro_batch 4 -> 2, grad_accumulation 4 -> 8",
+        f"{start_anew} micro_batch 2 -> 1, grad_accumulation 8 -> 16",
+        f"{start_anew} gradient_checkpointing off -> on",
+    ]
+
+
+def test_an_evaluation_starts_anew_with_half_the_batch(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("2")
+    launcher = start("evaluate", "base-vlm")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 0
+    assert "batch_size 16 -> 8" in errors
+    assert "batch_size 8 -> 4" in errors
+    assert len(notes(greedy)) == 3
+
+
+def test_after_the_last_rung_one_message_names_all_that_was_tried(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("99")
+    launcher = start("train", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert len(notes(greedy)) == 4
+    message = errors.partition("Error: ")[2]
+    tried = ["as planned", "micro_batch 4 -> 2", "micro_batch 2 -> 1", "gradient_checkpointing off -> on"]
+    assert [line for line in tried if line not in message] == []
+    assert "Traceback" not in errors
+
+
+def test_a_stage_that_has_nothing_to_give_up_is_not_started_anew(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("99")
+    launcher = start("merge", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert len(notes(greedy)) == 1
+    assert "merge r1-llm-only ran out of memory; it needs" in errors
+
+
+def test_no_other_failure_is_tried_again(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("no number")
+    assert start("train", "r1-llm-only").wait() == 1
+    assert len(notes(greedy)) == 1
+
+
+def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, greedy: Path) -> None:
+    """Though it runs out of memory while it ends."""
+    (greedy / "stages/train.py").write_text(STAGE.replace("75", "79"))
+    (greedy / "data/runs/r1-llm-only").rename(greedy / "data/runs/wait")
+    launcher = started_and_ready(start, greedy, "saving")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert notes(greedy).count("ready") == 1
+
+
+@pytest.mark.parametrize(("counted", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
+def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_it(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: str, code: int
+) -> None:
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 3\noom_kill 7\n")
+    monkeypatch.setattr(process, "OF_THE_MACHINE", (counter,))
+    stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
+    (workspace / "stages/train.py").write_text(stage)
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None}
+    run = StageRun(stage="train", args=(), workspace_dir=workspace, gpus=(), caller=CALLER, terminal=False, **plain)
+    assert ProcessEngine().run(run) == code
+
+
+def test_the_kernels_counters_are_read_as_it_writes_them(tmp_path: Path) -> None:
+    v2, v1 = tmp_path / "memory.events", tmp_path / "memory.oom_control"
+    assert oom_kills((v2, v1)) == 0
+    v1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert oom_kills((v2, v1)) == 2
+    v2.write_text("low 0\nhigh 0\nmax 31\noom 5\noom_kill 3\noom_group_kill 0\n")
+    assert oom_kills((v2, v1)) == 3

@@ -1,0 +1,76 @@
+"""The largest batch first: memory that does not suffice is known in the first minute, not hours into the training."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from stages.kit.training.collators import IGNORED, ConversationCollator
+
+if TYPE_CHECKING:
+    from stages.kit.training.trainer import RecipeTrainer
+
+
+def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
+    """The samples of the fullest micro-batch: the `count` longest in tokens, the longest first; all if there are fewer.
+
+    A picture takes tokens by its pixels, so these are also the most pixels.
+    """
+    longest_first = sorted(range(len(collator.lengths)), key=lambda sample: (-collator.lengths[sample], sample))
+    return longest_first[:count]
+
+
+class Rehearsal(TrainerCallback):
+    """Sends the largest micro-batch forward and backward once, right after the first step of the optimizer.
+
+    Only then is everything there that stays: before it, the optimizer has no states. With accumulation it goes twice,
+    as all micro-batches but a step's first find gradients already there. Nothing of it is left: the trained weights
+    are the same, bit for bit. Under ddp each process does it, with the same samples.
+    """
+
+    def __init__(self, trainer: RecipeTrainer) -> None:
+        self.trainer = trainer
+        self.done = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
+            rehearse(self.trainer)
+            self.done = True
+
+
+def rehearse(trainer: RecipeTrainer) -> None:
+    schedule, collator = trainer.plan.schedule, trainer.data_collator
+    samples = largest_samples(collator, schedule.micro_batch)
+    with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped):
+        inputs = collator([{"sample": sample} for sample in samples])
+        for _ in range(min(2, schedule.grad_accumulation)):
+            trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
+
+
+@contextmanager
+def unchanged(trainer: RecipeTrainer) -> Iterator[None]:
+    """Puts back what a forward and a backward pass leave: random numbers drawn, gradients, buffers, TRL's counts.
+
+    What only an optimizer step changes needs no care: weights, the optimizer's states, the scale of fp16.
+    """
+    model = trainer.model
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    counted = copy.deepcopy((trainer._metrics, trainer._total_train_tokens))  # noqa: SLF001 - TRL's SFTTrainer
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - what libraries draw from
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    trainer._metrics, trainer._total_train_tokens = counted  # noqa: SLF001
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
