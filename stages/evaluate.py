@@ -25,12 +25,14 @@ from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
+from stages.kit.memory.record import beside_measured, read_memory_record
 from stages.kit.models.certificate import require_certificate
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
 from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card
+from stages.kit.training.record import read_record
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -72,12 +74,22 @@ def main(name: str, attempt: int) -> None:
     metrics |= {"samples_per_second": round(len(records) / seconds, 3), "batch_size": batch_size, "attempt": attempt}
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
+    if name not in params.baselines:
+        metrics |= memory_metrics(run_dir)
     with published(run_dir / "pictures") as pictures_dir:
         scoring.write_pictures(records, rows, pictures_dir)
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
     log.info("%s: %s", name, scoring.summary(metrics))
+
+
+def memory_metrics(run_dir: Path) -> dict[str, float]:
+    """How well the plan foresaw training's memory; nothing where memory ran out and other settings were taken."""
+    training = read_record(run_dir / "training/training.json")
+    if training.attempt:
+        return {}
+    return beside_measured(read_memory_record(run_dir / "memory.json"), training.peak_memory_bytes)
 
 
 def certified_model(params: Params, name: str) -> Path:

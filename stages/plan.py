@@ -1,25 +1,34 @@
-"""Resolve every setting of a recipe on the active profile, and count what it will train.
+"""Resolve every setting of a recipe on the active profile, and predict whether it fits.
 
-Reads   params.yaml; the base's config.json; how many samples the prepared data holds
-Writes  data/runs/RECIPE/plan.yaml
+Reads   params.yaml; the base's config and processor; the prepared data, of which the largest samples count
+Writes  data/runs/RECIPE/plan.yaml     every setting, as train takes it
+        data/runs/RECIPE/memory.json   the predicted memory, by what it is spent on, and the verdict
 Run     docker/run plan r1-llm-only
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
+from stages.kit.memory.budget import usable_bytes
+from stages.kit.memory.calibration import load_calibration
+from stages.kit.memory.fit import Fit, decide, fit_of
+from stages.kit.memory.predict import predict
+from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.record import MemoryRecord, write_memory_record
 from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.parts import apply_recipe, count_trainable
+from stages.kit.models.parts import TrainableCounts, apply_recipe, count_trainable
+from stages.kit.models.processors import load_processor
 from stages.kit.params import load_params
-from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.plan import Plan, resolve_plan, write_plan
+from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -30,31 +39,46 @@ log = logging.getLogger("stages")
 def main(recipe: str) -> None:
     configure_logging(f"plan {recipe}")
     params = load_params()
-    data = params.recipe(recipe).data
-    plan = resolve_plan(params, recipe, train_samples=train_samples(Path("data/prepared") / data, data))
+    wanted, memory = params.recipe(recipe), params.active.memory
+    samples = load_task(wanted.task, "samples")
+    records = samples.read_split(Path("data/prepared") / wanted.data, "train")
+    plan = resolve_plan(params, recipe, train_samples=len(records))
     config = load_config(Path(plan.base_dir))
-    load_task(plan.task, "samples").check_family(config.model_type)
-    model = meta_model(config)
-    counts = count_trainable(apply_recipe(model, plan.parts, plan.lora))
-    write_plan(replace(plan, trainable=asdict(counts)), Path("data/runs") / recipe / "plan.yaml")
+    samples.check_family(config.model_type)
+    counts = count_trainable(apply_recipe(meta_model(config), plan.parts, plan.lora))
+    plan = replace(plan, trainable=asdict(counts))
 
-    schedule = plan.schedule
+    processor = load_processor(Path(plan.base_dir), plan.images)
+    converse = partial(samples.conversation, answered=True)
+    collator = ConversationCollator(processor, records, converse, loss=plan.loss, max_length=plan.max_length)
+    calibration = load_calibration()
+
+    def foresee(plan: Plan) -> Prediction:
+        return predict(plan, config, processor, largest_batch(collator, plan.schedule.micro_batch), calibration)
+
+    memory_gb = plan.device.memory_gb
+    capacity = usable_bytes(memory_gb, calibration) if memory_gb is not None else None
+    fit = decide(fit_of(plan, foresee, capacity), foresee, memory.fit)
+    run_dir = Path("data/runs") / recipe
+    write_plan(fit.plan, run_dir / "plan.yaml")
+    write_memory_record(MemoryRecord.of(fit), run_dir / "memory.json")
+    report(fit, counts)
+    if wanted.quantization != fit.plan.quantization:
+        log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
+
+
+def report(fit: Fit, counts: TrainableCounts) -> None:
+    schedule = fit.plan.schedule
     log.info("%s", counts)
     log.info(
         "%d samples, %d steps of %d (micro-batch %d x %d)",
         *(schedule.train_samples, schedule.num_steps, schedule.effective_batch),
         *(schedule.micro_batch, schedule.grad_accumulation),
     )
-    if params.recipe(recipe).quantization != plan.quantization:
-        log.info("quantization %s, as profile %s says", plan.quantization, plan.profile)
-
-
-def train_samples(prepared_dir: Path, data: str) -> int:
-    """How many training samples `prepare` wrote."""
-    try:
-        return int(json.loads((prepared_dir / "stats.json").read_text(encoding="utf-8"))["splits"]["train"]["records"])
-    except FileNotFoundError:
-        raise UserError(f"{prepared_dir} is not prepared; run: dvc repro prepare@{data}") from None
+    for change in fit.changes:
+        log.info("to fit the GPU: %s", change)
+    for line in fit.lines() if fit.verdict else (fit.prediction.summary(),):
+        log.info("%s", line)
 
 
 if __name__ == "__main__":

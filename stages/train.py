@@ -37,8 +37,9 @@ from stages.kit.params import load_params
 from stages.kit.plan import Plan, read_plan
 from stages.kit.publish import published
 from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
-from stages.kit.training.record import TrainingRecord, peak_memory, write_record
+from stages.kit.training.record import TrainingRecord, write_record
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks import load_task
@@ -112,9 +113,8 @@ def main(recipe: str, attempt: int) -> None:
         result = trainer.train()
         if result.global_step != plan.schedule.num_steps:
             raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
-        record = TrainingRecord.of(
-            plan, trainer.state, attempt=attempt, seconds=time.monotonic() - started, peak=peak_memory(plan.device)
-        )
+        peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
+        record = TrainingRecord.of(plan, trainer.state, attempt=attempt, seconds=time.monotonic() - started, peak=peak)
         if is_first_process():
             save_trained(trainer.accelerator.unwrap_model(trainer.model), trained_dir, base_dir=plan.base_dir)
             lineage = write_lineage(

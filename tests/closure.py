@@ -76,5 +76,5 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     for text in texts:
-        if re.fullmatch(r"(\*/)?[\w.-]+\.(html|css|js|json)", text):
+        if re.fullmatch(r"(\*/)?[\w.-]+\.(html|css|js|json|yaml)", text):
             yield from folder.glob(text)

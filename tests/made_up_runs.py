@@ -98,7 +98,8 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
             "train_seconds": 74.2,
             "samples_per_second": 16.1,
             "peak_memory_bytes": 1_300_000_000,
-            "memory_kind": "rss",
+            "reserved_memory_bytes": 1_400_000_000,
+            "memory_kind": "cpu_allocated",
             "trainable": {
                 "vision": vision,
                 "projector": 0,

@@ -81,6 +81,8 @@ class MemoryParams:
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
     placement: Literal["single", "ddp", "balanced"] = "single"
     """One process on one device; one process a device; or one process with the layers spread over the devices."""
+    fit: Literal["refuse", "auto", "off"] = "refuse"
+    """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -42,5 +42,10 @@ class Prediction:
     calibration: str
     """What the constants were measured on, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
 
+    def summary(self) -> str:
+        spent = sorted(self.budget.items(), key=lambda entry: -entry[1])[:3]
+        most = ", ".join(f"{entry} {size / 2**30:.2f}" for entry, size in spent)
+        return f"memory: {self.total_bytes / 2**30:.2f} GiB expected, most in {self.peak_phase}: {most}"
+
 
 Verdict = Literal["fits", "too close", "does not fit"]

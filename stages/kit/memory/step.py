@@ -22,6 +22,7 @@ from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
+from stages.kit.training.rehearsal import optimizer_states
 from stages.kit.training.trainer import RecipeTrainer
 
 
@@ -49,6 +50,8 @@ def record_step(
         if fake:
             stack.enter_context(room_for_fakes())
         stack.enter_context(recorder)
+        if fake:  # no contents either, or they would be counted beside their fake selves
+            batch = {name: _emptied(tensor) for name, tensor in batch.items()}
         model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantization_tensors, quantize_nf4
@@ -67,6 +70,7 @@ def record_step(
             logging_strategy="no",
         )
         trainer.remove_callback(StartContract)
+        trainer.remove_callback(trainer.rehearsal)
         for name, parameter in model.named_parameters():
             recorder.label([parameter], "adapters" if ".lora_" in name else "weights")
             if parameter.requires_grad:
@@ -104,6 +108,10 @@ def _on_this_cpu(plan: Plan) -> Plan:
     )
 
 
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
+
+
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:
     """Make the optimizer and its state, by a step that changes nothing."""
     optimizer = trainer.create_optimizer()
@@ -119,18 +127,13 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
         group["lr"] = rate
 
 
-def _optimizer_state(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
-    for state in trainer.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
 @contextmanager
 def _phases(trainer: RecipeTrainer, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder where forward, backward and the optimizer's step begin."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        recorder.label(_optimizer_state(trainer), "optimizer")  # accelerate may have copied it since it was made
+        recorder.label(optimizer_states(trainer), "optimizer")  # accelerate may have copied it since it was made
         recorder.begin("forward")
         return compute_loss(*args, **kwargs)
 

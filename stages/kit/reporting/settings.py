@@ -13,7 +13,7 @@ from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table
 
 _NOT_SETTINGS = {"recipe", "trainable"}
-_MEMORY_KINDS = {"rss": "process, RSS", "cuda_allocated": "GPU, allocated"}
+_MEMORY_KINDS = {"cpu_allocated": "tensors on the CPU", "cuda_allocated": "tensors on the GPU"}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -93,6 +93,7 @@ def cost_table(runs: Sequence[Run]) -> Table:
         Column("train_seconds", "Training time", "seconds"),
         Column("samples_per_second", "Training samples/s", ".1f"),
         Column("peak_memory_bytes", "Peak memory", "bytes"),
+        Column("memory_error", "Predicted, off by", "+.1%"),
         Column("memory_kind", "Memory of"),
         Column("final_loss", "Final loss", ".4f"),
         Column("evaluation_samples_per_second", "Evaluation samples/s", ".1f"),
@@ -100,7 +101,11 @@ def cost_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         training = run.training or {}
-        values = {**training, "evaluation_samples_per_second": run.metrics.get("samples_per_second")}
+        values = {
+            **training,
+            "memory_error": run.metrics.get("memory_error"),
+            "evaluation_samples_per_second": run.metrics.get("samples_per_second"),
+        }
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append(Row(cells=(run.name, *(values.get(column.key) for column in columns[1:]))))
     return Table(columns=columns, rows=tuple(rows))

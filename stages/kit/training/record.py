@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from transformers import TrainerState
 
 from stages.kit.errors import UserError
-from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.publish import publish_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakMemory:
-    bytes: int
-    kind: str
-    """cuda_allocated: by torch, on the fullest GPU of this process; rss: resident memory of the whole process."""
+from stages.kit.training.peak import PeakMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +34,9 @@ class TrainingRecord:
     train_seconds: float
     samples_per_second: float
     peak_memory_bytes: int
+    reserved_memory_bytes: int
     memory_kind: str
+    """See training/peak.py."""
     trainable: dict[str, int]
 
     @classmethod
@@ -68,7 +60,8 @@ class TrainingRecord:
             final_loss=losses[-1],
             train_seconds=round(seconds, 2),
             samples_per_second=round(samples / seconds, 3),
-            peak_memory_bytes=peak.bytes,
+            peak_memory_bytes=peak.allocated_bytes,
+            reserved_memory_bytes=peak.reserved_bytes,
             memory_kind=peak.kind,
             trainable=plan.trainable,
         )
@@ -93,13 +86,3 @@ def read_record(path: Path) -> TrainingRecord:
         raise UserError(
             f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s train@{recipe}"
         ) from None
-
-
-def peak_memory(device: DeviceParams) -> PeakMemory:
-    """The largest amount held so far by this process."""
-    if device.kind == "cuda":
-        peaks = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
-        return PeakMemory(bytes=max(peaks), kind="cuda_allocated")
-    # ru_maxrss is in KiB on Linux and in bytes on macOS (getrusage(2))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return PeakMemory(bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, kind="rss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.training.collators import IGNORED, ConversationCollator
+from stages.kit.training.peak import cpu_peak
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -27,6 +28,11 @@ def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
     return longest_first[:count]
 
 
+def largest_batch(collator: ConversationCollator, micro_batch: int) -> dict[str, Any]:
+    """The micro-batch of the largest samples."""
+    return collator([{"sample": sample} for sample in largest_samples(collator, micro_batch)])
+
+
 class Rehearsal(TrainerCallback):
     """Sends the largest micro-batch forward and backward once, right after the first step of the optimizer.
 
@@ -38,20 +44,36 @@ class Rehearsal(TrainerCallback):
     def __init__(self, trainer: RecipeTrainer) -> None:
         self.trainer = trainer
         self.done = False
+        self.cpu_peak_bytes = 0
+        """What it reached, where it was on a CPU."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
-            rehearse(self.trainer)
+            self.cpu_peak_bytes = rehearse(self.trainer)
             self.done = True
 
 
-def rehearse(trainer: RecipeTrainer) -> None:
-    schedule, collator = trainer.plan.schedule, trainer.data_collator
-    samples = largest_samples(collator, schedule.micro_batch)
-    with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped):
-        inputs = collator([{"sample": sample} for sample in samples])
-        for _ in range(min(2, schedule.grad_accumulation)):
+def rehearse(trainer: RecipeTrainer) -> int:
+    """Returns the peak of what tensors took, in bytes, on a CPU; 0 on a GPU, whose allocator keeps the account."""
+    on_cpu = trainer.args.device.type == "cpu"
+    inputs = largest_batch(trainer.data_collator, trainer.plan.schedule.micro_batch)
+    measured = cpu_peak((*inputs.values(), *held_tensors(trainer))) if on_cpu else nullcontext()
+    with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped), measured as peak:
+        for _ in range(min(2, trainer.plan.schedule.grad_accumulation)):
             trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
+    return peak.size_bytes if peak is not None else 0
+
+
+def held_tensors(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
+    """What is there between two steps."""
+    yield from trainer.model.parameters()
+    yield from trainer.model.buffers()
+    yield from optimizer_states(trainer)
+
+
+def optimizer_states(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
+    for state in trainer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager

@@ -35,6 +35,7 @@ class RecipeTrainer(SFTTrainer):
     ) -> None:
         """scratch_dir: where Trainer may write; nothing there is an output. reporting: more training arguments."""
         self.plan = plan
+        self.rehearsal = Rehearsal(self)
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -46,7 +47,7 @@ class RecipeTrainer(SFTTrainer):
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
             data_collator=collator,
-            callbacks=[StartContract(plan), Rehearsal(self), *callbacks],
+            callbacks=[StartContract(plan), self.rehearsal, *callbacks],
         )
         self.remove_callback(PrinterCallback)
         for parameter in self.model.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
-from stages.kit.memory.predict import depth_of, stand_in_batch, with_depth
+from stages.kit.memory.predict import stand_in_batch
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config
@@ -119,9 +117,7 @@ def plan_of(
 
 
 def batch_of(plan: Plan, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    return stand_in_batch(
-        config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=PIXELS
-    )
+    return stand_in_batch(config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=PIXELS)
 
 
 def peak_bytes(recording: Recording) -> int:

@@ -53,5 +53,5 @@ def test_trained_parameters_come_with_their_share(tmp_path: Path) -> None:
 
 def test_costs_name_what_memory_was_measured_and_leave_a_base_empty(tmp_path: Path) -> None:
     base, trained = cost_table([made_up(tmp_path, "base-vlm"), made_up(tmp_path, "r1-llm-only")]).rows
-    assert base.cells == ("base-vlm", *[None] * 6, 12.5)
-    assert trained.cells == ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, "process, RSS", 0.61, 12.5)
+    assert base.cells == ("base-vlm", *[None] * 7, 12.5)
+    assert trained.cells == ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, None, "tensors on the CPU", 0.61, 12.5)

@@ -1,0 +1,87 @@
+"""Whether a plan fits its GPU, and the least that would have to change where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stages.kit.errors import UserError
+from stages.kit.memory.budget import budget_lines, verdict
+from stages.kit.memory.ladder import rungs
+from stages.kit.memory.prediction import Prediction, Verdict
+from stages.kit.plan import Plan
+
+Foresee: TypeAlias = Callable[[Plan], Prediction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A plan, what it takes, and how it came about."""
+
+    plan: Plan
+    prediction: Prediction
+    capacity_bytes: int | None
+    """What can be used of the device; None where that is not known, and so nothing is refused."""
+    changes: tuple[str, ...] = ()
+    """What was taken from the plan that was asked for, in order."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.capacity_bytes is None else verdict(self.prediction, self.capacity_bytes)
+
+    def lines(self) -> list[str]:
+        return budget_lines(self.prediction, self.capacity_bytes)
+
+
+def fit_of(plan: Plan, foresee: Foresee, capacity_bytes: int | None) -> Fit:
+    """The plan as it is."""
+    return Fit(plan=plan, prediction=foresee(plan), capacity_bytes=capacity_bytes)
+
+
+def cheapest_fit(fit: Fit, foresee: Foresee) -> Fit:
+    """The first plan down the ladder that fits; where none does, the first that might; else the last there is."""
+    might = None
+    for rung in rungs(fit.plan):
+        if fit.verdict in (None, "fits"):
+            return fit
+        if fit.verdict == "too close":
+            might = might or fit
+        fit = Fit(
+            plan=rung.plan,
+            prediction=foresee(rung.plan),
+            capacity_bytes=fit.capacity_bytes,
+            changes=(*fit.changes, rung.change),
+        )
+    return fit if fit.verdict == "fits" else might or fit
+
+
+def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
+    """What is to be run: the plan, or with `auto` the cheapest change of it that fits.
+
+    how: memory.fit. Raises UserError with the budget where nothing of that fits.
+    """
+    if how == "off" or fit.verdict != "does not fit":
+        return fit if how != "auto" else cheapest_fit(fit, foresee)
+    cheapest = cheapest_fit(fit, foresee)
+    if how == "auto" and cheapest.verdict != "does not fit":
+        return cheapest
+    raise UserError(refusal(fit, cheapest))
+
+
+def refusal(fit: Fit, cheapest: Fit) -> str:
+    plan = fit.plan
+    lines = [f"recipe {plan.recipe} does not fit the GPU of profile {plan.profile}:", *fit.lines()]
+    if cheapest.verdict == "does not fit":
+        lines.append(f"nothing that keeps its result would make it fit; the least is with {said(cheapest)}")
+    else:
+        word = "fits" if cheapest.verdict == "fits" else "might just fit"
+        lines.append(f"it {word} with {said(cheapest)}")
+        lines.append(f"take that by: dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
+    lines.append(f"run it as it is by: dvc exp run -S profiles.{plan.profile}.memory.fit=off")
+    return "\n  ".join(lines)
+
+
+def said(fit: Fit) -> str:
+    """The changes and what it then takes, on one line."""
+    return f"{', '.join(fit.changes) or 'no change'}: {fit.prediction.total_bytes / 2**30:.2f} GiB"

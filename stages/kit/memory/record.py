@@ -1,0 +1,83 @@
+"""memory.json: what a plan was predicted to take, as metrics that experiments are compared by."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.kit.errors import UserError
+from stages.kit.memory.prediction import Budget, Phase
+from stages.kit.publish import publish_text
+
+if TYPE_CHECKING:
+    from stages.kit.memory.fit import Fit
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """All amounts in GiB, of one device, the fullest."""
+
+    verdict: str
+    """For the profile's GPU; "unknown" where its size is."""
+    allocated_gib: float
+    reserved_gib: float
+    total_gib: float
+    low_gib: float
+    high_gib: float
+    usable_gib: float | None
+    peak_phase: Phase
+    phases_gib: dict[Phase, float]
+    budget_gib: dict[Budget, float]
+    calibration: str
+    changes: list[str]
+    """What memory.fit took from the plan that was asked for."""
+
+    @classmethod
+    def of(cls, fit: Fit) -> MemoryRecord:
+        prediction = fit.prediction
+        return cls(
+            verdict=fit.verdict or "unknown",
+            allocated_gib=in_gib(prediction.allocated_bytes),
+            reserved_gib=in_gib(prediction.reserved_bytes),
+            total_gib=in_gib(prediction.total_bytes),
+            low_gib=in_gib(prediction.low_bytes),
+            high_gib=in_gib(prediction.high_bytes),
+            usable_gib=None if fit.capacity_bytes is None else in_gib(fit.capacity_bytes),
+            peak_phase=prediction.peak_phase,
+            phases_gib={phase: in_gib(size) for phase, size in prediction.phases.items()},
+            budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},
+            calibration=prediction.calibration,
+            changes=list(fit.changes),
+        )
+
+
+def beside_measured(record: MemoryRecord, measured_bytes: int) -> dict[str, float]:
+    """Metrics: what the plan's tensors were predicted to take at most, what they took, and the error between."""
+    measured_gib = in_gib(measured_bytes)
+    return {
+        "memory_predicted_gib": record.allocated_gib,
+        "memory_measured_gib": measured_gib,
+        "memory_error": round(record.allocated_gib / measured_gib - 1, 4),
+    }
+
+
+def in_gib(num_bytes: int) -> float:
+    return round(num_bytes / GIB, 4)
+
+
+def write_memory_record(record: MemoryRecord, path: Path) -> None:
+    publish_text(json.dumps(asdict(record), indent=2) + "\n", path)
+
+
+def read_memory_record(path: Path) -> MemoryRecord:
+    """Raises UserError where it is missing or damaged."""
+    try:
+        return MemoryRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s plan@{path.parent.name}"
+        ) from None

@@ -1,0 +1,59 @@
+"""How much memory the largest batch takes, measured: on a GPU by torch's allocator, on a CPU by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stages.kit.params import DeviceParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Of tensors, on the fullest device of this process."""
+
+    allocated_bytes: int
+    """On a GPU over all of the training, on a CPU over its rehearsal."""
+    reserved_bytes: int
+    """What torch took from the device for them; on a CPU the same."""
+    kind: str
+    """cuda_allocated or cpu_allocated."""
+
+    @classmethod
+    def of(cls, device: DeviceParams, *, on_cpu: int) -> PeakMemory:
+        """The peak so far. on_cpu: what was measured where the device is a CPU, which keeps no account."""
+        if device.kind == "cpu":
+            return cls(allocated_bytes=on_cpu, reserved_bytes=on_cpu, kind="cpu_allocated")
+        gpus = range(torch.cuda.device_count())
+        return cls(
+            allocated_bytes=max(map(torch.cuda.max_memory_allocated, gpus)),
+            reserved_bytes=max(map(torch.cuda.max_memory_reserved, gpus)),
+            kind="cuda_allocated",
+        )
+
+
+class CpuPeak:
+    """What a block of code reached."""
+
+    size_bytes = 0
+
+
+@contextmanager
+def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
+    """Measures what CPU tensors take at most within the block; read it after.
+
+    held: the tensors that are there before, and stay.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    peak = CpuPeak()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield peak
+    # The profiler's tables sum memory up by operator; only its raw events say what was alive at once.
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peak.size_bytes = sum(storages.values()) + max(accumulate((size for _, size in changes), initial=0))
