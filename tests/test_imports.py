@@ -19,6 +19,8 @@ FAST = (
         "hub",
         "lineage",
         "logs",
+        "memory/ladder",
+        "memory/out_of_memory",
         "params",
         "plan",
         "publish",

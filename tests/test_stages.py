@@ -136,6 +136,16 @@ def test_a_moved_workspace_goes_on(workspace: Path) -> None:
     done("evaluate", "r3-stage2")
 
 
+def test_a_certificate_names_the_quantization_that_training_used_and_not_the_planned_one(workspace: Path) -> None:
+    """They differ where memory ran out."""
+    path = workspace / "data/runs/r1-llm-only/training/training.json"
+    record = json.loads(path.read_text())
+    assert (record["attempt"], record["quantization"]) == (0, "none")
+    path.write_text(json.dumps({**record, "quantization": "nf4"}))
+    done("merge", "r1-llm-only")
+    assert json.loads((workspace / "data/runs/r1-llm-only/merge.json").read_text())["trained_quantization"] == "nf4"
+
+
 def test_an_adapter_is_never_merged_into_another_base(workspace: Path) -> None:
     """The r3 accident: the base under the plan's path is not the one that stage 2 was trained on."""
     merged = workspace / "data/runs/r3-stage1/merged"

@@ -74,7 +74,7 @@ class ConversationCollator:
         return lengths
 
     def check_lengths(self) -> int:
-        """The length of the longest sample; raises as `lengths` does."""
+        """The length of the longest sample. Raises as `lengths` does."""
         return max(self.lengths, default=0)
 
     def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
