@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.memory.recorder import Recorder, room_for_fakes
+from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
@@ -51,7 +51,7 @@ def record_step(
             stack.enter_context(room_for_fakes())
         stack.enter_context(recorder)
         if fake:  # no contents either, or they would be counted beside their fake selves
-            batch = {name: _emptied(tensor) for name, tensor in batch.items()}
+            batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantization_tensors, quantize_nf4
@@ -106,10 +106,6 @@ def _on_this_cpu(plan: Plan) -> Plan:
             train_samples=plan.schedule.micro_batch * accumulation,
         ),
     )
-
-
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
 
 
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:

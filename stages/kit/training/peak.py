@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
     """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     peak = CpuPeak()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library says on stderr that it starts and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
     # The profiler's tables sum memory up by operator; only its raw events say what was alive at once.
