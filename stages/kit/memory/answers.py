@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.cuda import cuda_semantics
+from stages.kit.memory.prediction import Budget
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording, Storage
 from stages.kit.models.load import DTYPES, auto_class
@@ -58,7 +59,7 @@ def record_answers(
 ) -> Recording:
     """`record_prompts`, and what the last token of the longest answers takes, as a last moment of the same phase.
 
-    Then the cache holds prompt and answer, and for an instant one layer of it twice, as each token is appended
+    Then the cache holds prompt and answer, and for an instant one layer's keys twice, as each token is appended
     (transformers' DynamicCache).
     """
     recording = record_prompts(config, batch, precision=precision, flash_only=flash_only, on_cuda=on_cuda)
@@ -71,7 +72,10 @@ def record_answers(
     for storage in recording.storages:
         if storage.budget != "weights" and storage.died is None:
             storage.died = end
-    last = ((cache + cache // text.num_hidden_layers, "activations"), (logits, "logits"))
+    last: tuple[tuple[int, Budget], ...] = (
+        (cache + cache // (2 * text.num_hidden_layers), "activations"),
+        (logits, "logits"),
+    )
     for tick, (size_bytes, budget) in enumerate(last, start=end + 1):
         recording.storages.append(Storage(size_bytes=size_bytes, phase="forward", budget=budget, born=tick))
     return recording

@@ -58,13 +58,11 @@ def test_long_questions_are_foreseen(model: str) -> None:
     assert foreseen_bytes(CONFIGS[model], batch, 4) == pytest.approx(measured_bytes(CONFIGS[model], batch, 4), rel=0.02)
 
 
-@pytest.mark.parametrize("model", ["text", "moe"])
-def test_long_answers_are_foreseen(model: str) -> None:
+def test_long_answers_are_foreseen() -> None:
     """In a small model much else is of the cache's size."""
-    batch = questions(CONFIGS[model], batch_size=2, length=20)
-    assert foreseen_bytes(CONFIGS[model], batch, 300) == pytest.approx(
-        measured_bytes(CONFIGS[model], batch, 300), rel=0.1
-    )
+    text = CONFIGS["text"]
+    batch = questions(text, batch_size=8, length=10)
+    assert foreseen_bytes(text, batch, 150) == pytest.approx(measured_bytes(text, batch, 150), rel=0.03)
 
 
 def test_the_cache_has_two_tensors_a_layer_of_the_heads_that_are_shared() -> None:
