@@ -64,6 +64,14 @@ demo: setup ## Run the detection recipes at tiny size on the CPU and print the c
 	@$(offline) $(python) -m dvc repro compare@detection
 	@cat data/report/detection/table.txt
 
+# What is not given is left out: a recipe, a profile, one size of GPU or several.
+plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
+	$(if $(filter-out 0,$(EXACT)),--exact) $(addprefix --gpu-gb ,$(GPU_GB))
+
+.PHONY: plan
+plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1; ALL=1 for every recipe)
+	@$(offline) $(python) -m stages.fit $(plan_options)
+
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
