@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def record_step(
     recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
+        stack.callback(_forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         if on_cuda:
             stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
@@ -77,11 +78,14 @@ def record_step(
                 parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([grown.grad], "gradients"))
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
-        with _phases(trainer, recorder):
-            trainer.train()
-        recording = recorder.finish()
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - the next step may have another precision
-    return recording
+        mark_phases(trainer, recorder)
+        trainer.train()
+        return recorder.finish()
+
+
+def _forget_accelerator() -> None:
+    """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
 
 
 def _on_this_cpu(plan: Plan) -> Plan:
@@ -127,8 +131,7 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
         group["lr"] = rate
 
 
-@contextmanager
-def _phases(trainer: RecipeTrainer, recorder: Recorder) -> Iterator[None]:
+def mark_phases(trainer: RecipeTrainer, recorder: Recorder) -> None:
     """Tell the recorder where forward, backward and the optimizer's step begin."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
@@ -144,4 +147,3 @@ def _phases(trainer: RecipeTrainer, recorder: Recorder) -> Iterator[None]:
 
     trainer.compute_loss = forward  # type: ignore[method-assign]
     trainer.accelerator.backward = then_step
-    yield
