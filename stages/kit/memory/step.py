@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def record_step(
     recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
+        stack.callback(_forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         if on_cuda:
             stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
@@ -74,11 +75,14 @@ def record_step(
                 recorder.label(optimizer_states(trainer), "optimizer")
             recorder.begin(phase)
 
-        with marked_phases(trainer, begin):
-            trainer.train()
-        recording = recorder.finish()
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - the next step may have another precision
-    return recording
+        mark_phases(trainer, begin)
+        trainer.train()
+        return recorder.finish()
+
+
+def _forget_accelerator() -> None:
+    """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
 
 
 def one_batch_trainer(
@@ -143,9 +147,8 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
         group["lr"] = rate
 
 
-@contextmanager
-def marked_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> Iterator[None]:
-    """Says where forward, backward and the optimizer's step begin."""
+def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
+    """Has `begin` called where forward, backward and the optimizer's step begin."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -159,4 +162,3 @@ def marked_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> Ite
 
     trainer.compute_loss = forward  # type: ignore[method-assign]
     trainer.accelerator.backward = then_step
-    yield

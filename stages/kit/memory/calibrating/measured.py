@@ -26,7 +26,7 @@ from transformers import (
 
 from stages.kit.errors import UserError
 from stages.kit.memory.prediction import Phase
-from stages.kit.memory.step import marked_phases, one_batch_trainer
+from stages.kit.memory.step import mark_phases, one_batch_trainer
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
@@ -97,8 +97,8 @@ def measure_step(
         meter: Meter = CudaMeter() if plan.device.kind == "cuda" else CpuMeter(trainer, batch)
         step = MeasuredStep(trainer, meter)
         trainer.add_callback(step)
-        with marked_phases(trainer, step.begin):
-            trainer.train()
+        mark_phases(trainer, step.begin)
+        trainer.train()
     if step.measured is None:
         raise UserError(f"the optimizer made no step in {MAX_STEPS}: no gradient was finite")
     return step.measured
