@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from pathlib import Path
 import click
 import transformers
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand
@@ -130,11 +132,13 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
 def show_recipe(outlook: Outlook, memory_gb: float | None, console: Console) -> None:
     plan, fit = outlook.plan, outlook.fit(memory_gb)
     gpu = "" if memory_gb is None else f", {memory_gb:g} GB a GPU"
-    console.print(Text(f"recipe    {plan.recipe}, profile {plan.profile}{gpu}", style="bold"))
-    console.print(Text(f"base      {outlook.base.source}"))
-    console.print(Text(f"settings  {said(plan)}"))
-    console.print(Text(f"batch     {outlook.batch}"))
-    console.print()
+    facts = {
+        "recipe": f"{plan.recipe}, profile {plan.profile}{gpu}",
+        "base": outlook.base.source,
+        "settings": said(plan),
+        "batch": outlook.batch,
+    }
+    print_facts(facts, console)
     console.print(budget_table(fit.prediction, fit.capacity_bytes))
     if fit.verdict in (None, "fits"):
         return
@@ -154,13 +158,22 @@ def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], co
         outlook = look_ahead(params, name, exact=exact, made=made)
         rows[name] = {size: matrix_cell(outlook, size) for size in sizes}
         batches[outlook.batch] = None
-    console.print(Text(f"profile   {params.profile}"))
-    for batch in batches:
-        console.print(Text(f"batch     {batch}"))
-    console.print()
-    console.print(terminal_table(matrix_table(rows)))
-    console.print()
+    facts = {"profile": params.profile, "batch": "; ".join(batches)}
+    print_facts(facts, console)
+    print_matrix(rows, sizes, console)
     console.print(Text("With the cheapest settings that fit; where none do, with those that take the least."))
+
+
+def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence[float], console: Console) -> None:
+    """In one table, or in as many as the terminal's width asks for."""
+    table = terminal_table(matrix_table({name: {size: cells[size] for size in sizes} for name, cells in rows.items()}))
+    if len(sizes) > 1 and Measurement.get(console, console.options.update(width=1000), table).minimum > console.width:
+        half = len(sizes) // 2
+        print_matrix(rows, sizes[:half], console)
+        print_matrix(rows, sizes[half:], console)
+    else:
+        console.print(table)
+        console.print()
 
 
 def matrix_cell(outlook: Outlook, memory_gb: float) -> MatrixCell:
@@ -174,6 +187,14 @@ def matrix_cell(outlook: Outlook, memory_gb: float) -> MatrixCell:
         predicted_bytes=fit.prediction.total_bytes,
         setting="" if fit.verdict == "does not fit" else ", ".join(changed),
     )
+
+
+def print_facts(facts: Mapping[str, str], console: Console) -> None:
+    grid = RichTable.grid(padding=(0, 2, 0, 0))
+    for name, fact in facts.items():
+        grid.add_row(Text(name), Text(fact, overflow="fold"))
+    console.print(grid)
+    console.print()
 
 
 def said(plan: Plan) -> str:
