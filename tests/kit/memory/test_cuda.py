@@ -65,7 +65,7 @@ def behaviour() -> dict[str, Any]:
         for name in ("_forward_kernel", "_backward_kernel", "_addmm_fp32", "_use_triton", "triton"):
             found[f"{module.__name__}.{name}"] = getattr(module, name, "missing")
     found["apply"] = nn.Module._apply
-    found["types"] = (*_foreach_utils._foreach_supported_types, *optimizer._foreach_supported_types)  # type: ignore[attr-defined]
+    found["types"] = (*_foreach_utils._foreach_supported_types, *optimizer._foreach_supported_types)
     return found
 
 
