@@ -38,9 +38,12 @@ class MemoryRecord:
     calibration: str
     changes: list[str]
     """What memory.fit took from the plan that was asked for."""
+    evaluation_verdict: str
+    evaluation_gib: float
+    """The total that evaluation takes, at its own batch size, of one device."""
 
     @classmethod
-    def of(cls, fit: Fit) -> MemoryRecord:
+    def of(cls, fit: Fit, evaluation: Fit) -> MemoryRecord:
         prediction = fit.prediction
         return cls(
             verdict=fit.verdict or "unknown",
@@ -55,6 +58,8 @@ class MemoryRecord:
             budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},
             calibration=prediction.calibration,
             changes=list(fit.changes),
+            evaluation_verdict=evaluation.verdict or "unknown",
+            evaluation_gib=in_gib(evaluation.prediction.total_bytes),
         )
 
     def summary(self) -> str:
