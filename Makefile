@@ -9,7 +9,7 @@ TARGET ?=
 EXTRAS ?=
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
-# Passed on to pytest: make test ARGS="-k lineage -x"
+# Passed on to pytest, or to the calibration: make test ARGS="-k lineage -x"
 ARGS ?=
 
 python := .venv/bin/python
@@ -83,6 +83,14 @@ report: ## Open the last comparison in a browser
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(python) -m pytest $(ARGS)
+
+.PHONY: calibrate
+calibrate: setup ## Measure on a GPU what predictions of memory take for granted (ARGS="--dry-run", ARGS=--help)
+	@$(offline) $(python) -m stages.kit.memory.calibrate $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: setup-dev ## Run the tests that need a GPU
+	@$(offline) $(python) -m pytest -m gpu tests/gpu $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke

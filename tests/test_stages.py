@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
+from stages.kit.memory.calibration import load_calibration
 from tests.closure import ROOT
 
 pytestmark = pytest.mark.pipeline
@@ -103,6 +104,22 @@ def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
     assert training["peak_memory_bytes"] > 0
     assert (finished / "data/runs/r1-llm-only/training/plots/metrics/train/loss.tsv").is_file()
     assert (finished / "data/report/detection/index.html").is_file()
+
+
+def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished: Path) -> None:
+    for recipe in ("r1-llm-only", "r3-stage1", "r3-stage2"):
+        run_dir = finished / "data/runs" / recipe
+        planned = json.loads((run_dir / "memory.json").read_text())
+        metrics = json.loads((run_dir / "metrics.json").read_text())
+        training = json.loads((run_dir / "training/training.json").read_text())
+        assert (planned["verdict"], planned["usable_gib"], planned["changes"]) == ("unknown", None, [])
+        assert planned["calibration"] == "this CPU"
+        assert sum(planned["budget_gib"].values()) == pytest.approx(planned["total_gib"], abs=1e-5)
+        assert metrics["memory_predicted_gib"] == planned["allocated_gib"]
+        assert metrics["memory_measured_gib"] == pytest.approx(training["peak_memory_bytes"] / 2**30, abs=1e-6)
+        assert abs(metrics["memory_error"]) < 0.01, recipe
+    baseline = json.loads((finished / "data/runs/base-vlm/metrics.json").read_text())
+    assert not [figure for figure in baseline if figure.startswith("memory")]
 
 
 def test_recipes_without_a_result_are_named_in_the_report(finished: Path) -> None:
@@ -214,6 +231,74 @@ def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     assert verified_lineage(Path("data/runs/r1-llm-only/trained"), mend="").name == "r1-llm-only"
     done("merge", "r1-llm-only")
+
+
+@pytest.fixture
+def on_a_tiny_gpu(workspace: Path) -> dict[str, Any]:
+    """Parameters of a profile whose GPU has hardly any memory, to be written once memory.fit is set."""
+    raw: dict[str, Any] = YAML(typ="safe").load(Path("params.yaml"))
+    tiny = raw["profiles"]["tiny"]
+    tiny["device"] = {"kind": "cuda", "count": 1, "memory_gb": 0.001}
+    # All but the last rung of the ladder is taken already: each takes a prediction of its own.
+    tiny["memory"] |= {"precision": "bf16", "quantization": "as-recipe", "attn": "auto"}
+    tiny["memory"] |= {"gradient_checkpointing": True, "optimizer": "paged_adamw_8bit"}
+    (workspace / "data/runs/r1-llm-only/plan.yaml").unlink()
+    return raw
+
+
+def planned(raw: dict[str, Any], fit: str, *, memory_gb: float = 0.001) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan and the memory record of r1 under this memory.fit."""
+    raw["profiles"]["tiny"]["memory"]["fit"] = fit
+    raw["profiles"]["tiny"]["device"]["memory_gb"] = memory_gb
+    write_params(raw)
+    done("plan", "r1-llm-only")
+    run_dir = Path("data/runs/r1-llm-only")
+    return YAML(typ="safe").load(run_dir / "plan.yaml"), json.loads((run_dir / "memory.json").read_text())
+
+
+def test_a_recipe_that_does_not_fit_is_refused_with_its_budget(on_a_tiny_gpu: dict[str, Any]) -> None:
+    write_params(on_a_tiny_gpu)
+    message = refused("plan", "r1-llm-only")
+    for line in (
+        "recipe r1-llm-only does not fit the GPU of profile tiny:",
+        "H overhead",
+        "verdict   does not fit",
+        "the least is with micro_batch 2 -> 1, grad_accumulation 2 -> 4: 0.",
+        "dvc exp run -S profiles.tiny.memory.fit=off",
+    ):
+        assert line in message, line
+    assert not Path("data/runs/r1-llm-only/plan.yaml").exists()
+
+
+def test_memory_fit_off_goes_on_and_auto_takes_the_cheapest_change_that_fits(on_a_tiny_gpu: dict[str, Any]) -> None:
+    usable_share = load_calibration().usable_share.value
+    plan, record = planned(on_a_tiny_gpu, "off")
+    assert (plan["schedule"]["micro_batch"], plan["schedule"]["grad_accumulation"]) == (2, 2)
+    assert (record["verdict"], record["changes"]) == ("does not fit", [])
+    assert record["calibration"] == "assumed"
+    assert record["total_gib"] > record["reserved_gib"] > record["allocated_gib"]
+
+    # Just too little for the plan as it is, even at the lower end of what is expected.
+    memory_gb = record["low_gib"] / usable_share * 0.9999
+    plan, changed = planned(on_a_tiny_gpu, "auto", memory_gb=memory_gb)
+    assert changed["verdict"] in ("fits", "too close")
+    assert changed["changes"] == ["micro_batch 2 -> 1, grad_accumulation 2 -> 4"]
+    assert changed["total_gib"] < record["total_gib"]
+    assert (plan["schedule"]["micro_batch"], plan["schedule"]["grad_accumulation"]) == (1, 4)
+
+    roomy, record = planned(on_a_tiny_gpu, "refuse", memory_gb=24)
+    assert (record["verdict"], record["changes"], roomy["schedule"]["micro_batch"]) == ("fits", [], 2)
+
+
+def test_what_cannot_be_trained_is_refused_while_it_is_planned(workspace: Path) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    recipe = raw["recipes"]["r1-llm-only"]
+    recipe["max_length"] = 9
+    write_params(raw)
+    assert "more than max_length 9" in refused("plan", "r1-llm-only")
+    recipe.update(max_length=2048, effective_batch=1)
+    write_params(raw)
+    assert "effective_batch is 1, which is not a multiple of micro_batch 2" in refused("plan", "r1-llm-only")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,8 @@ _FP32 = (
 )
 _FP32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntList")
 
+_MISSING = object()
+
 
 @contextmanager
 def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
@@ -43,12 +45,6 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
             warnings.simplefilter("ignore")  # it says that a kernel is overridden
             library.impl(name, function, key, allow_override=True)
 
-    override("scaled_dot_product_attention", _attention(flash_only=flash_only), "AutogradCPU")
-    override("dropout", _dropout, "AutogradCPU")
-    for name in _FP32:
-        override(name, _in_fp32(name), "AutocastCPU")
-    for name in _FP32_RESULT:
-        override(name, _with_fp32_result(name), "AutocastCPU")
     # Unasked, optimizers take their many-tensors-at-once form on CUDA and not on a CPU.
     foreach_devices = optimizer._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]  # noqa: SLF001
     swaps = (
@@ -61,15 +57,31 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         (chunked_logprob, "triton", _NoTriton),
         (trl_trainer, "_use_triton", lambda _: True),
     )
-    before: list[tuple[Any, str, Any]] = [(module, name, getattr(module, name, None)) for module, name, _ in swaps]
-    for module, name, value in swaps:
-        setattr(module, name, value)
+    with ExitStack() as stack:
+        stack.callback(library._destroy)  # noqa: SLF001 - puts the CPU's own back
+        override("scaled_dot_product_attention", _attention(flash_only=flash_only), "AutogradCPU")
+        override("dropout", _dropout, "AutogradCPU")
+        for name in _FP32:
+            override(name, _in_fp32(name), "AutocastCPU")
+        for name in _FP32_RESULT:
+            override(name, _with_fp32_result(name), "AutocastCPU")
+        for module, name, value in swaps:
+            stack.enter_context(_swapped(module, name, value))
+        yield
+
+
+@contextmanager
+def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
+    """module.name is this value; before and after it may be missing, as Triton is where it is not installed."""
+    before = vars(module).get(name, _MISSING)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-        library._destroy()  # noqa: SLF001 - puts the CPU's own back
+        if before is _MISSING:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 def hidden_bytes(func: Any, args: Any) -> int:

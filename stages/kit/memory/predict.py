@@ -86,7 +86,11 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     """A shallow model, and one layer more of each kind; the model itself where its layers differ or are few."""
     text, vision = depth_of(config)
     settings = config.get_text_config()
-    uneven = len(set(getattr(settings, "layer_types", None) or [0])) > 1 or getattr(settings, "mlp_only_layers", None)
+    uneven = (
+        len(set(getattr(settings, "layer_types", None) or [0])) > 1
+        or getattr(settings, "mlp_only_layers", None)
+        or getattr(settings, "decoder_sparse_step", 1) != 1  # experts in every so many layers only
+    )
     if uneven or text <= SHALLOW or 0 < vision <= SHALLOW:
         return [(text, vision)]
     if not vision:

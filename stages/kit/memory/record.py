@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from stages.kit.errors import UserError
 from stages.kit.memory.prediction import Budget, Phase
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class MemoryRecord:
     """All amounts in GiB, of one device, the fullest."""
 
@@ -54,6 +57,13 @@ class MemoryRecord:
             changes=list(fit.changes),
         )
 
+    def summary(self) -> str:
+        """The prediction on one line, what takes most first."""
+        spent = sorted(self.budget_gib.items(), key=lambda entry: -entry[1])
+        listed = ", ".join(f"{entry} {size:.2f}" for entry, size in spent if size >= 0.005)
+        usable = "" if self.usable_gib is None else f" of {self.usable_gib:.2f} usable"
+        return f"{self.total_gib:.2f} GiB{usable}, fullest in {self.peak_phase}: {listed}"
+
 
 def beside_measured(record: MemoryRecord, measured_bytes: int) -> dict[str, float]:
     """Metrics: what the plan's tensors were predicted to take at most, what they took, and the error between."""
@@ -66,7 +76,8 @@ def beside_measured(record: MemoryRecord, measured_bytes: int) -> dict[str, floa
 
 
 def in_gib(num_bytes: int) -> float:
-    return round(num_bytes / GIB, 4)
+    """To the nearest kB: what a tiny model takes must not be lost in rounding."""
+    return round(num_bytes / GIB, 6)
 
 
 def write_memory_record(record: MemoryRecord, path: Path) -> None:
@@ -76,8 +87,8 @@ def write_memory_record(record: MemoryRecord, path: Path) -> None:
 def read_memory_record(path: Path) -> MemoryRecord:
     """Raises UserError where it is missing or damaged."""
     try:
-        return MemoryRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(MemoryRecord).validate_json(path.read_text(encoding="utf-8"), strict=True)
+    except (OSError, ValueError) as error:  # pydantic's own is a ValueError
         raise UserError(
             f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s plan@{path.parent.name}"
         ) from None

@@ -19,6 +19,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trl.trainer import utils as trl_trainer
 
 from stages.kit.memory.cuda import hidden_bytes
 from stages.kit.memory.prediction import Budget, Phase
@@ -27,6 +28,9 @@ from stages.kit.memory.recording import Recording, Storage
 aten = torch.ops.aten
 
 _GROUPED_MM = aten._grouped_mm.default  # noqa: SLF001
+
+LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
+"""Width of the logits that TRL's loss computes at once, however small the vocabulary is."""
 
 REAL_LIMIT = 1 << 22
 """Elements up to which a tensor of whole numbers has contents."""
@@ -75,8 +79,6 @@ class Recorder(TorchDispatchMode):
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and (answer := _made_up(func, args)) is not None:
             return answer
-        if self._cuda:
-            self._record_hidden(hidden_bytes(func, args))
         if any_fake and func is aten.index.Tensor:
             args = (args[0], _positions(args[1]), *args[2:])
         if self.fake_mode is not None and (any_fake or not _stays_real(func, args, kwargs, tensors)):
@@ -89,6 +91,8 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf)
+        if self._cuda:  # beside the output, which is there before the kernel ends
+            self._record_hidden(hidden_bytes(func, args))
         return output
 
     def _record(self, tensor: torch.Tensor) -> None:
@@ -120,7 +124,8 @@ class Recorder(TorchDispatchMode):
             return "weights"
         if self._phase == "step":
             return "temporaries"
-        if tensor.dim() >= 2 and self._vocab_size in tensor.shape:
+        is_tile = tensor.dim() == 2 and tensor.shape[1] == LOSS_TILE
+        if is_tile or (tensor.dim() >= 2 and self._vocab_size in tensor.shape):
             return "logits"
         # Gradients are computed with gradients off; what is computed with them on is a checkpointed layer once more.
         return "activations" if self._phase == "forward" or torch.is_grad_enabled() else "temporaries"
@@ -148,6 +153,11 @@ def room_for_fakes() -> Iterator[None]:
         nn.Module._apply = apply  # type: ignore[method-assign]  # noqa: SLF001
         for types in lists:
             types.remove(FakeTensor)
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """An input for a record without weights: with its contents it would be counted beside its fake self."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
 
 
 def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from stages.kit.params import DeviceParams
@@ -51,9 +55,37 @@ def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
     """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     peak = CpuPeak()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library says on stderr that it starts and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
-    # The profiler's tables sum memory up by operator; only its raw events say what was alive at once.
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    peak.size_bytes = sum(storages.values()) + max(accumulate((size for _, size in changes), initial=0))
+    peak.size_bytes = sum(storages.values()) + max(accumulate(_changes(profiler), initial=0))
+
+
+def _changes(profiler: profile) -> Iterator[int]:
+    """What was allocated (> 0) and freed (< 0), in order.
+
+    The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They also tell of
+    frees of what an earlier profile saw allocated: those are no change of what this one counts.
+    """
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    alive: set[int] = set()
+    for event in sorted(_events(results.experimental_event_tree()), key=attrgetter("start_time_ns")):
+        pointer, size_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size_bytes > 0:
+            alive.add(pointer)
+            yield size_bytes
+        elif pointer in alive:
+            alive.remove(pointer)
+            yield size_bytes
+
+
+def _events(tree: Iterable[Any]) -> Iterator[Any]:
+    """The allocations and frees among a profile's events."""
+    waiting = list(tree)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            yield event

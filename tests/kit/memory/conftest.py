@@ -1,0 +1,29 @@
+"""Fixtures of the tests that predict memory."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from stages.kit.models.processors import Processor
+
+
+@pytest.fixture(scope="session")
+def processors() -> dict[str, Processor]:
+    """By the small model that each belongs to."""
+    from stages.kit.models.processors import load_processor
+    from tests.kit.memory.small import TINY
+
+    processor = load_processor(TINY, None)
+    return {"detection": processor, "text": processor.tokenizer, "moe": processor.tokenizer}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """A Trainer looks through every object of the process for garbage, twice a run: a quarter of a second each."""
+    import torch  # noqa: F401 - what is imported later would still be looked through
+    import trl  # noqa: F401
+
+    gc.freeze()
+    yield
+    gc.unfreeze()

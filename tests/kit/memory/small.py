@@ -1,0 +1,97 @@
+"""Small models of each family, and plans and batches for them. No weights: a configuration is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
+
+from stages.kit.memory.predict import Depth, stand_in_batch, with_depth
+from stages.kit.memory.recording import Recording
+from stages.kit.models.load import load_config
+from stages.kit.params import DeviceParams, LoraParams, Params, PartsParams, load_params
+from stages.kit.plan import Plan, resolve_plan
+
+TINY = Path("data/tiny/qwen2-vl")
+PIXELS = 112 * 112
+
+ATTENTION = LoraParams(rank=8, alpha=16, dropout=0.1, targets={"llm": ("q_proj", "v_proj")})
+EVERYTHING = LoraParams(
+    rank=8,
+    alpha=16,
+    dropout=0.1,
+    targets={"vision": ("attn.qkv", "mlp.fc1"), "llm": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")},
+)
+R1: dict[str, Any] = {"parts": PartsParams(llm="lora"), "lora": ATTENTION}
+R2: dict[str, Any] = {"parts": PartsParams(vision="full", projector="full"), "lora": None}
+R4: dict[str, Any] = {"parts": PartsParams(vision="lora", llm="lora"), "lora": EVERYTHING}
+FULL: dict[str, Any] = {"parts": PartsParams(llm="full"), "lora": None}
+ALL: dict[str, Any] = {"parts": PartsParams(vision="full", projector="full", llm="full"), "lora": None}
+
+GEOMETRY: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def config_of(model: str, depth: Depth = (2, 2)) -> PreTrainedConfig:
+    """model: detection, text or moe. depth: of the language model, and of the vision tower where there is one."""
+    text, _ = depth
+    if model == "detection":
+        config = load_config(TINY)
+        config.text_config.layer_types = ["full_attention"] * text
+        return with_depth(config, depth)
+    if model == "text":
+        return Qwen2Config(**GEOMETRY, num_hidden_layers=text)
+    return Qwen2MoeConfig(
+        **GEOMETRY,
+        num_hidden_layers=text,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=128,
+    )
+
+
+@cache
+def shipped_params() -> Params:
+    return load_params()
+
+
+def plan_of(
+    *, micro_batch: int = 2, grad_accumulation: int = 2, max_length: int = 96, kind: Any = "cpu", **settings: Any
+) -> Plan:
+    """settings: of the plan, its parts and its LoRA among them."""
+    plan = resolve_plan(shipped_params(), "r1-llm-only", train_samples=8)
+    schedule = replace(plan.schedule, micro_batch=micro_batch, grad_accumulation=grad_accumulation)
+    rates = dict.fromkeys(settings["parts"].trained(), 1e-4)
+    return replace(
+        plan,
+        max_length=max_length,
+        trainable={},
+        schedule=replace(schedule, learning_rates=rates),
+        **{
+            "device": DeviceParams(kind=kind),
+            "gradient_checkpointing": False,
+            "precision": "fp32",
+            "attn": "sdpa",
+            **settings,
+        },
+    )
+
+
+def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> Mapping[str, torch.Tensor]:
+    return stand_in_batch(config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=pixels)
+
+
+def peak_bytes(recording: Recording) -> int:
+    return max(peak.size_bytes for peak in recording.peaks().values())

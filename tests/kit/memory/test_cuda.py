@@ -1,0 +1,210 @@
+"""On a CPU, without weights, a step does what CUDA would do; and after it the CPU is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_trainer
+
+from stages.kit.memory import step
+from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden_bytes
+from stages.kit.memory.recorder import Recorder
+from stages.kit.memory.recording import Peak, Recording
+from stages.kit.memory.step import record_step
+from stages.kit.models.processors import Processor
+from tests.kit.memory.small import FULL, R1, batch_of, config_of, peak_bytes, plan_of
+
+aten = torch.ops.aten
+CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operations that reach the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def behaviour() -> dict[str, Any]:
+    """How this process computes what cuda_semantics changes."""
+    found: dict[str, Any] = {}
+    with FakeTensorMode():
+        states = torch.ones(1, 2, 8, 16, requires_grad=True)
+        with Seen() as seen:
+            F.scaled_dot_product_attention(states, states, states)
+        found["attention"] = seen.names
+        with Seen() as seen:
+            F.dropout(states, 0.5)
+        found["dropout"] = seen.names
+    states = torch.ones(1, 2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = states.bfloat16()
+        found["layer_norm"] = F.layer_norm(half, [16]).dtype
+        found["power"] = half.pow(2).dtype
+        found["softmax"] = half.softmax(-1).dtype
+        found["sum"] = half.sum().dtype
+        found["linear"] = F.linear(states, torch.ones(16, 16)).dtype
+    found["foreach"] = optimizer._get_foreach_kernels_supported_devices()  # type: ignore[attr-defined]
+    for module in (chunked_logprob, trl_trainer):
+        for name in ("_forward_kernel", "_backward_kernel", "_addmm_fp32", "_use_triton", "triton"):
+            found[f"{module.__name__}.{name}"] = getattr(module, name, "missing")
+    found["apply"] = nn.Module._apply
+    found["types"] = (*_foreach_utils._foreach_supported_types, *optimizer._foreach_supported_types)
+    return found
+
+
+def states(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(1, heads, 4, width, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "key_heads", "width", "masked", "kernel"),
+    [
+        (torch.bfloat16, 4, 4, 64, False, "flash"),
+        (torch.float16, 4, 4, 80, False, "flash"),
+        (torch.bfloat16, 4, 2, 64, False, "flash"),
+        (torch.bfloat16, 4, 4, 256, False, "flash"),
+        (torch.bfloat16, 4, 4, 264, False, "efficient"),
+        (torch.bfloat16, 4, 4, 64, True, "efficient"),
+        (torch.bfloat16, 4, 2, 64, True, "math"),
+        (torch.float32, 4, 4, 64, False, "efficient"),
+        (torch.float32, 4, 4, 64, True, "efficient"),
+        (torch.float32, 4, 2, 64, False, "math"),
+    ],
+)
+def test_attention_takes_the_kernel_that_torch_takes_on_cuda(
+    dtype: torch.dtype, heads: int, key_heads: int, width: int, masked: bool, kernel: Kernel
+) -> None:
+    mask = torch.empty(1, 1, 4, 4, dtype=torch.bool) if masked else None
+    assert chosen_kernel(states(heads, width, dtype), states(key_heads, width, dtype), mask) == kernel
+
+
+def test_within_it_operations_are_those_of_cuda() -> None:
+    with cuda_semantics():
+        found = behaviour()
+    assert found["layer_norm"] == found["power"] == found["softmax"] == found["sum"] == torch.float32
+    assert found["linear"] == torch.bfloat16
+    assert "aten.native_dropout.default" in found["dropout"]
+    assert "aten._scaled_dot_product_efficient_attention.default" in found["attention"]
+    assert "cpu" in found["foreach"]
+    assert behaviour()["layer_norm"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_after_it_the_cpu_is_as_it_was(raised: bool) -> None:
+    before = behaviour()
+    with pytest.raises(KeyError) if raised else nullcontext(), cuda_semantics(flash_only=True):
+        assert all(behaviour()[name] != before[name] for name in ("layer_norm", "attention", "dropout", "foreach"))
+        if raised:
+            raise KeyError
+    assert behaviour() == before
+
+
+def test_an_error_within_a_trace_leaves_nothing_behind(
+    processors: Mapping[str, Processor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, plan = config_of("text"), plan_of(**R1)
+    batch = batch_of(plan, config)
+    before, peak = behaviour(), peak_bytes(record_step(plan, config, processors["text"], batch))
+
+    def fails(*_: object) -> NoReturn:
+        raise KeyError("in the midst of it")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="midst"):
+        patch.setattr(step, "fill_optimizer_state", fails)
+        record_step(plan_of(**R1, **CUDA), config, processors["text"], batch)
+    assert behaviour() == before
+    assert FakeTensor not in before["types"]
+    # Nor does accelerate hold on to the other precision.
+    assert peak_bytes(record_step(plan, config, processors["text"], batch)) == peak
+
+
+@pytest.mark.parametrize(("on_cuda", "mask_bytes"), [(True, 1), (False, 4)])
+def test_dropout_keeps_a_mask_of_one_byte_an_element_on_cuda(on_cuda: bool, mask_bytes: int) -> None:
+    size = 1 << 20
+
+    def drop(recorder: Recorder) -> Recording:
+        with recorder:
+            recorder.begin("forward")
+            tensor = torch.empty(size, requires_grad=True)
+            output = F.dropout(tensor, 0.5)
+            held = sum(storage.size_bytes for storage in recorder.recording.storages if storage.died is None)
+            assert held == 4 * tensor.numel() + 4 * output.numel() + mask_bytes * size
+        return recorder.finish()
+
+    if on_cuda:
+        with cuda_semantics():
+            drop(Recorder(fake=True, cuda=True, vocab_size=7))
+    else:
+        drop(Recorder(fake=True, cuda=False, vocab_size=7))
+
+
+def test_what_a_kernel_takes_for_itself_counts_beside_what_it_returns() -> None:
+    """masked_scatter: 9 bytes an element, while the result is there already."""
+    recorder = Recorder(fake=True, cuda=True, vocab_size=7)
+    with recorder:
+        recorder.begin("forward")
+        tensor, mask = torch.empty(1 << 20), torch.empty(1 << 20, dtype=torch.bool)
+        result = tensor.masked_scatter(mask, tensor)
+    assert hidden_bytes(aten.masked_scatter.default, (tensor, mask, tensor)) == 9 << 20
+    assert recorder.finish().peaks()["forward"].size_bytes == (4 + 1 + 4 + 9) << 20
+    assert result.numel() == 1 << 20
+
+
+def peaks_of(processors: Mapping[str, Processor], **settings: Any) -> dict[Any, Peak]:
+    plan, config = plan_of(**{**CUDA, **settings}), config_of("text")
+    batch = dict(batch_of(plan, config))
+    mask = batch["attention_mask"].clone()
+    mask[0, 60:] = 0  # padding, so that attention takes a mask
+    return record_step(plan, config, processors["text"], {**batch, "attention_mask": mask}).peaks()
+
+
+def test_optimizers_take_what_they_take_on_cuda(processors: Mapping[str, Processor]) -> None:
+    names = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
+    foreach, fused, shrunk = (peaks_of(processors, **FULL, optimizer=name)["step"] for name in names)
+    states = fused.budget["optimizer"]
+    # Unfused, AdamW has temporaries as large as the trained weights; fused none.
+    assert foreach.budget["temporaries"] > 0.9 * states / 2
+    assert fused.budget["temporaries"] < 0.02 * states
+    assert foreach.budget["optimizer"] == states
+    # 8 bits for 32, a scale for 256 of them, and small tensors stay as they are.
+    assert shrunk.budget["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
+
+
+def test_a_cpu_takes_one_tensor_after_the_other(processors: Mapping[str, Processor]) -> None:
+    step = peaks_of(processors, **FULL, kind="cpu")["step"]
+    assert step.budget["temporaries"] < 0.6 * step.budget["optimizer"] / 2
+
+
+def test_flash_attention_2_has_no_mask(processors: Mapping[str, Processor]) -> None:
+    masked = peaks_of(processors, **R1, max_length=512)["forward"]
+    flash = peaks_of(processors, **R1, max_length=512, attn="flash_attention_2")["forward"]
+    assert flash.budget["activations"] < masked.budget["activations"]
+
+
+def test_fp16_takes_what_bf16_takes(processors: Mapping[str, Processor]) -> None:
+    half = {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1, precision="fp16").items()}
+    assert half == {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1).items()}
+
+
+def test_checkpointed_layers_are_computed_again_by_the_same_kernels(processors: Mapping[str, Processor]) -> None:
+    """In backward too, which torch.utils.checkpoint checks; and activations are fewer for it."""
+    plain = peaks_of(processors, **FULL)["forward"]
+    again = peaks_of(processors, **FULL, gradient_checkpointing=True)["forward"]
+    assert again.budget["activations"] < plain.budget["activations"]
