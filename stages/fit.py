@@ -167,7 +167,7 @@ def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], co
 def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence[float], console: Console) -> None:
     """In one table, or in as many as the terminal's width asks for."""
     table = terminal_table(matrix_table({name: {size: cells[size] for size in sizes} for name, cells in rows.items()}))
-    if len(sizes) > 1 and Measurement.get(console, console.options.update(width=1000), table).minimum > console.width:
+    if len(sizes) > 1 and Measurement.get(console, console.options.update(width=1000), table).maximum > console.width:
         half = len(sizes) // 2
         print_matrix(rows, sizes[:half], console)
         print_matrix(rows, sizes[half:], console)
@@ -185,7 +185,7 @@ def matrix_cell(outlook: Outlook, memory_gb: float) -> MatrixCell:
     return MatrixCell(
         verdict=fit.verdict,
         predicted_bytes=fit.prediction.total_bytes,
-        setting="" if fit.verdict == "does not fit" else ", ".join(changed),
+        setting="" if fit.verdict == "does not fit" else ",\n".join(changed),
     )
 
 

@@ -1,0 +1,120 @@
+"""What is at hand of a base and of data: believed only where it is what the profile names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_source
+from stages.kit.errors import UserError
+from stages.kit.lineage import write_lineage
+from stages.kit.models.geometries import PUBLISHED, geometry_config_path
+from stages.kit.params import Params, load_params
+
+COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
+
+
+@pytest.fixture
+def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """Of the 2B profile, in an empty folder."""
+    params = load_params().on("qwen2-vl-2b-24gb")
+    monkeypatch.chdir(tmp_path)
+    return params
+
+
+def with_base(params: Params, source: str) -> Params:
+    profile = replace(params.active, bases={"vlm": source})
+    return replace(params, profiles={**params.profiles, params.profile: profile})
+
+
+def built(source: dict[str, str]) -> Path:
+    folder = Path("data/bases/vlm")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    write_lineage(folder, kind="base", name="vlm", source=source)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "same"),
+    [
+        (f"hub:Qwen/A@{COMMIT}", f"hub:Qwen/A@{COMMIT}", True),
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@895c3a49", True),
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@d59dcee8", False),
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@main", True),
+        (f"hub:Qwen/AB@{COMMIT}", "hub:Qwen/A@895c3a49", False),
+        ("folder:photographs", "folder:photographs", True),
+        ("folder:photographs-2", "folder:photographs", False),
+        ("generated", f"hub:Qwen/A@{COMMIT}", False),
+    ],
+)
+def test_a_source_is_the_one_that_is_named(found: str, asked: str, same: bool) -> None:
+    assert same_source(found, asked) is same
+
+
+@pytest.mark.parametrize("profile", load_params().profiles)
+def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched(profile: str) -> None:
+    params = load_params().on(profile)
+    for recipe in params.recipes:
+        assert (base_at_hand(params, recipe).config_dir / "config.json").is_file()
+
+
+def test_every_published_geometry_is_there() -> None:
+    for name in PUBLISHED.values():
+        assert geometry_config_path(name).is_file()
+
+
+def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params) -> None:
+    assert root_base(params, "r3-stage2") == "vlm"
+    assert base_at_hand(params, "r3-stage2") == base_at_hand(params, "r3-stage1")
+
+
+def test_a_base_that_was_fetched_is_taken_with_its_tokenizer(params: Params) -> None:
+    folder = built({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT})
+    base = base_at_hand(params, "r1-llm-only")
+    assert (base.config_dir, base.processor_dir) == (folder, folder)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT},
+        {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT[::-1]},
+        {"random": "qwen2-vl-2b", "seed": "0"},
+        {"folder": "somewhere"},
+    ],
+)
+def test_a_base_of_another_profile_is_not_taken(params: Params, source: dict[str, str]) -> None:
+    built(source)
+    base = base_at_hand(params, "r1-llm-only")
+    assert (base.config_dir, base.processor_dir) == (geometry_config_path("qwen2-vl-2b").parent, None)
+
+
+def test_a_random_base_is_known_by_its_geometry(params: Params) -> None:
+    base = base_at_hand(with_base(params, "random:qwen2-vl-tiny"), "r1-llm-only")
+    assert base.config_dir == geometry_config_path("qwen2-vl-tiny").parent
+
+
+def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
+    unknown = with_base(params, f"hub:Nobody/Knows@{COMMIT}")
+    with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b-24gb base@vlm"):
+        base_at_hand(unknown, "r1-llm-only")
+    folder = built({"hub": "Nobody/Knows", "revision": COMMIT})
+    assert base_at_hand(unknown, "r1-llm-only").config_dir == folder
+
+
+def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None:
+    assert data_at_hand(params, "nutrition-tables") is None
+    stats = Path("data/prepared/nutrition-tables/stats.json")
+    stats.parent.mkdir(parents=True)
+    stats.write_text(json.dumps({"source": "generated"}))
+    assert data_at_hand(params, "nutrition-tables") is None
+    assert data_at_hand(params.on("tiny"), "nutrition-tables") == stats.parent
+    stats.write_text(json.dumps({"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"}))
+    assert data_at_hand(params, "nutrition-tables") == stats.parent
+    stats.write_text("[]")
+    with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@nutrition-tables"):
+        data_at_hand(params, "nutrition-tables")

@@ -1,0 +1,244 @@
+"""The command that says whether a recipe fits: what it shows, what it takes it from, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from stages import base, fit, plan, prepare
+from stages.kit.memory import foresight
+from stages.kit.memory.predict import stand_in_batch
+from stages.kit.memory.prediction import Prediction
+from stages.kit.models.geometries import geometry_config_path
+from stages.kit.models.load import load_config
+from stages.kit.plan import Plan
+from tests.closure import ROOT
+
+GPU_PROFILE = "qwen2-vl-2b-24gb"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped recipes on a model and data that are small, with a CPU and with a GPU; no network."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
+    for profile in raw["profiles"].values():
+        profile["bases"]["vlm"] = "random:qwen2-vl-tiny"
+        profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
+        profile["memory"]["micro_batch"] = 16
+    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["generate"] = {"train": 8, "val": 4, "seed": 1}
+    for recipe in raw["recipes"].values():
+        recipe["max_length"] = 512
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_params(raw)
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    return tmp_path
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that a prediction was made of, in order: a GiB for each sample of a micro-batch."""
+    plans: list[Plan] = []
+
+    def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
+        plans.append(plan)
+        size = plan.schedule.micro_batch * 2**30
+        return Prediction(
+            allocated_bytes=size,
+            reserved_bytes=size,
+            total_bytes=size,
+            low_bytes=size,
+            high_bytes=size,
+            peak_phase="forward",
+            phases={"forward": size},
+            budget={"weights": size},
+            calibration="assumed",
+        )
+
+    monkeypatch.setattr(foresight, "predict", predict)
+    return plans
+
+
+def no_network(*_: Any, **__: Any) -> None:
+    raise AssertionError("the network was reached for")
+
+
+def write_params(raw: dict[str, Any]) -> None:
+    with Path("params.yaml").open("w") as file:
+        YAML().dump(raw, file)
+
+
+def ask(*arguments: str, charset: str = "utf-8") -> Result:
+    return CliRunner(charset=charset).invoke(fit.main, arguments)
+
+
+def shown(*arguments: str, charset: str = "utf-8") -> str:
+    result = ask(*arguments, charset=charset)
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    """The message where it stops as a user's fault does, without a traceback."""
+    result = ask(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (1, 2)
+    return " ".join(result.output.split())
+
+
+def on_gpu(*arguments: str) -> tuple[str, ...]:
+    return (*arguments, "--profile", GPU_PROFILE)
+
+
+def total_gib(text: str) -> float:
+    match = re.search(r"total +(\d+\.\d\d) +100\.0%", text)
+    assert match is not None, text
+    return float(match[1])
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = ((path, path.stat()) for path in sorted(folder.rglob("*")))
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats}
+
+
+def test_a_recipe_is_shown_with_its_budget_and_verdict_and_nothing_is_written(workspace: Path) -> None:
+    before = files(workspace)
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert files(workspace) == before
+    assert "no data yet: the worst that max_length 512 and max_pixels 50176" in " ".join(text.split())
+    assert f"{total_gib(text):.2f} of 21.84 GiB" in text  # the bar's figures
+    entries = [float(amount) for amount in re.findall(r"^[WDGOALTH] +[a-z]+ +(\d+\.\d\d) ", text, re.MULTILINE)]
+    assert len(entries) > 3
+    assert sum(entries) == pytest.approx(total_gib(text))
+    assert "verdict   fits" in text
+    assert "\x1b" not in text, "colours, though no terminal"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_does_not_fit_comes_with_the_cheapest_change_that_does(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "8"))
+    assert total_gib(text) == 16
+    assert "verdict   does not fit" in text
+    advice = " ".join(text.partition("verdict")[2].split())
+    assert "it fits with micro_batch 16 -> 8, grad_accumulation 1 -> 2, micro_batch 8 -> 4" in advice
+    assert "2 -> 4: 4.00 GiB" in advice
+    here = f"profiles.{GPU_PROFILE}"
+    changes = f"-S profile={GPU_PROFILE} -S {here}.device.memory_gb=8 -S {here}.memory.fit=auto"
+    assert f"dvc exp run {changes} train@r1-llm-only" in advice
+
+
+def test_where_nothing_makes_it_fit_the_least_is_said(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "1"))
+    assert "the least is with micro_batch 16 -> 8" in " ".join(text.split())
+    assert "paged_adamw_8bit: 1.00 GiB" in " ".join(text.split())
+    assert "take that by" not in text
+
+
+def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twice(
+    workspace: Path, predicted: list[Plan]
+) -> None:
+    text = shown(*on_gpu("--all", "--gpu-gb", "24", "--gpu-gb", "8", "--gpu-gb", "1"))
+    heading = next(line for line in text.splitlines() if line.startswith("Recipe"))
+    assert heading.split() == ["Recipe", "1", "GB", "8", "GB", "24", "GB"]
+    cells = re.split(r"\n(?=r\d-)", text.partition("\n\nWith")[0])[1:]
+    rows = {row.split()[0]: " ".join(row.split()[1:]) for row in cells}
+    expected = "does not fit fits fits 1.00 GiB 4.00 GiB 16.00 GiB micro_batch 4"
+    assert rows == dict.fromkeys(("r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint"), expected)
+    asked = [repr(replace(plan, recipe="")) for plan in predicted]
+    assert len(asked) == len(set(asked)) == 3 * 7, "7 plans of r1, r2 and r4; r3 is made of r2 and r1"
+
+
+def test_the_matrix_of_one_recipe_has_its_row_alone(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r2-vision-only", "--all", "--gpu-gb", "24"))
+    assert re.findall(r"^r\d-\S+", text, re.MULTILINE) == ["r2-vision-only"]
+
+
+def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(workspace: Path) -> None:
+    for stage, name in ((base, "vlm"), (prepare, "nutrition-tables"), (plan, "r1-llm-only")):
+        result = CliRunner().invoke(stage.main, [name])
+        assert result.exit_code == 0, result.output
+    planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
+    text = shown("r1-llm-only")
+    assert "verdict" not in text, "of a CPU"
+    assert "the largest samples of data/prepared/nutrition-tables" in text
+    assert total_gib(text) == pytest.approx(planned["total_gib"], abs=0.006)
+
+    of_other_data = " ".join(shown(*on_gpu("r1-llm-only")).split())
+    assert "no data yet" in of_other_data
+    shutil.rmtree("data/bases")
+    worst = shown("r1-llm-only")
+    assert "no tokenizer yet" in " ".join(worst.split())
+    assert total_gib(worst) > total_gib(text)
+
+
+def test_a_narrow_terminal_without_utf_8_shows_it_all(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = shown(*on_gpu("r1-llm-only"), charset="ascii")
+    assert text.isascii()
+    assert "?" not in text
+    assert max(map(len, text.splitlines())) <= 40
+    sizes = [option for size in (8, 16, 24, 40) for option in ("--gpu-gb", str(size))]
+    matrix = shown(*on_gpu("r1-llm-only", "--all", *sizes), charset="ascii")
+    assert max(map(len, matrix.splitlines())) <= 40
+    assert re.findall(r"\d+ GB", matrix) == ["8 GB", "16 GB", "24 GB", "40 GB"]
+    assert matrix.count("r1-llm-only") > 1, "one table for all sizes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r1-llm"], "no recipe is called 'r1-llm' (did you mean 'r1-llm-only'?)"),
+        (["r1-llm-only", "--profile", "tinny"], "no profile is called 'tinny' (did you mean 'tiny'?)"),
+        (["r1-llm-only", "--gpu-gb", "24"], f"profile tiny runs on a CPU, {{}} (make: PROFILE=): {GPU_PROFILE}"),
+        (["--all"], "profile tiny runs on a CPU"),
+        ([], "name one recipe and at most one --gpu-gb, or take --all"),
+        (["r1-llm-only", "--gpu-gb", "24", "--gpu-gb", "48"], "at most one --gpu-gb, or take --all"),
+        (["r1-llm-only", "--gpu-gb", "0"], "0.0 is not in the range"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(workspace: Path, arguments: list[str], message: str) -> None:
+    said = refused(*arguments)
+    for part in message.split("{}"):
+        assert part.strip() in said
+
+
+def test_a_base_that_nobody_here_knows_has_to_be_fetched(workspace: Path) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"][GPU_PROFILE]["bases"]["vlm"] = "hub:Nobody/Knows@0123456"
+    write_params(raw)
+    message = refused(*on_gpu("r1-llm-only"))
+    assert "Nobody/Knows, whose geometry is not known before it is fetched" in message
+    assert f"dvc exp run -S profile={GPU_PROFILE} base@vlm" in message
+
+
+def test_a_picture_of_the_worst_batch_leaves_room_within_max_length() -> None:
+    config = load_config(geometry_config_path("qwen2-vl-tiny").parent)
+    batch = stand_in_batch(config, micro_batch=2, max_length=50, max_pixels=1_000_000)
+    assert batch["input_ids"].shape == (2, 50)
+    merged = batch["image_grid_thw"].prod(1) // config.vision_config.spatial_merge_size**2
+    assert (batch["input_ids"] == config.image_token_id).sum(1).tolist() == merged.tolist() == [48, 48]
+    assert (batch["labels"] >= 0).any(1).all()
+
+
+def test_make_passes_on_what_is_asked() -> None:
+    asked = ["RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 48", "ALL=1", "EXACT=0"]
+    printed = subprocess.run(["make", "-n", "plan", *asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = printed.stdout.splitlines()[-1].partition("-m stages.fit ")[2]
+    assert command.split() == ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24", "--gpu-gb", "48"]
