@@ -9,7 +9,7 @@ TARGET ?=
 EXTRAS ?=
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
-# Passed on to pytest: make test ARGS="-k lineage -x"
+# Passed on to pytest, or to the calibration: make test ARGS="-k lineage -x"
 ARGS ?=
 
 python := .venv/bin/python
@@ -64,6 +64,14 @@ demo: setup ## Run the detection recipes at tiny size on the CPU and print the c
 	@$(offline) $(python) -m dvc repro compare@detection
 	@cat data/report/detection/table.txt
 
+# What is not given is left out: a recipe, a profile, one size of GPU or several.
+plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
+	$(if $(filter-out 0,$(EXACT)),--exact) $(addprefix --gpu-gb ,$(GPU_GB))
+
+.PHONY: plan
+plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1; ALL=1 for every recipe)
+	@$(offline) $(python) -m stages.fit $(plan_options)
+
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
@@ -75,6 +83,14 @@ report: ## Open the last comparison in a browser
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(python) -m pytest $(ARGS)
+
+.PHONY: calibrate
+calibrate: setup ## Measure on a GPU what predictions of memory take for granted (ARGS="--dry-run", ARGS=--help)
+	@$(offline) $(python) -m stages.kit.memory.calibrate $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: setup-dev ## Run the tests that need a GPU
+	@$(offline) $(python) -m pytest -m gpu tests/gpu $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke

@@ -9,24 +9,20 @@ Run     docker/run plan r1-llm-only
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import click
 
 from stages.kit.logs import configure_logging
-from stages.kit.memory.budget import usable_bytes
-from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.fit import Fit, decide, fit_of
-from stages.kit.memory.predict import predict
-from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.foresight import Foresight
 from stages.kit.memory.record import MemoryRecord, write_memory_record
-from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.parts import TrainableCounts, apply_recipe, count_trainable
+from stages.kit.models.load import load_config
+from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
 from stages.kit.params import load_params
-from stages.kit.plan import Plan, resolve_plan, write_plan
+from stages.kit.plan import resolve_plan, write_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task
@@ -45,31 +41,23 @@ def main(recipe: str) -> None:
     plan = resolve_plan(params, recipe, train_samples=len(records))
     config = load_config(Path(plan.base_dir))
     samples.check_family(config.model_type)
-    counts = count_trainable(apply_recipe(meta_model(config), plan.parts, plan.lora))
-    plan = replace(plan, trainable=asdict(counts))
-
     processor = load_processor(Path(plan.base_dir), plan.images)
-    converse = partial(samples.conversation, answered=True)
-    collator = ConversationCollator(processor, records, converse, loss=plan.loss, max_length=plan.max_length)
-    calibration = load_calibration()
+    collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
+    foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    def foresee(plan: Plan) -> Prediction:
-        return predict(plan, config, processor, largest_batch(collator, plan.schedule.micro_batch), calibration)
-
-    memory_gb = plan.device.memory_gb
-    capacity = usable_bytes(memory_gb, calibration) if memory_gb is not None else None
-    fit = decide(fit_of(plan, foresee, capacity), foresee, memory.fit)
+    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device.memory_gb))
+    fit = decide(fit, foresee, memory.fit)
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(MemoryRecord.of(fit), run_dir / "memory.json")
-    report(fit, counts)
+    report(fit)
     if wanted.quantization != fit.plan.quantization:
         log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
 
 
-def report(fit: Fit, counts: TrainableCounts) -> None:
+def report(fit: Fit) -> None:
     schedule = fit.plan.schedule
-    log.info("%s", counts)
+    log.info("%s", TrainableCounts(**fit.plan.trainable))
     log.info(
         "%d samples, %d steps of %d (micro-batch %d x %d)",
         *(schedule.train_samples, schedule.num_steps, schedule.effective_batch),

@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import click
@@ -71,13 +70,7 @@ def main(recipe: str, attempt: int) -> None:
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
-    collator = ConversationCollator(
-        processor,
-        records,
-        partial(samples.conversation, answered=True),
-        loss=plan.loss,
-        max_length=plan.max_length,
-    )
+    collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
     log.info("longest sample %d tokens, limit %d", collator.check_lengths(), plan.max_length)
 
     model = load_model(

@@ -142,6 +142,7 @@ def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Pat
     assert code == 1
     assert said.count("ran out of memory with everything given up") == 1
     assert "  as planned\n  gradient_checkpointing off -> on\n" in said
+    assert "As planned it was predicted to take 0." in said
     assert "Traceback" not in said
     assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}
 

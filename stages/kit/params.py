@@ -200,6 +200,10 @@ class Params:
     def active(self) -> ProfileParams:
         return self.profiles[self.profile]
 
+    def on(self, profile: str) -> Params:
+        """The same with another profile active."""
+        return replace(self, profile=self._known(profile, self.profiles, "profile"))
+
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
 

@@ -20,6 +20,7 @@ from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.stage_run import STAGES, StageRun
 from stages.kit.errors import OUT_OF_MEMORY, UserError
 from stages.kit.memory.ladder import batch_size_changes, rungs
+from stages.kit.memory.record import read_memory_record
 from stages.kit.params import DeviceParams, Params, load_params
 from stages.kit.plan import read_plan
 
@@ -84,7 +85,7 @@ def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> 
         code = engine.run(replace(stage_run, attempt=attempt))
         if code != OUT_OF_MEMORY:
             return code
-    raise out_of_rungs(what, changes)
+    raise out_of_rungs(what, changes, budget(stage_run))
 
 
 def ladder(stage_run: StageRun, params: Params) -> list[str]:
@@ -95,15 +96,24 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     return batch_size_changes(params.active.evaluation.batch_size) if stage_run.stage == "evaluate" else []
 
 
-def out_of_rungs(what: str, changes: Sequence[str]) -> UserError:
-    """The last word. It is here that a table of what the memory went to belongs."""
+def budget(stage_run: StageRun) -> str:
+    """What a training was predicted to take as planned; "" for another stage."""
+    path = WORKSPACE_DIR / "data/runs" / stage_run.args[0] / "memory.json"
+    if stage_run.stage != "train" or not path.exists():
+        return ""
+    record = read_memory_record(path)
+    return f"As planned it was predicted to take {record.summary()} (calibration: {record.calibration}).\n"
+
+
+def out_of_rungs(what: str, changes: Sequence[str], budget: str) -> UserError:
+    """The last word."""
     if not changes:
         return UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
     tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
     return UserError(
         f"{what} ran out of memory with everything given up that its result allows. It tried, one after the other:\n"
-        f"{tried}\nWhat is left is yours to choose: a profile with more memory, fewer images.max_pixels, or a smaller "
-        f"base"
+        f"{tried}\n{budget}What is left is yours to choose: a profile with more memory, fewer images.max_pixels, or a "
+        f"smaller base"
     )
 
 

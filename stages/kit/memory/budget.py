@@ -143,7 +143,10 @@ class MatrixCell:
 
 
 def matrix_table(rows: Mapping[str, Mapping[float, MatrixCell]]) -> Table:
-    """Recipes by sizes of GPU in GB, for `terminal_table` or `markdown`; a missing one shows as absent."""
+    """Recipes by sizes of GPU in GB, for `terminal_table` or `markdown`; a missing one shows as absent.
+
+    Cells have several lines: so five sizes fit 80 characters.
+    """
     sizes = sorted({size for cells in rows.values() for size in cells})
     columns = (Column("recipe", "Recipe"), *(Column(f"{size:g}gb", f"{size:g} GB") for size in sizes))
     return Table(
@@ -166,8 +169,7 @@ class _Bar:
 
 
 def _matrix_text(cell: MatrixCell) -> str:
-    first = f"{cell.verdict}, {_gib(cell.predicted_bytes)} GiB"
-    return f"{first}\nwith {cell.setting}" if cell.setting else first
+    return "\n".join(filter(None, (cell.verdict, f"{_gib(cell.predicted_bytes)} GiB", cell.setting)))
 
 
 def _spent(prediction: Prediction) -> dict[Budget, int]:

@@ -72,14 +72,18 @@ def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
 def refusal(fit: Fit, cheapest: Fit) -> str:
     plan = fit.plan
     lines = [f"recipe {plan.recipe} does not fit the GPU of profile {plan.profile}:", *fit.lines()]
-    if cheapest.verdict == "does not fit":
-        lines.append(f"nothing that keeps its result would make it fit; the least is with {said(cheapest)}")
-    else:
-        word = "fits" if cheapest.verdict == "fits" else "might just fit"
-        lines.append(f"it {word} with {said(cheapest)}")
+    lines.append(advice(cheapest))
+    if cheapest.verdict != "does not fit":
         lines.append(f"take that by: dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
     lines.append(f"run it as it is by: dvc exp run -S profiles.{plan.profile}.memory.fit=off")
     return "\n  ".join(lines)
+
+
+def advice(cheapest: Fit) -> str:
+    """What would make a plan fit, on one line. cheapest: as `cheapest_fit` found it."""
+    if cheapest.verdict == "does not fit":
+        return f"nothing that keeps its result would make it fit; the least is with {said(cheapest)}"
+    return f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {said(cheapest)}"
 
 
 def said(fit: Fit) -> str:

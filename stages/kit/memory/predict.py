@@ -195,8 +195,8 @@ def stand_in_batch(
 ) -> dict[str, torch.Tensor]:
     """The largest micro-batch that a plan's limits allow, where there is no data yet to take one from.
 
-    Every sample has max_length tokens; with pictures, one of max_pixels among them, as Qwen2-VL's processor cuts it
-    into patches. All text counts in the loss.
+    Every sample has max_length tokens; with pictures, one of max_pixels among them, or of as many as max_length has
+    room for, as Qwen2-VL's processor cuts it into patches. All text counts in the loss.
     """
     ids = torch.zeros((micro_batch, max_length), dtype=torch.long)
     batch: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -204,7 +204,7 @@ def stand_in_batch(
     vision = getattr(config, "vision_config", None)
     if vision is not None and max_pixels is not None:
         side = vision.patch_size * vision.spatial_merge_size
-        tokens = max_pixels // side**2
+        tokens = min(max_pixels // side**2, max_length - 2)  # one before it, and one to be learnt
         patches = tokens * vision.spatial_merge_size**2
         start, stop = 1, 1 + tokens
         ids[:, 0], ids[:, start:stop] = config.vision_start_token_id, config.image_token_id

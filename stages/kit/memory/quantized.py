@@ -1,7 +1,7 @@
-"""Layers in 4 bits, as bitsandbytes holds them, without weights.
+"""Layers in 4 bits, as bitsandbytes holds them, without weights or with random ones.
 
-The modules are bitsandbytes' own, put in by transformers' own rule; only their contents are made here, because a
-`Params4bit` can neither be fake nor be made from something fake.
+The modules are bitsandbytes' own, put in by transformers' own rule. Without weights their contents are made here,
+because a `Params4bit` can neither be fake nor be made from something fake.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ ABSMAX_GROUP = 256
 """Scales that share a scale of their own under double quantization (bitsandbytes.functional.quantize_4bit)."""
 
 
-def quantize_nf4(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+def quantize_nf4(model: PreTrainedModel, precision: str, *, fake: bool = True) -> PreTrainedModel:
     """Every linear layer that transformers would load in nf4, in nf4. The model's weights may be fake.
 
-    precision: of the arithmetic, fp16 or bf16.
+    precision: of the arithmetic, fp16 or bf16. fake: without contents; else with new random weights, on its device.
     """
+    device = model.device
     quantizer = Bnb4BitHfQuantizer(nf4_config(precision), pre_quantized=False)
     kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001
     biases = {
@@ -36,12 +37,24 @@ def quantize_nf4(model: PreTrainedModel, precision: str) -> PreTrainedModel:
         replace_with_bnb_linear(model, kept, quantizer.quantization_config)
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _fill(module, biases.get(name))
+            if fake:
+                _fill(module)
+            else:
+                _quantize(module, device)
+            if name in biases:
+                module.bias = nn.Parameter(biases[name], requires_grad=False)
     model.is_loaded_in_4bit = True
     return model
 
 
-def _fill(module: bnb.nn.Linear4bit, bias: torch.Tensor | None) -> None:
+def _quantize(module: bnb.nn.Linear4bit, device: torch.device) -> None:
+    """As transformers does with each weight that it loads (Bnb4bitQuantize)."""
+    weight = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype, device=device)
+    nn.init.normal_(weight, std=0.02)
+    module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **module.weight.__dict__).to(device)
+
+
+def _fill(module: bnb.nn.Linear4bit) -> None:
     rows, columns = module.out_features, module.in_features
     blocks = -(-rows * columns // 64)
     state = bnb.functional.QuantState(
@@ -68,8 +81,6 @@ def _fill(module: bnb.nn.Linear4bit, bias: torch.Tensor | None) -> None:
         setattr(weight, name, value)
     module.weight = weight
     module.quant_state = state
-    if bias is not None:
-        module.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:

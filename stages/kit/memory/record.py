@@ -57,6 +57,13 @@ class MemoryRecord:
             changes=list(fit.changes),
         )
 
+    def summary(self) -> str:
+        """The prediction on one line, what takes most first."""
+        spent = sorted(self.budget_gib.items(), key=lambda entry: -entry[1])
+        listed = ", ".join(f"{entry} {size:.2f}" for entry, size in spent if size >= 0.005)
+        usable = "" if self.usable_gib is None else f" of {self.usable_gib:.2f} usable"
+        return f"{self.total_gib:.2f} GiB{usable}, fullest in {self.peak_phase}: {listed}"
+
 
 def beside_measured(record: MemoryRecord, measured_bytes: int) -> dict[str, float]:
     """Metrics: what the plan's tensors were predicted to take at most, what they took, and the error between."""

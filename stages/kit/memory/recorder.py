@@ -155,6 +155,11 @@ def room_for_fakes() -> Iterator[None]:
             types.remove(FakeTensor)
 
 
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """An input for a record without weights: with its contents it would be counted beside its fake self."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
+
+
 def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     for child in module.children():
         _apply_by_replacing(child, function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import PreTrainedConfig
+from peft import PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.memory.recorder import Recorder, room_for_fakes
+from stages.kit.memory.prediction import Phase
+from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
@@ -52,7 +54,7 @@ def record_step(
             stack.enter_context(room_for_fakes())
         stack.enter_context(recorder)
         if fake:  # no contents either, or they would be counted beside their fake selves
-            batch = {name: _emptied(tensor) for name, tensor in batch.items()}
+            batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantization_tensors, quantize_nf4
@@ -60,25 +62,20 @@ def record_step(
             model = quantize_nf4(model, here.precision)
             recorder.label(quantization_tensors(model), "weights")
         model = apply_recipe(model, plan.parts, plan.lora)
-        trainer = RecipeTrainer(
-            here,
-            model=model,
-            processor=processor,
-            collator=lambda _: dict(batch),
-            callbacks=[],
-            scratch_dir=Path(scratch_dir),
-            report_to="none",
-            logging_strategy="no",
-        )
-        trainer.remove_callback(StartContract)
-        trainer.remove_callback(trainer.rehearsal)
+        trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
         for name, parameter in model.named_parameters():
             recorder.label([parameter], "adapters" if ".lora_" in name else "weights")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([grown.grad], "gradients"))
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
-        mark_phases(trainer, recorder)
+
+        def begin(phase: Phase) -> None:
+            if phase == "forward":  # accelerate may have copied it since it was made
+                recorder.label(optimizer_states(trainer), "optimizer")
+            recorder.begin(phase)
+
+        mark_phases(trainer, begin)
         trainer.train()
         return recorder.finish()
 
@@ -86,6 +83,29 @@ def record_step(
 def _forget_accelerator() -> None:
     """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+
+
+def one_batch_trainer(
+    plan: Plan,
+    model: PreTrainedModel | PeftModel,
+    processor: Processor,
+    batch: Mapping[str, torch.Tensor],
+    scratch_dir: Path,
+) -> RecipeTrainer:
+    """The real trainer, to which every micro-batch is this one; without the start contract and the rehearsal."""
+    trainer = RecipeTrainer(
+        plan,
+        model=model,
+        processor=processor,
+        collator=lambda _: dict(batch),
+        callbacks=[],
+        scratch_dir=scratch_dir,
+        report_to="none",
+        logging_strategy="no",
+    )
+    trainer.remove_callback(StartContract)
+    trainer.remove_callback(trainer.rehearsal)
+    return trainer
 
 
 def _on_this_cpu(plan: Plan) -> Plan:
@@ -112,10 +132,6 @@ def _on_this_cpu(plan: Plan) -> Plan:
     )
 
 
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
-
-
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:
     """Make the optimizer and its state, by a step that changes nothing."""
     optimizer = trainer.create_optimizer()
@@ -131,19 +147,18 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
         group["lr"] = rate
 
 
-def mark_phases(trainer: RecipeTrainer, recorder: Recorder) -> None:
-    """Tell the recorder where forward, backward and the optimizer's step begin."""
+def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
+    """Has `begin` called where forward, backward and the optimizer's step begin."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        recorder.label(optimizer_states(trainer), "optimizer")  # accelerate may have copied it since it was made
-        recorder.begin("forward")
+        begin("forward")
         return compute_loss(*args, **kwargs)
 
     def then_step(*args: Any, **kwargs: Any) -> None:
-        recorder.begin("backward")
+        begin("backward")
         backward(*args, **kwargs)
-        recorder.begin("step")
+        begin("step")
 
     trainer.compute_loss = forward  # type: ignore[method-assign]
     trainer.accelerator.backward = then_step

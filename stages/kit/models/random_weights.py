@@ -62,7 +62,7 @@ def build_random_model(geometry: str, folder: Path, *, tokenizer_dir: Path, seed
     files = [*TOKENIZER_FILES, *([PROCESSOR_FILE] if hasattr(config, "vision_config") else [])]
     for name in files:
         shutil.copyfile(tokenizer_dir / name, folder / name)
-    _take_token_ids(config, tokenizer_dir)
+    take_token_ids(config, tokenizer_dir)
     write_random_weights(config, folder, seed=seed)
     config.save_pretrained(folder)
 
@@ -109,7 +109,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _take_token_ids(config: PreTrainedConfig, tokenizer_dir: Path) -> None:
+def take_token_ids(config: PreTrainedConfig, tokenizer_dir: Path) -> None:
     """Special tokens as the tokenizer numbers them, or the model would look for pictures where there are none."""
     added = json.loads((tokenizer_dir / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}

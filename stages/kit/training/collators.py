@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
+
+if TYPE_CHECKING:
+    from stages.kit.plan import Plan
 
 IGNORED = -100
 """The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
@@ -46,6 +49,13 @@ class ConversationCollator:
             self._counted: AssistantSpans | AllText = AssistantSpans(tokenizer)
         else:
             self._counted = AllText(tokenizer)
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, processor: Processor, records: Sequence[Any], conversation: Callable[..., Conversation]
+    ) -> ConversationCollator:
+        """Batches as a plan's training takes them. conversation: of the task's samples."""
+        return cls(processor, records, partial(conversation, answered=True), loss=plan.loss, max_length=plan.max_length)
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""

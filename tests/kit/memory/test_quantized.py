@@ -28,7 +28,7 @@ def test_a_layer_is_packed_as_bitsandbytes_packs_it(rows: int, columns: int) -> 
         torch.randn(rows, columns), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     layer = bnb.nn.Linear4bit(columns, rows, bias=False)
-    _fill(layer, None)
+    _fill(layer)
     expected = [packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
     made_up = [layer.weight, *quantization_tensors(nn.Sequential(layer))]
     assert [(tensor.shape, tensor.dtype) for tensor in made_up] == [(t.shape, t.dtype) for t in expected]

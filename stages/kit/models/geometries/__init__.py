@@ -9,6 +9,14 @@ from stages.kit.errors import UserError
 
 GEOMETRIES_DIR = Path(__file__).parent
 
+PUBLISHED = {
+    "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
+    "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+}
+"""The geometry of each of these repositories of the hub."""
+
 
 def geometry_names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in GEOMETRIES_DIR.glob("*/config.json")))

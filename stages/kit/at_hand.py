@@ -1,0 +1,87 @@
+"""What there is of a recipe's base and data before its stages have run. Nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.kit.errors import UserError
+from stages.kit.lineage import LINEAGE_FILE, read_lineage
+from stages.kit.models.geometries import PUBLISHED, geometry_config_path
+from stages.kit.params import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseAtHand:
+    name: str
+    source: str
+    """As the profile names it."""
+    config_dir: Path
+    """Holds config.json, the model's geometry."""
+    processor_dir: Path | None
+    """Holds its tokenizer too; None where that would have to be fetched first."""
+
+
+def root_base(params: Params, recipe: str) -> str:
+    """The base at the end of a recipe's chain of recipes."""
+    while parent := params.recipe(recipe).base_recipe():
+        recipe = parent
+    return params.recipe(recipe).base.removeprefix("bases/")
+
+
+def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
+    """Raises UserError where the profile has no such base, or where nobody here knows its geometry."""
+    name = root_base(params, recipe)
+    source = params.base_source(name)
+    built = Path("data/bases") / name
+    if _built_from(built, source):
+        return BaseAtHand(name=name, source=source, config_dir=built, processor_dir=built)
+    kind, _, where = source.partition(":")
+    if kind == "folder":
+        return BaseAtHand(name=name, source=source, config_dir=Path(where), processor_dir=Path(where))
+    repo_id = where.partition("@")[0]
+    geometry = where if kind == "random" else PUBLISHED.get(repo_id)
+    if geometry is None:
+        raise UserError(
+            f"base {name} of profile {params.profile} is {repo_id}, whose geometry is not known before it is fetched; "
+            f"fetch it with: dvc exp run -S profile={params.profile} base@{name}"
+        )
+    return BaseAtHand(name=name, source=source, config_dir=geometry_config_path(geometry).parent, processor_dir=None)
+
+
+def data_at_hand(params: Params, name: str) -> Path | None:
+    """The folder of a prepared dataset; None where there is none, or where it is another profile's."""
+    source = params.dataset(name).source
+    folder = Path("data/prepared") / name
+    try:
+        found = json.loads((folder / "stats.json").read_text(encoding="utf-8"))["source"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s prepare@{name}"
+        ) from None
+    return folder if same_source(str(found), source) else None
+
+
+def same_source(found: str, asked: str) -> bool:
+    """Whether a source as a stage resolved it is the one that a profile names.
+
+    Of a commit a profile may name the beginning. Where it names a branch, the hub alone knows: that counts as the same.
+    """
+    if not asked.startswith("hub:"):
+        return found == asked
+    repo, _, revision = asked.partition("@")
+    found_repo, _, commit = found.partition("@")
+    return found_repo == repo and (commit.startswith(revision) or not re.fullmatch("[0-9a-f]{7,40}", revision))
+
+
+def _built_from(folder: Path, source: str) -> bool:
+    if not (folder / LINEAGE_FILE).is_file():
+        return False
+    found = read_lineage(folder).source
+    kind = source.partition(":")[0]
+    revision = f"@{found['revision']}" if "revision" in found else ""
+    return kind in found and same_source(f"{kind}:{found[kind]}{revision}", source)

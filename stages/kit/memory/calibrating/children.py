@@ -1,0 +1,97 @@
+"""Every prediction and every measurement in a fresh process: nothing of the one before is left, on no device."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.kit.containers.environment import stage_environment
+from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+
+TIMEOUT_S = 480
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a child is to do; child.py does it."""
+
+    job: Literal["facts", "predict", "measure"]
+    device: Literal["cpu", "cuda"]
+    setting: str = ""
+    layers: tuple[int, int] | None = None
+    """Of the setting's model; None for all."""
+    capacity_bytes: int | None = None
+    """Of the device; layers are left out until the prediction fits. None: they never are."""
+    workspace_bytes: int = 0
+    workspaces: int = 0
+    """Of cuBLAS, as measured; 0 where they were not."""
+
+
+class ChildFailed(UserError):
+    """Neither an answer nor a lack of memory."""
+
+
+class Children:
+    """Processes in the environment of a stage. Several threads may start them."""
+
+    def __init__(self, logs_dir: Path, gpu: str) -> None:
+        """gpu: what CUDA_VISIBLE_DEVICES is for those that may see a device; empty for none."""
+        self._logs_dir = logs_dir
+        self._gpu = gpu
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, task: Task) -> str:
+        """The child's answer, as JSON. Raises OutOfMemory, and ChildFailed for all else that goes wrong."""
+        self._logs_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self._logs_dir / f"{re.sub(r'[^a-z0-9.-]+', '-', f'{task.job} {task.setting}'.lower())}.log"
+        with tempfile.TemporaryDirectory() as folder, log_path.open("wb") as log:
+            answer_path = Path(folder) / "answer.json"
+            code = self._wait(self._start(task, answer_path, log), task)
+            if code == 0:
+                return answer_path.read_text(encoding="utf-8")
+        if code == OUT_OF_MEMORY:
+            raise OutOfMemory("out of memory")
+        said = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [f"exit code {code}"]
+        raise ChildFailed(f"{said[-1].removeprefix('Error: ')} (all of it in {log_path})")
+
+    def stop(self) -> None:
+        """Ends those that run; no others start."""
+        with self._lock:
+            self._stopped = True
+            for child in self._running:
+                child.kill()
+
+    def _start(self, task: Task, answer_path: Path, log: Any) -> subprocess.Popen[bytes]:
+        environment = stage_environment("train", os.environ, network=False, terminal=False)
+        # A prediction must come about without a GPU; an empty list is none.
+        environment["CUDA_VISIBLE_DEVICES"] = "" if task.job == "predict" else self._gpu
+        command = [sys.executable, "-m", "stages.kit.memory.calibrating.child", json.dumps(asdict(task))]
+        with self._lock:
+            if self._stopped:
+                raise ChildFailed("was not started: all end")
+            child = subprocess.Popen(
+                [*command, str(answer_path)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            self._running.add(child)
+        return child
+
+    def _wait(self, child: subprocess.Popen[bytes], task: Task) -> int:
+        try:
+            return child.wait(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            raise ChildFailed(f"took more than {TIMEOUT_S} s") from None
+        finally:
+            with self._lock:
+                self._running.discard(child)

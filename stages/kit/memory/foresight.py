@@ -1,0 +1,50 @@
+"""Predictions of a recipe's plan, and of the plans down its ladder, each made once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from stages.kit.memory.budget import usable_bytes
+from stages.kit.memory.calibration import Calibration, load_calibration
+from stages.kit.memory.predict import predict
+from stages.kit.memory.prediction import Prediction
+from stages.kit.models.load import meta_model
+from stages.kit.models.parts import apply_recipe, count_trainable
+from stages.kit.models.processors import Processor
+from stages.kit.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foresight:
+    config: PreTrainedConfig
+    processor: Processor
+    batch_of: Callable[..., Mapping[str, torch.Tensor]]
+    """batch_of(micro_batch=2) is the largest of that many samples."""
+    exact: bool = False
+    """Record every layer of the model, not a few."""
+    calibration: Calibration = field(default_factory=load_calibration)
+    made: dict[str, Prediction] = field(default_factory=dict)
+    """By plan. Recipes that differ in name only may share it."""
+
+    def __call__(self, plan: Plan) -> Prediction:
+        key = repr(replace(plan, recipe=""))
+        if key not in self.made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of bitsandbytes, that this CPU could not run what is only recorded
+                batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
+                self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
+        return self.made[key]
+
+    def counted(self, plan: Plan) -> Plan:
+        """The plan with its trainable parameters, from the model's real geometry."""
+        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora)
+        return replace(plan, trainable=asdict(count_trainable(model)))
+
+    def capacity_bytes(self, memory_gb: float | None) -> int | None:
+        """What can be used of a device of that size; None where it is not known."""
+        return None if memory_gb is None else usable_bytes(memory_gb, self.calibration)
