@@ -207,7 +207,7 @@ def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
         budget.pop("optimizer", None)
     if plan.placement == "ddp" and phase != "load":
         # DistributedDataParallel copies gradients into buckets of their own (gradient_as_bucket_view=False).
-        budget["gradients"] = 2 * max(budget.get("gradients", 0), plan.trainable.get("total", 0) * 4)
+        budget["gradients"] = budget.get("gradients", 0) + plan.trainable.get("total", 0) * 4
     if plan.placement == "balanced":
         # Layers are spread evenly; the last device has the logits, and each the moment's temporaries.
         whole = ("logits", "temporaries")

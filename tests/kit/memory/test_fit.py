@@ -179,5 +179,12 @@ def test_a_tiny_models_error_is_not_lost_in_rounding() -> None:
     """Half a megabyte, and one hundredth more."""
     half = replace(predicted(1), allocated_bytes=500_000)
     record = MemoryRecord.of(replace(start(None), prediction=half), start(None))
-    assert beside_measured(record, 505_000)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
-    assert beside_measured(record, 500_000)["memory_error"] == 0
+    assert beside_measured(record, 505_000, on_cpu=False)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
+    assert beside_measured(record, 500_000, on_cpu=False)["memory_error"] == 0
+
+
+def test_what_was_measured_on_a_cpu_has_no_optimizers_step() -> None:
+    step = replace(predicted(3), phases={"load": GIB, "forward": GIB, "backward": 2 * GIB, "step": 3 * GIB})
+    record = MemoryRecord.of(replace(start(None), prediction=step), start(None))
+    assert beside_measured(record, 2 * GIB, on_cpu=True)["memory_error"] == 0
+    assert beside_measured(record, 3 * GIB, on_cpu=False)["memory_error"] == 0
