@@ -161,7 +161,7 @@ def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], co
     facts = {"profile": params.profile, "batch": "; ".join(batches)}
     print_facts(facts, console)
     print_matrix(rows, sizes, console)
-    console.print(Text("With the cheapest settings that fit; where none do, with those that take the least."))
+    console.print(Text("With the cheapest settings that fit; where none do, those that take the least."))
 
 
 def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence[float], console: Console) -> None:
