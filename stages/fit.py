@@ -51,7 +51,7 @@ STAND_IN_DIR = Path("data/tiny/qwen2-vl")
 @click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
 @click.option("--gpu-gb", "gpu_sizes", type=click.FloatRange(min=1), multiple=True, help="The GPU's size, not its own.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
-@click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes minutes.")
+@click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes longer.")
 def main(recipe: str | None, profile: str | None, gpu_sizes: Sequence[float], compare_sizes: bool, exact: bool) -> None:
     if not compare_sizes and (recipe is None or len(gpu_sizes) > 1):
         raise click.UsageError("name one recipe and at most one --gpu-gb, or take --all")
