@@ -89,7 +89,8 @@ def memory_metrics(run_dir: Path) -> dict[str, float]:
     training = read_record(run_dir / "training/training.json")
     if training.attempt:
         return {}
-    return beside_measured(read_memory_record(run_dir / "memory.json"), training.peak_memory_bytes)
+    planned = read_memory_record(run_dir / "memory.json")
+    return beside_measured(planned, training.peak_memory_bytes, on_cpu=training.memory_kind == "cpu_allocated")
 
 
 def certified_model(params: Params, name: str) -> Path:

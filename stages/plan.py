@@ -47,10 +47,13 @@ def main(recipe: str) -> None:
 
     fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device.memory_gb))
     fit = decide(fit, foresee, memory.fit)
+    answers = foresee.answers(fit.plan, params.active.evaluation)
+    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=fit.capacity_bytes)
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
-    write_memory_record(MemoryRecord.of(fit), run_dir / "memory.json")
+    write_memory_record(MemoryRecord.of(fit, evaluation), run_dir / "memory.json")
     report(fit)
+    log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, verdict_said(evaluation))
     if wanted.quantization != fit.plan.quantization:
         log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
 
@@ -67,6 +70,12 @@ def report(fit: Fit) -> None:
         log.info("to fit the GPU: %s", change)
     for line in fit.lines() if fit.verdict else (fit.prediction.summary(),):
         log.info("%s", line)
+
+
+def verdict_said(evaluation: Fit) -> str:
+    if evaluation.verdict in (None, "fits"):
+        return ""
+    return f": {evaluation.verdict}; it halves its batch until it does"
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """scaled_dot_product_attention by the kernel that CUDA takes. query, key, value: (B, H, T, D)."""
-        mask = None if flash_only else attn_mask
+        mask = attn_mask
         kernel = "flash" if flash_only else chosen_kernel(query, key, mask)
         if kernel == "flash":
             width = query.shape[-1]

@@ -11,11 +11,12 @@ from transformers import PreTrainedConfig
 
 from stages.kit.memory.budget import usable_bytes
 from stages.kit.memory.calibration import Calibration, load_calibration
-from stages.kit.memory.predict import predict
+from stages.kit.memory.predict import predict, predict_answers
 from stages.kit.memory.prediction import Prediction
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor
+from stages.kit.params import EvaluationParams
 from stages.kit.plan import Plan
 
 
@@ -39,6 +40,12 @@ class Foresight:
                 batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
                 self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
         return self.made[key]
+
+    def answers(self, plan: Plan, evaluation: EvaluationParams) -> Prediction:
+        """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
+        batch = self.batch_of(micro_batch=evaluation.batch_size)
+        prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return predict_answers(plan, self.config, prompts, self.calibration, max_new_tokens=evaluation.max_new_tokens)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""

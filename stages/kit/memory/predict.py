@@ -16,11 +16,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.allocator import Allocation, Event, Free, replay
+from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration
 from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import record_step
 from stages.kit.models.processors import Processor
+from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
 
 SHALLOW = 2
@@ -62,7 +64,31 @@ def predict(
     depths = [depth] if exact else sample_depths(config)
     recorded = {each: _peaks(record_step(plan, with_depth(config, each), processor, batch)) for each in depths}
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    return _on_one_device(plan, peaks, calibration)
+    phases = {phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()}
+    return _on_a_device(replace(peaks, phases=phases), plan.device, calibration, ddp=plan.placement == "ddp")
+
+
+def predict_answers(
+    plan: Plan,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    calibration: Calibration,
+    *,
+    max_new_tokens: int,
+) -> Prediction:
+    """What evaluating the plan's merged model takes, on the one device that it uses.
+
+    batch: the longest prompts of an evaluation's batch.
+    """
+    recording = record_answers(
+        config,
+        batch,
+        precision=plan.precision,
+        flash_only=plan.attn == "flash_attention_2",
+        on_cuda=plan.device.kind == "cuda",
+        max_new_tokens=max_new_tokens,
+    )
+    return _on_a_device(_peaks(recording), plan.device, calibration, ddp=False)
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -141,23 +167,22 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     return Peaks(phases, *map(mean, zip(*shares, strict=True)))
 
 
-def _on_one_device(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
-    """The step's peaks as the fullest device of the plan sees them, with all that is not the step's."""
-    peaks = replace(peaks, phases={phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()})
+def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *, ddp: bool) -> Prediction:
+    """The peaks of tensors, and all else that the process holds on the device."""
     peak = peaks.phases[peaks.fullest]
     allocated = round(peak.size_bytes * peaks.allocated_share)
     reserved = round(peak.size_bytes * peaks.reserved_share)
     total = reserved
     low, high = calibration.allocated_error_low.value, calibration.allocated_error_high.value
     label = "this CPU"
-    if plan.device.kind == "cuda":
+    if device.kind == "cuda":
         workspaces = round(calibration.cublas_workspaces.value) * calibration.cublas_workspace_hopper_mib.num_bytes
         allocated += workspaces
         reserved += workspaces
         total = reserved + calibration.context_mib.num_bytes
-        total += calibration.nccl_buffers_mib.num_bytes if plan.placement == "ddp" else 0
+        total += calibration.nccl_buffers_mib.num_bytes if ddp else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
-        label = calibration.ddp_label if plan.placement == "ddp" else calibration.label
+        label = calibration.ddp_label if ddp else calibration.label
     budget = {entry: size for entry, size in peak.budget.items() if size}
     budget["overhead"] = total - peak.size_bytes
     return Prediction(
@@ -167,7 +192,7 @@ def _on_one_device(plan: Plan, peaks: Peaks, calibration: Calibration) -> Predic
         low_bytes=round(total * (1 + low)),
         high_bytes=round(total * (1 + high)),
         peak_phase=peaks.fullest,
-        phases={phase: peaks.phases[phase].size_bytes for phase in PHASES},
+        phases={phase: peak.size_bytes for phase, peak in peaks.phases.items()},
         budget=budget,
         calibration=label,
     )
@@ -182,7 +207,7 @@ def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
         budget.pop("optimizer", None)
     if plan.placement == "ddp" and phase != "load":
         # DistributedDataParallel copies gradients into buckets of their own (gradient_as_bucket_view=False).
-        budget["gradients"] = 2 * max(budget.get("gradients", 0), plan.trainable.get("total", 0) * 4)
+        budget["gradients"] = budget.get("gradients", 0) + plan.trainable.get("total", 0) * 4
     if plan.placement == "balanced":
         # Layers are spread evenly; the last device has the logits, and each the moment's temporaries.
         whole = ("logits", "temporaries")

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -131,7 +132,7 @@ def test_an_error_within_a_trace_leaves_nothing_behind(
         record_step(plan_of(**R1, **CUDA), config, processors["text"], batch)
     assert behaviour() == before
     assert FakeTensor not in before["types"]
-    # Nor does accelerate hold on to the other precision.
+    assert not AcceleratorState._shared_state  # it would hold on to the other precision
     assert peak_bytes(record_step(plan, config, processors["text"], batch)) == peak
 
 

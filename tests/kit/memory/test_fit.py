@@ -140,11 +140,12 @@ def test_a_refusal_says_so_where_the_change_might_not_suffice_or_does_not() -> N
 
 @pytest.mark.parametrize("capacity_gib", [None, 12])
 def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_path: Path) -> None:
-    record = MemoryRecord.of(replace(start(capacity_gib), changes=CHANGES[:1]))
+    record = MemoryRecord.of(replace(start(capacity_gib), changes=CHANGES[:1]), start(capacity_gib))
     write_memory_record(record, tmp_path / "memory.json")
     assert read_memory_record(tmp_path / "memory.json") == record
     assert record.verdict == ("unknown" if capacity_gib is None else "does not fit")
     assert (record.total_gib, record.usable_gib, record.changes) == (20, capacity_gib, [CHANGES[0]])
+    assert (record.evaluation_gib, record.evaluation_verdict) == (20, record.verdict)
     assert json.loads((tmp_path / "memory.json").read_text())["budget_gib"] == {"weights": 20, "overhead": 0}
 
 
@@ -163,7 +164,7 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
 def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "r1-llm-only/memory.json"
     path.parent.mkdir()
-    write_memory_record(MemoryRecord.of(start(12)), path)
+    write_memory_record(MemoryRecord.of(start(12), start(12)), path)
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
@@ -177,6 +178,13 @@ def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any,
 def test_a_tiny_models_error_is_not_lost_in_rounding() -> None:
     """Half a megabyte, and one hundredth more."""
     half = replace(predicted(1), allocated_bytes=500_000)
-    record = MemoryRecord.of(replace(start(None), prediction=half))
-    assert beside_measured(record, 505_000)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
-    assert beside_measured(record, 500_000)["memory_error"] == 0
+    record = MemoryRecord.of(replace(start(None), prediction=half), start(None))
+    assert beside_measured(record, 505_000, on_cpu=False)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
+    assert beside_measured(record, 500_000, on_cpu=False)["memory_error"] == 0
+
+
+def test_what_was_measured_on_a_cpu_has_no_optimizers_step() -> None:
+    step = replace(predicted(3), phases={"load": GIB, "forward": GIB, "backward": 2 * GIB, "step": 3 * GIB})
+    record = MemoryRecord.of(replace(start(None), prediction=step), start(None))
+    assert beside_measured(record, 2 * GIB, on_cpu=True)["memory_error"] == 0
+    assert beside_measured(record, 3 * GIB, on_cpu=False)["memory_error"] == 0

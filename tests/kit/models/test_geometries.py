@@ -1,4 +1,3 @@
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -34,7 +33,5 @@ def test_an_unknown_geometry_is_refused_with_the_nearest_one() -> None:
         geometry_config_path("../geometries/qwen2-vl-7b")
 
 
-def test_every_geometry_is_part_of_the_package() -> None:
-    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    packed = {path for pattern in package_data["stages.kit.models.geometries"] for path in GEOMETRIES_DIR.glob(pattern)}
-    assert packed == set(GEOMETRIES_DIR.rglob("*.json")) == {geometry_config_path(name) for name in geometry_names()}
+def test_every_geometry_is_known_by_name() -> None:
+    assert set(GEOMETRIES_DIR.rglob("*.json")) == {geometry_config_path(name) for name in geometry_names()}
