@@ -51,7 +51,7 @@ STAND_IN_DIR = Path("data/tiny/qwen2-vl")
 @click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
 @click.option("--gpu-gb", "gpu_sizes", type=click.FloatRange(min=1), multiple=True, help="The GPU's size, not its own.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
-@click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes minutes.")
+@click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes longer.")
 def main(recipe: str | None, profile: str | None, gpu_sizes: Sequence[float], compare_sizes: bool, exact: bool) -> None:
     if not compare_sizes and (recipe is None or len(gpu_sizes) > 1):
         raise click.UsageError("name one recipe and at most one --gpu-gb, or take --all")
@@ -161,7 +161,7 @@ def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], co
     facts = {"profile": params.profile, "batch": "; ".join(batches)}
     print_facts(facts, console)
     print_matrix(rows, sizes, console)
-    console.print(Text("With the cheapest settings that fit; where none do, with those that take the least."))
+    console.print(Text("With the cheapest settings that fit; where none do, those that take the least."))
 
 
 def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence[float], console: Console) -> None:
