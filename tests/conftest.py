@@ -1,10 +1,16 @@
 """Fixtures that more than one folder uses."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from stages.kit.data.conversation import Conversation
+
+
+def pytest_configure() -> None:
+    """What tests start inherits from here what it ignores, and under nohup that would be SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
