@@ -177,7 +177,7 @@ def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) 
     assert "The evidence is enough<" in page
     assert page.count("<svg") == 4
     assert page.count("data:image/png") == 3 * len(DETECTION_NAMES)
-    for words in ("parts.vision", "688,000", "1 min 14 s", "1.21 GiB", "process, RSS", "not corrected"):
+    for words in ("parts.vision", "688,000", "1 min 14 s", "1.21 GiB", "tensors on the CPU", "not corrected"):
         assert words in page
     assert "prefers-color-scheme: dark" in page
 

@@ -64,6 +64,11 @@ class Recorder(TorchDispatchMode):
                 self._record(tensor)
                 self._alive[_key(tensor)][1].budget = budget
 
+    def hold(self, size_bytes: int, budget: Budget) -> None:
+        """Count memory that no tensor here stands for, from now to the end."""
+        storage = Storage(size_bytes=size_bytes, phase=self._phase, budget=budget, born=self._tick())
+        self.recording.storages.append(storage)
+
     def finish(self) -> Recording:
         """The recording, without what died while loading: real weights come one by one, not through initialization."""
         start = next((tick for tick, phase in self.recording.phases if phase != "load"), 0)

@@ -69,6 +69,9 @@ def record_step(
                 parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([grown.grad], "gradients"))
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
+        if on_cuda:  # Trainer fetches all micro-batches of a step before the first one runs
+            others = plan.schedule.grad_accumulation - 1
+            recorder.hold(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
 
         def begin(phase: Phase) -> None:
             if phase == "forward":  # accelerate may have copied it since it was made

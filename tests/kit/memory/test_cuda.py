@@ -156,6 +156,15 @@ def test_dropout_keeps_a_mask_of_one_byte_an_element_on_cuda(on_cuda: bool, mask
         drop(Recorder(fake=True, cuda=False, vocab_size=7))
 
 
+def test_deterministic_flash_attention_adds_up_in_copies_where_the_batch_is_small() -> None:
+    """144 processors on 28 heads of one sample: 6 copies of dQ in fp32; on 28 heads of 8 samples: 1. And row sums."""
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    for batch, copies in ((1, 6), (8, 1)):
+        states = torch.empty(batch, 28, 256, 128, dtype=torch.bfloat16)
+        rows = batch * 28 * 256
+        assert hidden_bytes(backward, (states, states, states)) == rows * 4 * (1 + copies * 128)
+
+
 def test_what_a_kernel_takes_for_itself_counts_beside_what_it_returns() -> None:
     """masked_scatter: 9 bytes an element, while the result is there already."""
     recorder = Recorder(fake=True, cuda=True, vocab_size=7)

@@ -138,6 +138,19 @@ def test_the_budget_names_what_it_is_spent_on(text: Any) -> None:
     assert lora["adapters"] == lora["gradients"] == 4 * 2 * 8 * (2 * 128 + 128 + 64)
 
 
+def test_on_a_gpu_all_micro_batches_of_a_step_are_there_at_once(processors: Mapping[str, Processor]) -> None:
+    config = config_of("text")
+
+    def activations(grad_accumulation: int) -> tuple[int, int]:
+        plan = plan_of(**FULL, **CUDA, grad_accumulation=grad_accumulation)
+        batch = batch_of(plan, config)
+        peaks = record_step(plan, config, processors["text"], batch).peaks()
+        return peaks["forward"].budget["activations"], sum(tensor.nbytes for tensor in batch.values())
+
+    (two, batch_bytes), (nine, _) = activations(2), activations(9)
+    assert nine - two == pytest.approx(7 * batch_bytes, abs=512)
+
+
 def test_neither_optimizer_nor_batch_is_there_while_weights_load(text: Any) -> None:
     prediction = text(plan_of(**R1))
     assert prediction.phases["load"] == prediction.budget["weights"] + prediction.budget["adapters"]
