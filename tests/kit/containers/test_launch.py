@@ -1,7 +1,9 @@
 """The launcher and the GPUs: leases through docker/run and DVC's queue, on a fake NVIDIA driver."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -96,20 +98,29 @@ def caller(driver: FakeNvml | None = None, **more: str) -> dict[str, str]:
 def queued(workspace: Path, driver: FakeNvml, **more: str) -> list[str]:
     """What the stages noted in two experiments that two workers of DVC's queue ran."""
 
+    environment = caller(driver, **more)
+
     def dvc(*args: str) -> str:
-        environment = caller(driver, **more)
-        return subprocess.run(
-            ["dvc", *args], cwd=workspace, env=environment, check=True, capture_output=True, text=True
-        ).stdout
+        # Into a file: the workers that `dvc queue start` leaves behind would hold a pipe open.
+        with (workspace / ".dvc/tmp/said").open("w+") as said:
+            subprocess.run(["dvc", *args], cwd=workspace, env=environment, check=True, stdout=said)
+            said.seek(0)
+            return said.read()
 
     for seed in (1, 2):
         dvc("exp", "run", "--queue", "-S", f"recipes.r1-llm-only.seed={seed}")
     dvc("queue", "start", "--jobs", "2")
-    for _ in range(60):
-        status = dvc("queue", "status")
-        if status.count("Success") + status.count("Failed") == 2:
-            break
-        time.sleep(0.5)
+    try:
+        for _ in range(120):
+            status = dvc("queue", "status")
+            if status.count("Success") + status.count("Failed") == 2:
+                break
+            time.sleep(0.5)
+    finally:
+        # The first worker to find the queue empty takes down what the other one would hear that from (dvc 3.67).
+        for pid in (workspace / ".dvc/tmp/exps/celery").glob("dvc-exp-worker-*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
     assert status.count("Success") == 2, status
     return (workspace / "notes").read_text().splitlines()
 
