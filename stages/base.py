@@ -16,13 +16,11 @@ from stages.kit.hub import fetch_snapshot
 from stages.kit.lineage import short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, link_model_files
+from stages.kit.models.geometries import STAND_IN_DIR
 from stages.kit.params import load_params
 from stages.kit.publish import published
 
 log = logging.getLogger("stages")
-
-TOKENIZER_DIR = Path("data/tiny/qwen2-vl")
-"""Where a base of random weights takes its tokenizer from."""
 
 
 @click.command(help=__doc__)
@@ -40,7 +38,7 @@ def main(name: str) -> None:
             # Slow to import, and needed for this source only.
             from stages.kit.models.random_weights import SEED, build_random_model
 
-            build_random_model(where, folder, tokenizer_dir=TOKENIZER_DIR, seed=SEED)
+            build_random_model(where, folder, tokenizer_dir=STAND_IN_DIR, seed=SEED)
             source = {"random": where, "seed": str(SEED)}
         else:
             copy_model_files(Path(where), folder)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import click
 import transformers
@@ -29,10 +28,10 @@ from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
 from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of
 from stages.kit.memory.foresight import Foresight
 from stages.kit.memory.ladder import settings
-from stages.kit.memory.predict import stand_in_batch
 from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import load_processor, tokenizer_of
+from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
 from stages.kit.plan import Plan, resolve_plan
 from stages.kit.reporting.tables import terminal_table
@@ -42,8 +41,6 @@ from stages.tasks import load_task
 
 GPU_SIZES = (16.0, 24.0, 40.0, 48.0, 80.0)
 """In GB, as cards are sold."""
-STAND_IN_DIR = Path("data/tiny/qwen2-vl")
-"""Its tokenizer and image processor go where the base's are not there yet: what a step takes is not up to them."""
 
 
 @click.command(help=__doc__)
@@ -115,11 +112,10 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
         batch = f"the largest samples of {data_dir}"
     else:
         plan = resolve_plan(params, name, train_samples=recipe.effective_batch)
-        processor = load_processor(STAND_IN_DIR, plan.images)
         max_pixels = plan.images.max_pixels if plan.images else None
         foresight = Foresight(
             config=config,
-            processor=processor if hasattr(config, "vision_config") else tokenizer_of(processor),
+            processor=stand_in_processor(config, plan.images),
             batch_of=partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=max_pixels),
         )
         missing = "data" if data_dir is None else "tokenizer"

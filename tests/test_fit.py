@@ -18,8 +18,8 @@ from ruamel.yaml import YAML
 
 from stages import base, fit, plan, prepare
 from stages.kit.memory import foresight
-from stages.kit.memory.predict import stand_in_batch
 from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.plan import Plan

@@ -6,9 +6,6 @@ import logging
 import sys
 import warnings
 
-# When it is imported, by peft and trl, it misses a kernel for CPUs that nothing here calls.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
 
 def configure_logging(stage: str, *, facts: bool = True) -> None:
     """Facts to stderr, one a line; libraries only when something is wrong.

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
-from stages.kit.memory.predict import Depth, stand_in_batch, with_depth
+from stages.kit.memory.predict import Depth, with_depth
 from stages.kit.memory.recording import Recording
+from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import load_config
 from stages.kit.params import DeviceParams, LoraParams, Params, PartsParams, load_params
 from stages.kit.plan import Plan, resolve_plan

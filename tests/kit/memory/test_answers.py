@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.kit.memory.answers import cache_bytes, record_answers
-from stages.kit.memory.predict import stand_in_batch
+from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import auto_class, load_config
 from stages.kit.training.peak import cpu_peak
 

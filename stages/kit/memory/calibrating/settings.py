@@ -7,16 +7,15 @@ and limits are those of the shipped one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig
 
-from stages.kit.memory.predict import stand_in_batch
-from stages.kit.models.geometries import geometry_config_path
+from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
+from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import Processor, load_processor, tokenizer_of
+from stages.kit.models.processors import Processor
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.params import DeviceParams, LoraParams, PartsParams
 from stages.kit.plan import Plan, Schedule
@@ -27,9 +26,6 @@ Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LLM = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
 _VISION = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-
-PROCESSOR_DIR = Path("data/tiny/qwen2-vl")
-"""Whose tokenizer and image processing every model here gets, as a base of random weights does (stages/base.py)."""
 
 ACCUMULATION = 4
 """Micro-batches a step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
@@ -56,12 +52,11 @@ class Setting:
 
     def config(self) -> PreTrainedConfig:
         config = load_config(geometry_config_path(self.geometry).parent)
-        take_token_ids(config, PROCESSOR_DIR)
+        take_token_ids(config, STAND_IN_DIR)
         return config
 
     def processor(self) -> Processor:
-        processor = load_processor(PROCESSOR_DIR, None)
-        return processor if hasattr(self.config(), "vision_config") else tokenizer_of(processor)
+        return stand_in_processor(self.config(), None)
 
     def batch(self, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
         return stand_in_batch(

@@ -9,6 +9,9 @@ from stages.kit.errors import UserError
 
 GEOMETRIES_DIR = Path(__file__).parent
 
+STAND_IN_DIR = Path("data/tiny/qwen2-vl")
+"""A model folder whose tokenizer and image processor go with every geometry: no memory depends on what they say."""
+
 PUBLISHED = {
     "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
