@@ -1,7 +1,7 @@
 """Memory that runs out somewhere in a stage: the run ends well, with the same effective batch, or with one message.
 
-The stages are the real ones, run by the real launcher on the smallest model; an allocation that no machine can make
-is put into them.
+The stages are the real ones, on the smallest model, and so is the launcher's ladder; an allocation that no machine can
+make is put into them. Their processes are this one where the way from process to process is not what is tested.
 """
 
 import json
@@ -9,17 +9,26 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import torch
+from click.testing import CliRunner
 from ruamel.yaml import YAML
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import stages.evaluate
 import stages.train
+from stages.kit.containers import launch
+from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory
+from stages.kit.evaluation import generation
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan
+from stages.kit.training.trainer import RecipeTrainer
 from tests.closure import ROOT
 from tests.test_stages import done, small_params, write_params
 
@@ -27,37 +36,22 @@ pytestmark = pytest.mark.pipeline
 
 RECIPE = "r1-llm-only"
 
-# At the top of the workspace's `stages`, so that it runs before the stage does. PLACES: where each attempt runs out.
+# In place of the workspace's stages/__init__.py, so that it runs before the stage does: some processes run out.
 INJECTION = """
-import sys
-
-PLACES = {places!r}
+import os, sys
 
 def too_much(*args, **kwargs):
     import torch
     torch.empty(1 << 60, dtype=torch.uint8)
 
-def inject(where):
-    if where == "load":
-        import stages.kit.models.load as load
-        load.load_model = too_much
-    elif where == "evaluation":
-        import stages.kit.evaluation.generation as generation
-        generation._decode = too_much  # after the first batch's answers
-    else:
-        from stages.kit.training.trainer import RecipeTrainer
-        step = RecipeTrainer.training_step
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step + 1 == where:
-                too_much()
-            return step(self, *args, **kwargs)
-        RecipeTrainer.training_step = training_step
-
-if "stages.train" in sys.orig_argv or "stages.evaluate" in sys.orig_argv:
-    attempt = int(sys.argv[-1]) if "--attempt" in sys.argv else 0
-    if attempt < len(PLACES):
-        inject(PLACES[attempt])
+if {stage!r} in sys.orig_argv and {where}:
+    import stages.kit.models.load as load
+    load.load_model = too_much
 """
+
+
+def too_much(*_: object, **__: object) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +74,65 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workspace(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "a copy")
+def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copy = shutil.copytree(prepared, tmp_path / "a copy")
+    monkeypatch.chdir(copy)
+    monkeypatch.setattr(launch, "WORKSPACE_DIR", copy)
+    return copy
 
 
-def launch(workspace: Path, stage: str, name: str, *places: str | int) -> tuple[int, str]:
-    """(exit code, what was said) of a stage whose attempts run out of memory there, one after the other."""
-    (workspace / "stages/__init__.py").write_text(INJECTION.format(places=places))
-    result = subprocess.run(
-        ["docker/run", stage, name],
-        cwd=workspace,
-        env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"},
-        capture_output=True,
-        text=True,
-        check=False,
+class Engine:
+    """Runs stages in this process; those of the first attempts run out of memory, each at its place."""
+
+    sealed = False
+
+    def __init__(self, *places: Callable[[pytest.MonkeyPatch], None]) -> None:
+        self.places = places
+        self.said = ""
+
+    def run(self, stage_run: StageRun) -> int:
+        stage, *args = stage_run.command
+        with pytest.MonkeyPatch.context() as patch:
+            if stage_run.attempt < len(self.places):
+                self.places[stage_run.attempt](patch)
+            result = CliRunner().invoke(getattr(stages, stage).main, args)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        self.said += result.output
+        return result.exit_code
+
+
+def at_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stages.train, "load_model", too_much)
+
+
+def at_step(number: int) -> Callable[[pytest.MonkeyPatch], None]:
+    step = RecipeTrainer.training_step
+
+    def training_step(trainer: RecipeTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if trainer.state.global_step + 1 == number:
+            too_much()
+        return step(trainer, *args, **kwargs)
+
+    return lambda patch: patch.setattr(RecipeTrainer, "training_step", training_step)
+
+
+def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generation, "_decode", too_much)
+
+
+def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
+    stage_run = StageRun(
+        stage=stage,
+        args=(name,),
+        workspace_dir=workspace,
+        source_dir=None,
+        hub_dir=None,
+        kept_dir=None,
+        gpus=(),
+        caller={},
+        terminal=False,
     )
-    return result.returncode, result.stderr
+    return launch.run_down_the_ladder(engine, stage_run, load_params())
 
 
 def change_plan(workspace: Path, *, schedule: dict[str, int], **changes: Any) -> None:
@@ -112,39 +149,57 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_a_training_that_runs_out_of_memory_at_load_and_at_steps_1_and_30_ends_with_its_effective_batch(
-    workspace: Path,
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = launch(workspace, "train", RECIPE, "load", 1, 30)
-    assert code == 0, said
-    assert [line.partition("anew with ")[2] for line in said.splitlines() if "launcher:" in line] == [
+    assert down_the_ladder(Engine(at_load, at_step(1), at_step(30)), "train", RECIPE, workspace) == 0
+    assert [
+        line.partition("anew with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line
+    ] == [
         "micro_batch 4 -> 2, grad_accumulation 1 -> 2",
         "micro_batch 2 -> 1, grad_accumulation 2 -> 4",
         "gradient_checkpointing off -> on",
     ]
-    assert "Traceback" not in said
     record = read(workspace / "data/runs" / RECIPE / "training/training.json")
     assert (record["micro_batch"], record["grad_accumulation"], record["gradient_checkpointing"]) == (1, 4, True)
     assert (record["attempt"], record["num_steps"]) == (3, 32)
     assert not list((workspace / "data/runs" / RECIPE).glob(".*partial"))
 
 
-def test_an_evaluation_that_runs_out_of_memory_ends_with_all_samples(workspace: Path) -> None:
-    code, said = launch(workspace, "evaluate", "base-vlm", "evaluation")
-    assert code == 0, said
-    assert said.count("it starts anew with batch_size 3 -> 1") == 1
+def test_an_evaluation_that_runs_out_of_memory_ends_with_all_samples(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert down_the_ladder(Engine(after_the_first_answers), "evaluate", "base-vlm", workspace) == 0
+    assert capsys.readouterr().err.count("it starts anew with batch_size 3 -> 1") == 1
     metrics = read(workspace / "data/runs/base-vlm/metrics.json")
     assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
 
 
 def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Path) -> None:
     change_plan(workspace, schedule={"micro_batch": 1, "grad_accumulation": 4})
-    code, said = launch(workspace, "train", RECIPE, "load", 1)
-    assert code == 1
-    assert said.count("ran out of memory with everything given up") == 1
+    with pytest.raises(click.ClickException) as refusal:
+        down_the_ladder(Engine(at_load, at_step(1)), "train", RECIPE, workspace)
+    said = refusal.value.format_message()
+    assert "ran out of memory with everything given up" in said
     assert "  as planned\n  gradient_checkpointing off -> on\n" in said
     assert "As planned it was predicted to take 0." in said
-    assert "Traceback" not in said
     assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}
+
+
+def test_each_attempt_is_a_fresh_process_and_its_end_is_said(workspace: Path) -> None:
+    (workspace / "stages/__init__.py").write_text(
+        INJECTION.format(stage="stages.evaluate", where='"--attempt" not in sys.argv')
+    )
+    result = subprocess.run(
+        ["docker/run", "evaluate", "base-vlm"],
+        env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "launcher: evaluate base-vlm ran out of memory; it starts anew with batch_size 3 -> 1" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert read(workspace / "data/runs/base-vlm/metrics.json")["attempt"] == 1
 
 
 def test_one_process_of_several_that_runs_out_of_memory_is_enough(workspace: Path) -> None:
@@ -155,12 +210,11 @@ def test_one_process_of_several_that_runs_out_of_memory_is_enough(workspace: Pat
         device={"kind": "cpu", "count": 2},
         placement="ddp",
     )
-    injection = INJECTION.format(places=("load",))
-    only_one = injection.replace("if attempt <", 'if __import__("os").environ.get("RANK") == "1" and attempt <')
-    (workspace / "stages/__init__.py").write_text(only_one)
+    (workspace / "stages/__init__.py").write_text(
+        INJECTION.format(stage="stages.train", where='os.environ.get("RANK") == "1"')
+    )
     result = subprocess.run(
         [sys.executable, "-m", "stages.train", RECIPE],
-        cwd=workspace,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,

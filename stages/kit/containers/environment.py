@@ -71,6 +71,9 @@ SET = {
     "PYTHONUNBUFFERED": "1",
     # Threads that wait give their core away: where another process wants it, spinning makes a step ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # torch's profiler says that it starts and ends, and that it did not see what was there before being made.
+    "KINETO_LOG_LEVEL": "99",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "MPLBACKEND": "Agg",
     "DO_NOT_TRACK": "1",
     "DVC_NO_ANALYTICS": "1",

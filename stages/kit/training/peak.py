@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
     """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     peak = CpuPeak()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library says on stderr that it starts and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
     peak.size_bytes = sum(storages.values()) + max(accumulate(_changes(profiler), initial=0))
