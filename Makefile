@@ -80,9 +80,12 @@ experiments: ## Show the experiments beside each other: what changed, and each r
 report: ## Open the last comparison in a browser
 	@$(python) -m webbrowser "file://$(CURDIR)/data/report/detection/index.html"
 
+# Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
+in_parallel := -n auto --maxprocesses 4 --dist loadfile
+
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
-	@$(offline) $(python) -m pytest $(ARGS)
+	@$(offline) $(python) -m pytest $(in_parallel) $(ARGS)
 
 .PHONY: calibrate
 calibrate: setup ## Measure on a GPU what predictions of memory take for granted (ARGS="--dry-run", ARGS=--help)

@@ -27,6 +27,7 @@ from stages.kit.memory.recording import Recording, Storage
 
 aten = torch.ops.aten
 
+_DEVICE = torch.ops.prim.device.default
 _GROUPED_MM = aten._grouped_mm.default  # noqa: SLF001
 
 LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
@@ -79,6 +80,8 @@ class Recorder(TorchDispatchMode):
         return self.recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are this one
+            return args[0].fake_device
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -46,6 +47,9 @@ def record_step(
     recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
+        # accelerate collects garbage, which takes long among all that torch and transformers have imported.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         stack.callback(_forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         if on_cuda:
