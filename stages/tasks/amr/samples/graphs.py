@@ -61,7 +61,9 @@ class Node:
 
     def referred(self) -> list[int]:
         """The nodes that are mentioned again, each once, in the order in which they are defined."""
-        return sorted({target.node for node in self.walk() for _, target in node.edges if isinstance(target, Reference)})
+        return sorted(
+            {target.node for node in self.walk() for _, target in node.edges if isinstance(target, Reference)}
+        )
 
 
 def read_graph(text: str) -> Node:
@@ -83,18 +85,7 @@ def read_without_variables(text: str) -> Node:
 
 def canonical(graph: Node) -> Node:
     """The same graph with its words in Unicode's NFC, and `_` for the spaces within those that are not quoted."""
-    return mapped(graph, _canonical_word)
-
-
-def mapped(graph: Node, change: Callable[[str], str]) -> Node:
-    """The graph with every concept and constant changed."""
-    edges = []
-    for role, target in graph.edges:
-        if isinstance(target, Node):
-            edges.append((role, mapped(target, change)))
-        else:
-            edges.append((role, change(target) if isinstance(target, str) else target))
-    return Node(change(graph.concept), tuple(edges))
+    return _changed(graph, _canonical_word, _canonical_word)
 
 
 def linked(graph: Node, names: Sequence[str]) -> Node:
@@ -102,19 +93,18 @@ def linked(graph: Node, names: Sequence[str]) -> Node:
 
     names: one a node; of nodes that share a name, the first is meant.
     """
-    numbers = {name: number for number, name in reversed(list(enumerate(names)))}
+    references = {name: Reference(number) for number, name in reversed(list(enumerate(names)))}
+    return _changed(graph, str, lambda constant: references.get(_nfc(constant), constant))
 
-    def link(node: Node) -> Node:
-        edges = []
-        for role, target in node.edges:
-            if isinstance(target, Node):
-                edges.append((role, link(target)))
-            else:
-                number = numbers.get(_nfc(target)) if isinstance(target, str) else None
-                edges.append((role, target if number is None else Reference(number)))
-        return Node(node.concept, tuple(edges))
 
-    return link(graph)
+def _changed(graph: Node, concept: Callable[[str], str], constant: Callable[[str], str | Reference]) -> Node:
+    edges: list[tuple[str, Node | Reference | str]] = []
+    for role, target in graph.edges:
+        if isinstance(target, Node):
+            edges.append((role, _changed(target, concept, constant)))
+        else:
+            edges.append((role, constant(target) if isinstance(target, str) else target))
+    return Node(concept(graph.concept), tuple(edges))
 
 
 def variable_names(graph: Node, *, taken: AbstractSet[str] = frozenset()) -> list[str]:

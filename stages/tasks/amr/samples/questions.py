@@ -24,8 +24,8 @@ FAMILIES = ("qwen2", "qwen2_moe")
 
 _PROBES = (
     ("Nó không đọc sách .", "(đ / đọc :agent (n / nó) :patient (s / sách) :polarity -)"),
-    ("Cậu bé muốn mua 2 bông hoa .", "(m / muốn :agent (c / cậu_bé) :theme (m2 / mua :agent c :patient (h / hoa :quant 2)))"),
-)  # fmt: skip
+    ("Cậu bé muốn mua hoa .", "(m / muốn :agent (c / cậu_bé) :theme (m2 / mua :agent c :patient (h / hoa)))"),
+)
 
 
 def check_family(model_type: str) -> None:

@@ -9,11 +9,10 @@ counts twice, and matches as often as the other graph has it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +27,6 @@ NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
 TIME_LIMIT_S = 60.0
 """For one pair of graphs; the largest of ViSemPar take about 0.1 s."""
 
-Pair = tuple[int, int]
-"""A node of one graph, mapped to a node of the other."""
 Floats = NDArray[np.float64]
 
 
@@ -95,63 +92,160 @@ def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
 def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIMIT_S) -> Match:
     """The most triples that any one-to-one mapping of nodes makes common to both graphs.
 
-    A good mapping that reaches an upper bound is the best one; where it does not, an integer program decides. The
-    answer does not depend on the machine unless the limit cuts the program short, and then it is not `proven`.
+    Where a good mapping reaches an upper bound, it is the best one; elsewhere an integer program decides. The result
+    is the same everywhere, unless the limit cuts the program short: then it is not `proven`, and too low if wrong.
     """
     gains = _gains(ours, theirs)
-    if not gains.single:
-        return Match(0, proven=True)
-    found, bound = _assigned(ours, theirs, gains)
-    if found >= bound:
+    bound = _bound(ours, theirs, gains)
+    found = _climbed(gains, bound)
+    if found == bound:
         return Match(found, proven=True)
-    return _program(gains, at_least=found, at_most=bound, time_limit_s=time_limit_s)
+    return _program(gains, found, time_limit_s)
 
 
 @dataclass(frozen=True)
 class _Gains:
-    """What a mapping earns: triples for each pair of nodes that it maps, and for each two pairs that it maps both."""
+    """What a mapping of n nodes to m nodes earns, in triples."""
 
-    single: dict[Pair, int]
-    """Every pair that can earn anything, alone or with another."""
-    double: dict[tuple[Pair, Pair], int]
+    single: Floats
+    """(n, m): for each pair of nodes that it maps."""
+    double: NDArray[np.int64]
+    """(4, k): each two pairs (u, v), (s, t), as u v s t, that earn something together."""
+    weights: Floats
+    """(k,): what they earn."""
 
-    def total(self, mapping: Mapping[int, int]) -> int:
-        alone = sum(self.single.get(pair, 0) for pair in mapping.items())
-        together = sum(
-            gain
-            for ((u, v), (s, t)), gain in self.double.items()
-            if mapping.get(u) == v and mapping.get(s) == t
-        )  # fmt: skip
-        return alone + together
+    def total(self, mapped: Floats) -> int:
+        """mapped: (n, m), 1 where a node is mapped to another."""
+        u, v, s, t = self.double
+        return round(float((self.single * mapped).sum() + (self.weights * mapped[u, v] * mapped[s, t]).sum()))
 
 
 def _gains(ours: Triples, theirs: Triples) -> _Gains:
-    single: defaultdict[Pair, int] = defaultdict(int)
-    double: defaultdict[tuple[Pair, Pair], int] = defaultdict(int)
-    concepts = _grouped((concept, number) for number, concept in enumerate(theirs.concepts))
-    for number, concept in enumerate(ours.concepts):
-        for other in concepts.get(concept, ()):
-            single[number, other] += 1
-    attributes = _grouped(((role, value), (node, count)) for (node, role, value), count in theirs.attributes.items())
+    single = np.array([[float(one == other) for other in theirs.concepts] for one in ours.concepts])
+    constants = defaultdict(list)
+    for (node, role, value), count in theirs.attributes.items():
+        constants[role, value].append((node, count))
     for (node, role, value), count in ours.attributes.items():
-        for other, other_count in attributes.get((role, value), ()):
+        for other, other_count in constants[role, value]:
             single[node, other] += min(count, other_count)
-    relations = _grouped((role, (s, t, count)) for (s, role, t), count in theirs.relations.items())
+
+    double: Counter[tuple[int, int, int, int]] = Counter()
+    for (source, target, count), (other_source, other_target, other_count) in _same_role(ours, theirs):
+        gain = min(count, other_count)
+        if source == target and other_source == other_target:
+            single[source, other_source] += gain
+        elif source != target and other_source != other_target:
+            one, two = sorted(((source, other_source), (target, other_target)))
+            double[*one, *two] += gain
+    pairs = np.array(list(double), dtype=np.int64).reshape(-1, 4).T
+    return _Gains(single, pairs, np.array(list(double.values()), dtype=np.float64))
+
+
+def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """Every two relations, as (source, target, count), that have their role in common."""
+    by_role = defaultdict(list)
+    for (source, role, target), count in theirs.relations.items():
+        by_role[role].append((source, target, count))
     for (source, role, target), count in ours.relations.items():
-        for s, t, other_count in relations.get(role, ()):
-            gain = min(count, other_count)
-            if source == target and s == t:
-                single[source, s] += gain
-            elif source != target and s != t:
-                one, other_pair = sorted(((source, s), (target, t)))
-                double[one, other_pair] += gain
-                single[one] += 0
-                single[other_pair] += 0
-    return _Gains(dict(single), dict(double))
+        for other in by_role[role]:
+            yield (source, target, count), other
 
 
-def _grouped[K, V](items: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    groups: dict[K, list[V]] = {}
-    for key, value in items:
-        groups.setdefault(key, []).append(value)
-    return groups
+def _bound(ours: Triples, theirs: Triples, gains: _Gains) -> int:
+    """No mapping earns more.
+
+    A relation counts half at either end, as though each node could choose the best partners for its relations alone;
+    then nodes are assigned. Nor can more triples of a kind match than the graph with fewer has.
+    """
+    ends, other_ends = _relation_ends(ours), _relation_ends(theirs)
+    halves = np.array([[(end & other).total() for other in other_ends] for end in ends]) / 2
+    either = gains.single + halves
+    assigned = either[linear_sum_assignment(either, maximize=True)].sum()
+    kinds, other_kinds = _kinds(ours), _kinds(theirs)
+    return min(math.floor(assigned + 1e-6), (kinds & other_kinds).total())
+
+
+def _relation_ends(triples: Triples) -> list[Counter[tuple[str, bool]]]:
+    """For each node, how often it is the source (True) or the target (False) of a relation to another, by role."""
+    ends: list[Counter[tuple[str, bool]]] = [Counter() for _ in triples.concepts]
+    for (source, role, target), count in triples.relations.items():
+        if source != target:
+            ends[source][role, True] += count
+            ends[target][role, False] += count
+    return ends
+
+
+def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:
+    """The triples without their nodes."""
+    kinds: Counter[tuple[str, ...]] = Counter((concept,) for concept in triples.concepts)
+    for (_, role, value), count in triples.attributes.items():
+        kinds[role, value] += count
+    for (source, role, target), count in triples.relations.items():
+        kinds["", role, "loop" if source == target else ""] += count
+    return kinds
+
+
+def _climbed(gains: _Gains, bound: int) -> int:
+    """What a good mapping earns.
+
+    Each step assigns nodes by what each pair earns beside the mapping before (integer projected fixed point:
+    Leordeanu et al., NeurIPS 2009), until nothing is gained.
+    """
+    u, v, s, t = gains.double
+    mapped = np.full(gains.single.shape, 1 / max(gains.single.shape))
+    best = -1
+    while best < bound:
+        earned = gains.single.copy()
+        np.add.at(earned, (u, v), gains.weights * mapped[s, t])
+        np.add.at(earned, (s, t), gains.weights * mapped[u, v])
+        mapped = np.zeros_like(earned)
+        mapped[linear_sum_assignment(earned, maximize=True)] = 1
+        total = gains.total(mapped)
+        if total <= best:
+            break
+        best = total
+    return best
+
+
+def _program(gains: _Gains, found: int, time_limit_s: float) -> Match:
+    """The best mapping by integer programming (HiGHS).
+
+    x: 1 for each pair of nodes that is mapped. y: 1 for each two pairs that are both mapped and earn together.
+    For a pair (u, v) and one node s, at most one of the (u, v)-(s, t) can be 1, and only if x of (u, v) is: summed
+    over t, this ties the relaxation down far more than y <= x for each alone.
+    """
+    u, v, s, t = gains.double
+    num_ours, num_theirs = gains.single.shape
+    width = num_ours + num_theirs
+    useful = gains.single > 0
+    useful[u, v] = useful[s, t] = True
+    column_of = np.cumsum(useful).reshape(useful.shape) - 1
+    first, second = column_of[u, v], column_of[s, t]
+    ours, theirs = np.nonzero(useful)
+    x, y = np.arange(len(ours)), len(ours) + np.arange(len(gains.weights))
+    ties = np.concatenate([pair * width + node for pair, node in ((first, s), (second, u))])
+    ties = np.concatenate([ties, *(pair * width + num_ours + node for pair, node in ((first, t), (second, v)))])
+    tied, tie_of = np.unique(ties, return_inverse=True)
+    entries = (  # (rows, columns, value) of the constraints
+        (ours, x, 1),
+        (num_ours + theirs, x, 1),
+        (width + tie_of, np.tile(y, 4), 1),
+        (width + np.arange(len(tied)), tied // width, -1),
+    )
+    matrix = coo_matrix(
+        (
+            np.concatenate([np.full(len(rows), value) for rows, _, value in entries]),
+            (np.concatenate([rows for rows, _, _ in entries]), np.concatenate([columns for _, columns, _ in entries])),
+        ),
+        shape=(width + len(tied), len(x) + len(y)),
+    )
+    result = milp(
+        -np.concatenate([gains.single[useful], gains.weights]),
+        integrality=np.repeat([1, 0], [len(x), len(y)]),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.repeat([1, 0], [width, len(tied)])),
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+    )
+    if result.x is None:
+        return Match(found, proven=False)
+    return Match(max(found, round(-result.fun)), proven=result.status == 0)
