@@ -56,6 +56,9 @@ class Node:
             if isinstance(target, Node):
                 yield from target.walk()
 
+    def words(self) -> set[str]:
+        return {node.concept for node in self.walk()} | self.constants()
+
     def constants(self) -> set[str]:
         return {target for node in self.walk() for _, target in node.edges if isinstance(target, str)}
 
@@ -161,7 +164,7 @@ class Token(NamedTuple):
 
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # A colon opens a role where a letter follows it; within 10:30 or http://x it is part of the word.
-_ROLE = r':[^\W\d_][^\s()":/]*'
+_ROLE = r':[^\W\d_][^\s()":/~]*'
 _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
 _VARIABLE = r'[^\s()":/]+\s*/'
 _WITH_VARIABLES = re.compile(
@@ -196,21 +199,21 @@ def tokenized(text: str, *, variables: bool = True) -> list[Token]:
             tokens.append(Token(kind, "(", line))
             if variables and match["variable"]:
                 tokens.append(Token("variable", match["variable"].removesuffix("/").strip(), line))
-        elif kind in ("role", "word"):
-            tokens += _word_token(tokens, kind, _ALIGNMENT.sub("", match[0]), line)
+        elif kind == "word":
+            tokens += _word_token(tokens, _ALIGNMENT.sub("", match[0]), line)
         else:
             tokens.append(Token(kind, match[0], line))
     return [token._replace(text=_quoted(token.text)) if token.kind == "word" else token for token in tokens]
 
 
-def _word_token(tokens: list[Token], kind: str, text: str, line: int) -> list[Token]:
-    """What to append for a word or role, which is nothing for a mere alignment, or for a word that joins the last."""
+def _word_token(tokens: list[Token], text: str, line: int) -> list[Token]:
+    """What to append for a word: nothing for a mere alignment, and the last token too, taken off, if that is a word."""
     if not text:
         return []
-    if kind == "word" and tokens and tokens[-1].kind == "word":
+    if tokens and tokens[-1].kind == "word":
         last = tokens.pop()
         return [last._replace(text=last.text + _JOINT + text)]
-    return [Token(kind, text, line)]
+    return [Token("word", text, line)]
 
 
 def _quoted(word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stages.tasks.amr.samples.graphs import MAX_DEPTH, Node, Token, linked, spaced, tokenized
+from stages.tasks.amr.samples.graphs import MAX_DEPTH, Node, Reference, Token, linked, spaced, tokenized
 
 
 @dataclass
@@ -27,9 +27,15 @@ class _Open:
     def walk(self) -> list[_Open]:
         return [self, *(node for _, target in self.edges if isinstance(target, _Open) for node in target.walk())]
 
-    def node(self) -> Node:
+    def node(self, names: list[str]) -> Node:
+        """names: of all nodes; a pointer that is not among them points nowhere and is dropped."""
         assert self.concept is not None
-        edges = ((role, target.node() if isinstance(target, _Open) else target) for role, target in self.edges)
+        edges: list[tuple[str, Node | Reference | str]] = []
+        for role, target in self.edges:
+            if isinstance(target, _Open):
+                edges.append((role, target.node(names)))
+            elif target in names or not target.startswith("#"):
+                edges.append((role, target))
         return Node(self.concept, tuple(edges))
 
 
@@ -56,11 +62,14 @@ def mended(text: str, *, variables: bool) -> Node | None:
                 break
         elif stack:
             _take(stack[-1], token)
+    if stack and variables and not stack[-1].name and not stack[-1].edges:
+        stack[-1].concept = None  # where the text breaks off, `(n` was to be a variable
     while stack:
         _close(stack)
     if root is None or root.concept is None:
         return None
-    return linked(root.node(), [node.name for node in root.walk()])
+    names = [node.name for node in root.walk()]
+    return linked(root.node(names), names)
 
 
 def _close(stack: list[_Open]) -> None:
