@@ -164,8 +164,8 @@ def _record(block: Block, file: str) -> Record | tuple[Place, str]:
     """A block as a record, or what keeps it from being one, and where."""
     here, graph = Place(file, block.line), block.graph_text()
     if block.sentence is None:
-        what = "graph" if graph else f"id {block.id}"
-        return here, f"a {what} without a sentence; expected a line #::snt above it"
+        what = "a graph" if graph else f"an id, {block.id},"
+        return here, f"{what} without a sentence; expected a line #::snt above it"
     if not block.sentence:
         return here, "an empty sentence"
     if not graph:
