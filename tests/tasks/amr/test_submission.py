@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.errors import UserError
-from stages.tasks.amr.samples.graphs import canonical, read_graph
+from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
 from stages.tasks.amr.samples.targets import TARGETS, decode, encode
 from stages.tasks.amr.sources.corpora import read_blocks
 from stages.tasks.amr.submission import EMPTY, read_sentences, submission
@@ -93,7 +93,7 @@ def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list
 
 
 @given(graph=graphs())
-def test_a_submitted_graph_is_the_graph_answered(graph) -> None:  # type: ignore[no-untyped-def]
+def test_a_submitted_graph_is_the_graph_answered(graph: Node) -> None:
     found = submission(["câu ."], [encode(graph, "full")], "full")
     (block,) = read_blocks(found.text.split("\r\n"))
     assert read_graph(block.graph_text()) == canonical(graph)

@@ -100,7 +100,7 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
     found = _climbed(gains, bound)
     if found == bound:
         return Match(found, proven=True)
-    return _program(gains, found, time_limit_s)
+    return _program(gains, found, bound, time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _climbed(gains: _Gains, bound: int) -> int:
     return best
 
 
-def _program(gains: _Gains, found: int, time_limit_s: float) -> Match:
+def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Match:
     """The best mapping by integer programming (HiGHS).
 
     x: 1 for each pair of nodes that is mapped. y: 1 for each two pairs that are both mapped and earn together.
@@ -244,7 +244,8 @@ def _program(gains: _Gains, found: int, time_limit_s: float) -> Match:
         integrality=np.repeat([1, 0], [len(x), len(y)]),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.repeat([1, 0], [width, len(tied)])),
-        options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        # What is earned is whole and at most `bound`: within less than one triple of the best, it is the best.
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.999 / bound},
     )
     if result.x is None:
         return Match(found, proven=False)

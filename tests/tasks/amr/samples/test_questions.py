@@ -7,9 +7,7 @@ from stages.tasks.amr.samples import TARGETS, check_family, conversation, probes
 from stages.tasks.amr.samples.records import parse_record
 from stages.tasks.amr.samples.targets import decode
 
-RECORD = parse_record(
-    "s1", "To\N{COMBINING CIRCUMFLEX ACCENT}i đi .", "(đ1/đi\r\n :agent(t/tôi))", file="a.txt", line=3
-)
+RECORD = parse_record("s1", "To\N{COMBINING CIRCUMFLEX ACCENT}i đi .", "(đ1/đi\r\n :agent(t/tôi))", file="a", line=3)
 
 
 @pytest.mark.parametrize("target", TARGETS)

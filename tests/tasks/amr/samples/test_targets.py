@@ -96,7 +96,7 @@ def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str
         ("(đ / đi :agent (t / tôi) :time (n", "full", "(đ / đi :agent (t / tôi))"),
         ("(đ / đi :agent :time 2)", "full", "(đ / đi :time 2)"),
         ("(đ / đi :agent (t / tôi) (b / bạn) :mod 2)", "full", "(đ / đi :agent (t / tôi) :mod 2)"),
-        ("(đ / đi :agent (t / tôi) :time (t / ta) :theme t)", "full", "(đ / đi :agent (t / tôi) :time (x / ta) :theme t)"),
+        ("(đ / đi :agent (t / tôi) :mod (t / ta) :op1 t)", "full", "(đ / đi :agent (t / tôi) :mod (x / ta) :op1 t)"),
         ('(đ / đi :op1 "Hà Nội)', "full", "(đ / đi :op1 Hà_Nội)"),
         ("(đi :agent (tôi))) :mod x", "ptr", "(đ / đi :agent (t / tôi))"),
         ("(đi :agent #1 :theme (tôi #1 :poss #2", "ptr", "(đ / đi :agent t :theme (t / tôi))"),

@@ -47,8 +47,8 @@ def test_the_match_is_that_of_the_best_of_all_mappings(ours: Node, theirs: Node)
     assert best_match(*pair) == Match(matched_by_all_mappings(*pair), proven=True)
 
 
-@settings(deadline=None, max_examples=60)
-@given(graphs(max_nodes=12, concepts=FEW), graphs(max_nodes=12, concepts=FEW))
+@settings(deadline=None, max_examples=40)
+@given(graphs(max_nodes=6, concepts=FEW), graphs(max_nodes=6, concepts=FEW))
 def test_a_match_is_the_same_both_ways_and_within_the_smaller_graph(ours: Node, theirs: Node) -> None:
     one, other = (triples_of(graph, normalized) for graph in (ours, theirs))
     found = best_match(one, other)

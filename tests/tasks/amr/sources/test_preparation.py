@@ -17,7 +17,8 @@ BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
 
 def block(number: int, sentence: str | None = None) -> str:
     """ViSemPar's form: tight roles, a word of two syllables, a variable used before it is defined."""
-    return f"#::snt {sentence or f'câu số {number} .'}\n(c / câu hỏi\n    :agent s\n    :theme(s / số\n        :quant {number}))\n\n"
+    graph = f"(c / câu hỏi\n    :agent s\n    :theme(s / số\n        :quant {number}))"
+    return f"#::snt {sentence or f'câu số {number} .'}\n{graph}\n\n"
 
 
 def folder(path: Path, **files: str | bytes) -> Path:
@@ -28,10 +29,10 @@ def folder(path: Path, **files: str | bytes) -> Path:
     return path
 
 
-def refused(source: Path, **options: bool) -> str:
+def refused(source: Path, *, skip_invalid: bool = False) -> str:
     out_dir = source.parent / "out"
     with pytest.raises(UserError) as raised:
-        prepare(f"folder:{source}", out_dir=out_dir, **options)
+        prepare(f"folder:{source}", out_dir=out_dir, skip_invalid=skip_invalid)
     assert not out_dir.exists(), "nothing is left of a refused run"
     return raised.value.message
 
@@ -65,7 +66,8 @@ def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
     text = (
         "# AMR release; corpus: proxy\n\n"
         "# ::id a.1 ::date 2012\n# ::snt Hello .\n# ::save-date now\n(h / hello-01~e.0)\n\n\n"
-        "# ::id a.2\n# ::snt Bye # now .\n(b / bye-03\n\n  # aside\n  :ARG0 (y / you))\n# ::id a.3\n# ::snt No .\n(n / no)\n"
+        "# ::id a.2\n# ::snt Bye # now .\n(b / bye-03\n\n  # aside\n  :ARG0 (y / you))\n"
+        "# ::id a.3\n# ::snt No .\n(n / no)\n"
     )
     source = folder(tmp_path / "amr", training=text, dev="# ::id d.1\n# ::snt Yes .\n(y / yes)\n", test="unread")
     stats = prepare(f"folder:{source}", out_dir=tmp_path / "out")
