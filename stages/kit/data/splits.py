@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from stages.kit.data.tables import RowAt
+Place = TypeVar("Place")
+"""Where a sample was read, such as a tables.RowAt."""
 
 
-def leaks(splits: Mapping[str, Sequence[tuple[str, RowAt]]]) -> list[tuple[RowAt, RowAt]]:
+def leaks(splits: Mapping[str, Sequence[tuple[str, Place]]]) -> list[tuple[Place, Place]]:
     """Content that is in more than one split.
 
     splits: for each split, the (content digest, place) of every sample.
     Returns pairs of places with the same content, first the one in the earlier split; a sample that leaks is
     named once, beside the first place that has its content.
     """
-    first_seen: dict[str, tuple[str, RowAt]] = {}
+    first_seen: dict[str, tuple[str, Place]] = {}
     found = []
     for split, samples in splits.items():
         for digest, place in samples:

@@ -74,6 +74,17 @@ def sample_mean(means: Floats) -> Floats:
     return means[..., 0]
 
 
+def corpus_f1(means: Floats) -> Floats:
+    """F1 over all samples from the columns (matched, predicted, expected), counts of each sample: twice the matched
+    by the predicted and the expected. (..., 3) -> (...), 0 where nothing is predicted and nothing expected.
+
+    A ratio of sums, in which a sample counts by its size; the mean of each sample's F1 is another figure.
+    """
+    matched, predicted, expected = means[..., 0], means[..., 1], means[..., 2]
+    total = predicted + expected
+    return np.divide(2 * matched, total, out=np.zeros_like(total), where=total > 0)
+
+
 def bootstrap_mean(
     values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = 10_000, level: float = 0.95
 ) -> Interval | None:

@@ -28,7 +28,9 @@ class Metric:
     format: str
     """As in `tables.Column`."""
     meaning: str
-    """One sentence for the reader of the page."""
+    """A few words for the reader of the page."""
+    optional: bool = False
+    """Whether some of the models have no such figure."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def score_contender(
         raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
     value = float(report.statistic(evidence.mean(axis=0)))
     for metric in report.metrics:
-        if not isinstance(run.metrics.get(metric.key), int | float):
+        recorded_metric = run.metrics.get(metric.key)
+        if not isinstance(recorded_metric, int | float) and not (metric.optional and recorded_metric is None):
             raise UserError(
                 f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
             )

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from stages.kit.evaluation import intervals
-from stages.kit.evaluation.intervals import Difference, Interval, bootstrap, bootstrap_mean, paired_difference
+from stages.kit.evaluation.intervals import (
+    Difference,
+    Interval,
+    bootstrap,
+    bootstrap_mean,
+    corpus_f1,
+    paired_difference,
+)
 
 
 def found(interval: Interval | None) -> Interval:
@@ -166,3 +173,28 @@ def test_a_ratio_of_sums_is_redrawn_as_a_ratio_of_sums() -> None:
 def test_interval_lies_within_the_values_and_is_ordered(values: np.ndarray) -> None:
     interval = found(bootstrap_mean(values, resamples=200))
     assert values.min() - 1e-12 <= interval.low <= interval.high <= values.max() + 1e-12
+
+
+def corpus(rng: np.random.Generator, num_samples: int, rate: float) -> np.ndarray:
+    """(n, 3): matched, predicted and expected counts of sentences of quite different length."""
+    expected = rng.geometric(0.1, num_samples) + 1
+    predicted = rng.poisson(expected) + 1
+    return np.stack([rng.binomial(np.minimum(predicted, expected), rate), predicted, expected], axis=1).astype(float)
+
+
+def test_a_corpus_f1_is_a_ratio_of_sums_and_not_a_mean_of_ratios() -> None:
+    counts = np.array([[1.0, 1, 1], [0, 9, 9], [0, 0, 2]])
+    assert corpus_f1(counts.mean(axis=0)) == pytest.approx(2 * 1 / (10 + 12))
+    assert corpus_f1(np.stack([counts, counts]).mean(axis=1)).shape == (2,)
+    assert corpus_f1(np.zeros((2, 3))).tolist() == [0, 0]
+
+
+def test_paired_interval_of_a_corpus_f1_covers_the_true_difference() -> None:
+    rng, trials, covered = np.random.default_rng(6), 300, 0
+    many = (corpus(np.random.default_rng(7), 300_000, rate).mean(axis=0) for rate in (0.7, 0.6))
+    our_truth, their_truth = (float(corpus_f1(means)) for means in many)
+    for trial in range(trials):
+        ours, theirs = corpus(rng, 60, 0.7), corpus(rng, 60, 0.6)
+        found_difference = paired_difference(ours, theirs, statistic=corpus_f1, seed=trial, resamples=500)
+        covered += our_truth - their_truth in found(found_difference.interval)
+    assert 0.91 <= covered / trials <= 0.985

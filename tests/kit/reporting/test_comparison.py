@@ -18,6 +18,8 @@ from stages.kit.reporting.comparison import (
     score_contender,
 )
 from stages.kit.reporting.runs import Run
+from stages.kit.reporting.tables import ABSENT, cell_text
+from stages.kit.reporting.texts import comparison_table
 
 REPORT = TaskReport(
     title="A task",
@@ -149,6 +151,18 @@ def test_a_missing_or_nonsense_metric_is_refused() -> None:
     run = replace(run, metrics={})
     with pytest.raises(UserError, match="no number score"):
         score_contender(REPORT, "a", run, baseline=None)
+
+
+def test_a_figure_that_only_some_models_have_is_optional() -> None:
+    only_some = Metric(key="restored", heading="Restored", format=".3f", meaning="Of two steps.", optional=True)
+    report = replace(REPORT, metrics=(*REPORT.metrics, only_some))
+    run = run_of("a", np.full(10, 0.5))
+    without, with_it = run, replace(run, metrics={**run.metrics, "restored": 0.25})
+    contenders = [score_contender(report, name, each, baseline=None) for name, each in (("a", without), ("b", with_it))]
+    table = comparison_table(compare(report, contenders))
+    assert [cell_text(row.cells[2], table.columns[2]) for row in table.rows] == [ABSENT, "0.250"]
+    with pytest.raises(UserError, match="no number restored"):
+        score_contender(report, "a", replace(run, metrics={**run.metrics, "restored": "high"}), baseline=None)
 
 
 def test_an_evaluation_of_no_sample_is_refused() -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from stages.kit.data.splits import leaks
 from stages.kit.data.tables import RowAt, count_rows, missing_columns, read_rows, split_files, write_rows
-from stages.kit.errors import UserError
+from stages.kit.errors import UserError, counted, listed
 from stages.kit.hub import fetch_snapshot
 from stages.kit.params import GenerateParams
 from stages.kit.publish import published
@@ -34,8 +34,6 @@ from stages.tasks.detection.samples.records import (
 from stages.tasks.detection.sources.scenes import Split, generate_rows
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-MAX_SHOWN = 50
-"""Problems that an error message lists before it only counts the rest."""
 
 
 @dataclass
@@ -153,30 +151,19 @@ def _refuse_faults(source: str, reports: dict[str, SplitReport], skip_invalid: b
     if invalid and not skip_invalid:
         count = sum(report.invalid_rows for report in reports.values())
         raise UserError(
-            f"{source} has {_counted(count, 'invalid row')} (rows count from 0):\n{_listed(invalid)}\n"
+            f"{source} has {counted(count, 'invalid row')} (rows count from 0):\n{listed(invalid)}\n"
             "Mend them, or leave them out with data.skip_invalid: true in params.yaml"
         )
     for split, report in reports.items():
         if not report.places:
-            left_out = f"; {_counted(report.invalid_rows, 'invalid row')} left out" if report.invalid_rows else ""
+            left_out = f"; {counted(report.invalid_rows, 'invalid row')} left out" if report.invalid_rows else ""
             raise UserError(f"{source} has no valid row in the split {split}{left_out}; expected at least one")
     if found := leaks({split: report.places for split, report in reports.items()}):
         pairs = [f"{first} and {second}" for first, second in found]
         raise UserError(
-            f"{source} has {_counted(len(found), 'image')} in both splits, which makes scores worthless:\n"
-            f"{_listed(pairs)}\nRemove each from one of them (from a copy of a hub dataset, as folder:PATH)"
+            f"{source} has {counted(len(found), 'image')} in both splits, which makes scores worthless:\n"
+            f"{listed(pairs)}\nRemove each from one of them (from a copy of a hub dataset, as folder:PATH)"
         )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _listed(lines: list[str]) -> str:
-    shown = [f"  {line}" for line in lines[:MAX_SHOWN]]
-    if len(lines) > MAX_SHOWN:
-        shown.append(f"  and {len(lines) - MAX_SHOWN:,} more")
-    return "\n".join(shown)
 
 
 def _summary(report: SplitReport) -> dict[str, Any]:

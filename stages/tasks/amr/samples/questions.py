@@ -1,0 +1,58 @@
+"""What a model is asked about a sentence, and how it is to answer."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
+from stages.tasks.amr.samples.graphs import Node, read_graph
+from stages.tasks.amr.samples.records import Record
+from stages.tasks.amr.samples.targets import encode
+
+PROMPTS = {
+    "full": "Phân tích câu sau thành đồ thị AMR, viết theo ký pháp PENMAN trên một dòng.",
+    "ptr": "Phân tích câu sau thành đồ thị AMR trên một dòng, không dùng biến; "
+    "nút được nhắc lại thì đánh dấu bằng con trỏ #1, #2, ...",
+    "mtup": "Phân tích câu sau thành đồ thị AMR theo hai bước: trước hết viết đồ thị không có biến, "
+    "sau dòng --- viết lại đồ thị đầy đủ có biến theo ký pháp PENMAN.",
+}
+"""By target, in Vietnamese: to write the graph in one line as PENMAN; without variables, a pointer on each node that is
+mentioned again; first without variables and after a line of --- in full."""
+FAMILIES = ("qwen2", "qwen2_moe")
+"""Model families (`model_type` of a config) that this task has been made for; Qwen2.5 is a qwen2."""
+
+_PROBES = (
+    ("Nó không đọc sách .", "(đ / đọc :agent (n / nó) :patient (s / sách) :polarity -)"),
+    ("Cậu bé muốn mua hoa .", "(m / muốn :agent (c / cậu_bé) :theme (m2 / mua :agent c :patient (h / hoa)))"),
+)
+
+
+def check_family(model_type: str) -> None:
+    """Raises UserError for a model that is not one of text like Qwen2."""
+    if model_type not in FAMILIES:
+        raise UserError(f"AMR parsing trains text models of {', '.join(FAMILIES)}; the base is a {model_type}")
+
+
+def conversation(record: Record, *, answered: bool, target: str) -> Conversation:
+    """The sentence and the question; with the true graph as the assistant's answer where `answered`.
+
+    target: one of targets.TARGETS, the form in which the graph is to be written.
+    """
+    return _conversation(record.id, record.sentence, record.parsed() if answered else None, target)
+
+
+def probes(target: str = "full") -> list[Conversation]:
+    """Two answered conversations, without and with a node mentioned again, to compare two models on."""
+    return [
+        _conversation(f"probe-{index}", sentence, read_graph(graph), target)
+        for index, (sentence, graph) in enumerate(_PROBES)
+    ]
+
+
+def _conversation(sample_id: str, sentence: str, graph: Node | None, target: str) -> Conversation:
+    question = f"{PROMPTS[target]}\n{unicodedata.normalize('NFC', sentence)}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": question}]}]
+    if graph is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode(graph, target)}]})
+    return Conversation(sample_id=sample_id, messages=messages)

@@ -1,0 +1,252 @@
+"""Smatch, exactly: how many triples two AMR graphs share under the best possible mapping of their nodes.
+
+Source: Cai and Knight, "Smatch: an Evaluation Metric for Semantic Feature Structures", ACL 2013. Which triples a graph
+has follows the `smatch` package, 1.0.4: one for each concept, constant and relation, and one for the top; relations
+`-of` are turned round, and `mod` is `domain` turned round. The package climbs hills from random starts and finds a
+lower bound that moves with its seed; here the mapping is proven to be the best one. A triple that a graph has twice
+counts twice, and matches as often as the other graph has it.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+from scipy.sparse import coo_matrix
+
+from stages.tasks.amr.samples.graphs import Node, Reference
+
+NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
+"""Roles that merely end like an inverse one."""
+TIME_LIMIT_S = 60.0
+"""For one pair of graphs; the largest of ViSemPar take about 0.1 s."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Triples:
+    concepts: tuple[str, ...]
+    """One a node."""
+    attributes: Counter[tuple[int, str, str]]
+    """(node, role, constant)."""
+    relations: Counter[tuple[int, str, int]]
+    """(node, role, node)."""
+
+    @property
+    def size(self) -> int:
+        return len(self.concepts) + self.attributes.total() + self.relations.total()
+
+
+@dataclass(frozen=True)
+class Match:
+    matched: int
+    """Triples in common under the best mapping found."""
+    proven: bool
+    """Whether no mapping has more."""
+
+
+def as_written(word: str) -> str:
+    """What the `smatch` package compares: case and quotes do not count."""
+    return word.strip('"').lower()
+
+
+def normalized(word: str) -> str:
+    """Beyond `as_written`, `_` is a space, and letters are the same however Unicode composes them."""
+    return " ".join(unicodedata.normalize("NFC", word.strip('"')).casefold().replace("_", " ").split())
+
+
+def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
+    """The triples of a graph, every concept and constant as `word` makes it."""
+    concepts: list[str] = []
+    attributes: Counter[tuple[int, str, str]] = Counter({(0, "top", "top"): 1})
+    relations: Counter[tuple[int, str, int]] = Counter()
+
+    def visit(node: Node) -> int:
+        number = len(concepts)
+        concepts.append(word(node.concept))
+        for role, target in node.edges:
+            name = role.removeprefix(":").lower()
+            if isinstance(target, str):
+                attributes[number, name, word(target)] += 1
+                continue
+            other = target.node if isinstance(target, Reference) else visit(target)
+            if name.endswith("-of") and name not in NOT_INVERSE:
+                relations[other, name.removesuffix("-of"), number] += 1
+            elif name == "mod":
+                relations[other, "domain", number] += 1
+            else:
+                relations[number, name, other] += 1
+        return number
+
+    visit(graph)
+    return Triples(tuple(concepts), attributes, relations)
+
+
+def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIMIT_S) -> Match:
+    """The most triples that any one-to-one mapping of nodes makes common to both graphs.
+
+    Where a good mapping reaches an upper bound, it is the best one; elsewhere an integer program decides. The result
+    is the same everywhere, unless the limit cuts the program short: then it is not `proven`, and too low if wrong.
+    """
+    gains = _gains(ours, theirs)
+    bound = _bound(ours, theirs, gains)
+    found = _climbed(gains, bound)
+    if found == bound:
+        return Match(found, proven=True)
+    return _program(gains, found, bound, time_limit_s)
+
+
+@dataclass(frozen=True)
+class _Gains:
+    """What a mapping of n nodes to m nodes earns, in triples."""
+
+    single: Floats
+    """(n, m): for each pair of nodes that it maps."""
+    double: NDArray[np.int64]
+    """(4, k): each two pairs (u, v), (s, t), as u v s t, that earn something together."""
+    weights: Floats
+    """(k,): what they earn."""
+
+    def total(self, mapped: Floats) -> int:
+        """mapped: (n, m), 1 where a node is mapped to another."""
+        u, v, s, t = self.double
+        return round(float((self.single * mapped).sum() + (self.weights * mapped[u, v] * mapped[s, t]).sum()))
+
+
+def _gains(ours: Triples, theirs: Triples) -> _Gains:
+    single = np.array([[float(one == other) for other in theirs.concepts] for one in ours.concepts])
+    constants = defaultdict(list)
+    for (node, role, value), count in theirs.attributes.items():
+        constants[role, value].append((node, count))
+    for (node, role, value), count in ours.attributes.items():
+        for other, other_count in constants[role, value]:
+            single[node, other] += min(count, other_count)
+
+    double: Counter[tuple[int, int, int, int]] = Counter()
+    for (source, target, count), (other_source, other_target, other_count) in _same_role(ours, theirs):
+        gain = min(count, other_count)
+        if source == target and other_source == other_target:
+            single[source, other_source] += gain
+        elif source != target and other_source != other_target:
+            one, two = sorted(((source, other_source), (target, other_target)))
+            double[*one, *two] += gain
+    pairs = np.array(list(double), dtype=np.int64).reshape(-1, 4).T
+    return _Gains(single, pairs, np.array(list(double.values()), dtype=np.float64))
+
+
+def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """Every two relations, as (source, target, count), that have their role in common."""
+    by_role = defaultdict(list)
+    for (source, role, target), count in theirs.relations.items():
+        by_role[role].append((source, target, count))
+    for (source, role, target), count in ours.relations.items():
+        for other in by_role[role]:
+            yield (source, target, count), other
+
+
+def _bound(ours: Triples, theirs: Triples, gains: _Gains) -> int:
+    """No mapping earns more.
+
+    A relation counts half at either end, as though each node could choose the best partners for its relations alone;
+    then nodes are assigned. Nor can more triples of a kind match than the graph with fewer has.
+    """
+    ends, other_ends = _relation_ends(ours), _relation_ends(theirs)
+    halves = np.array([[(end & other).total() for other in other_ends] for end in ends]) / 2
+    either = gains.single + halves
+    assigned = either[linear_sum_assignment(either, maximize=True)].sum()
+    kinds, other_kinds = _kinds(ours), _kinds(theirs)
+    return min(math.floor(assigned + 1e-6), (kinds & other_kinds).total())
+
+
+def _relation_ends(triples: Triples) -> list[Counter[tuple[str, bool]]]:
+    """For each node, how often it is the source (True) or the target (False) of a relation to another, by role."""
+    ends: list[Counter[tuple[str, bool]]] = [Counter() for _ in triples.concepts]
+    for (source, role, target), count in triples.relations.items():
+        if source != target:
+            ends[source][role, True] += count
+            ends[target][role, False] += count
+    return ends
+
+
+def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:
+    """The triples without their nodes."""
+    kinds: Counter[tuple[str, ...]] = Counter((concept,) for concept in triples.concepts)
+    for (_, role, value), count in triples.attributes.items():
+        kinds[role, value] += count
+    for (source, role, target), count in triples.relations.items():
+        kinds["", role, "loop" if source == target else ""] += count
+    return kinds
+
+
+def _climbed(gains: _Gains, bound: int) -> int:
+    """What a good mapping earns.
+
+    Each step assigns nodes by what each pair earns beside the mapping before (integer projected fixed point:
+    Leordeanu et al., NeurIPS 2009), until nothing is gained.
+    """
+    u, v, s, t = gains.double
+    mapped = np.full(gains.single.shape, 1 / max(gains.single.shape))
+    best = -1
+    while best < bound:
+        earned = gains.single.copy()
+        np.add.at(earned, (u, v), gains.weights * mapped[s, t])
+        np.add.at(earned, (s, t), gains.weights * mapped[u, v])
+        mapped = np.zeros_like(earned)
+        mapped[linear_sum_assignment(earned, maximize=True)] = 1
+        total = gains.total(mapped)
+        if total <= best:
+            break
+        best = total
+    return best
+
+
+def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Match:
+    """The best mapping by integer programming (HiGHS).
+
+    x: 1 for each pair of nodes that is mapped. y: 1 for each two pairs that are both mapped and earn together.
+    For a pair (u, v) and one node s, at most one of the (u, v)-(s, t) can be 1, and only if x of (u, v) is: summed
+    over t, this ties the relaxation down far more than y <= x for each alone.
+    """
+    u, v, s, t = gains.double
+    num_ours, num_theirs = gains.single.shape
+    width = num_ours + num_theirs
+    useful = gains.single > 0
+    useful[u, v] = useful[s, t] = True
+    column_of = np.cumsum(useful).reshape(useful.shape) - 1
+    first, second = column_of[u, v], column_of[s, t]
+    ours, theirs = np.nonzero(useful)
+    x, y = np.arange(len(ours)), len(ours) + np.arange(len(gains.weights))
+    ties = np.concatenate([pair * width + node for pair, node in ((first, s), (second, u))])
+    ties = np.concatenate([ties, *(pair * width + num_ours + node for pair, node in ((first, t), (second, v)))])
+    tied, tie_of = np.unique(ties, return_inverse=True)
+    entries = (  # (rows, columns, value) of the constraints
+        (ours, x, 1),
+        (num_ours + theirs, x, 1),
+        (width + tie_of, np.tile(y, 4), 1),
+        (width + np.arange(len(tied)), tied // width, -1),
+    )
+    matrix = coo_matrix(
+        (
+            np.concatenate([np.full(len(rows), value) for rows, _, value in entries]),
+            (np.concatenate([rows for rows, _, _ in entries]), np.concatenate([columns for _, columns, _ in entries])),
+        ),
+        shape=(width + len(tied), len(x) + len(y)),
+    )
+    result = milp(
+        -np.concatenate([gains.single[useful], gains.weights]),
+        integrality=np.repeat([1, 0], [len(x), len(y)]),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.repeat([1, 0], [width, len(tied)])),
+        # What is earned is whole and at most `bound`: within less than one triple of the best, it is the best.
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.999 / bound},
+    )
+    if result.x is None:
+        return Match(found, proven=False)
+    return Match(max(found, round(-result.fun)), proven=result.status == 0)

@@ -1,0 +1,109 @@
+import logging
+
+import pytest
+from hypothesis import given
+
+from stages.tasks.amr.samples.graphs import (
+    MAX_DEPTH,
+    MalformedGraph,
+    Node,
+    Reference,
+    canonical,
+    penman_line,
+    penman_lines,
+    read_graph,
+    read_without_variables,
+    variable_names,
+)
+from tests.tasks.amr.drawn import TEXTS, graphs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(t / tôi)", Node("tôi")),
+        ("(t/tôi\r\n    :mod(đ/đó))\r\n", Node("tôi", ((":mod", Node("đó")),))),
+        ("(c / chủ  tịch :quant 2)", Node("chủ tịch", ((":quant", "2"),))),
+        ("(c / chủ\n  tịch :poss ông\t nội)", Node("chủ tịch", ((":poss", "ông nội"),))),
+        ("(ô1 / ông :poss-of (m / mũ :mod ô1))", Node("ông", ((":poss-of", Node("mũ", ((":mod", Reference(0)),))),))),
+        ("(a / ăn :agent c :theme (c / cơm))", Node("ăn", ((":agent", Reference(1)), (":theme", Node("cơm"))))),
+        ("(v / tốc :unit (k / km/h) :time 10:30)", Node("tốc", ((":unit", Node('"km/h"')), (":time", '"10:30"')))),
+        ("(t / tôi:mod (đ / đó))", Node("tôi", ((":mod", Node("đó")),))),
+        ("(t / tôi~e.4 :polarity~e.1 -~e.2,3)", Node("tôi", ((":polarity", "-"),))),
+        ('(n / name :op1 "Hà \n Nội")', Node("name", ((":op1", '"Hà Nội"'),))),
+        ("(t / trang :mod #1)", Node("trang", ((":mod", '"#1"'),))),
+        ("(t / tôi :theme t2)", Node("tôi", ((":theme", "t2"),))),
+        ("(o\N{COMBINING CIRCUMFLEX ACCENT} / x :theme ô)", Node("x", ((":theme", Reference(0)),))),
+    ],
+)  # fmt: skip
+def test_what_annotators_write_is_read(text: str, expected: Node) -> None:
+    assert read_graph(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("", None, "there is no graph"),
+        ("  \n ", None, "there is no graph"),
+        ("tôi", 0, "starts with a parenthesis"),
+        ("(t / tôi", None, "a parenthesis is never closed"),
+        ("(t / tôi :a (b / c", None, "2 parentheses are never closed"),
+        ("(t / tôi))", 0, "text after the graph"),
+        ("(t / tôi)\n(b / bạn)", 1, "text after the graph"),
+        ("(t / tôi\n  :time( / 1900))", 1, "a node has no variable"),
+        ("()", 0, "a node has no variable"),
+        ("(tôi)", 0, "a node has no variable"),
+        ("(t /\n :a (b / c))", 0, "node t has no concept"),
+        ("(t / tôi\n\n :a )", 2, "role :a has no target"),
+        ("(t / tôi :a :b c)", 0, "role :a has no target"),
+        ("(t / tôi :a (t / ta))", None, "variable t is defined twice"),
+        ('(t / tôi\n :op1 "Hà Nội)', 1, "a quote is opened and never closed"),
+        ("(t / tôi\n :a (b / bạn) ta)", 1, "expected: role"),
+        ("(# / x)", 0, "# is no variable"),
+        ("(a / b " + ":c (d / e " * MAX_DEPTH + ")" * (MAX_DEPTH + 1), 0, "nested more than 100 deep"),
+    ],
+)
+def test_a_malformed_graph_says_where_and_why(text: str, line: int | None, reason: str) -> None:
+    with pytest.raises(MalformedGraph, match=reason) as raised:
+        read_graph(text)
+    assert raised.value.line == line
+
+
+@given(graphs())
+def test_reading_gives_back_what_was_written(graph: Node) -> None:
+    assert read_graph(penman_line(graph)) == graph
+    assert read_graph(penman_lines(graph)) == canonical(graph)
+
+
+@given(graphs())
+def test_canonical_words_need_no_reading_of_ours(graph: Node) -> None:
+    words = canonical(graph)
+    assert canonical(words) == words
+    assert all(" " not in word or word.startswith('"') for word in words.words())
+
+
+@given(TEXTS)
+def test_any_text_is_a_graph_or_malformed(text: str) -> None:
+    for read in (read_graph, read_without_variables):
+        try:
+            graph = canonical(read(text))
+        except MalformedGraph:
+            continue
+        assert read_graph(penman_line(graph)) == graph
+
+
+def test_a_model_that_opens_parentheses_without_end_breaks_nothing() -> None:
+    with pytest.raises(MalformedGraph, match="nested"):
+        read_graph("(a / b :c " * 5000)
+
+
+def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> None:
+    graph = read_graph('(x / tôi :a (y / "Tin" :b (z / 1900)) :c (w / Đi) :d (v / đó))')
+    assert variable_names(graph) == ["t", "t2", "x", "đ", "đ2"]
+    assert variable_names(graph, taken={"t", "đ2"}) == ["t2", "t3", "x", "đ", "đ3"]
+
+
+def test_penman_is_not_heard_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(MalformedGraph):
+        read_graph("(t / tôi :a )")
+    assert not caplog.records

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from stages.kit.errors import UserError
+from stages.tasks.amr.samples import TARGETS, check_family, conversation, probes, read_split
+from stages.tasks.amr.samples.records import parse_record
+from stages.tasks.amr.samples.targets import decode
+
+RECORD = parse_record("s1", "To\N{COMBINING CIRCUMFLEX ACCENT}i đi .", "(đ1/đi\r\n :agent(t/tôi))", file="a", line=3)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_answer_is_the_graph_in_the_form_asked_for(target: str) -> None:
+    asked, answered = (conversation(RECORD, answered=flag, target=target) for flag in (False, True))
+    assert (asked.answered(), answered.answered(), asked.sample_id) == (False, True, "s1")
+    assert asked.messages == answered.messages[:1]
+    assert decode(answered.messages[1]["content"][0]["text"], target).graph == RECORD.parsed()
+
+
+def test_each_target_is_asked_for_in_its_own_words_with_the_sentence_composed() -> None:
+    questions = [
+        conversation(RECORD, answered=False, target=target).messages[0]["content"][0]["text"] for target in TARGETS
+    ]
+    assert len(set(questions)) == len(TARGETS)
+    assert all(question.endswith("\nTôi đi .") for question in questions)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_probes_are_answered(target: str) -> None:
+    assert [probe.answered() for probe in probes(target)] == [True, True]
+
+
+def test_other_families_are_refused() -> None:
+    check_family("qwen2")
+    check_family("qwen2_moe")
+    with pytest.raises(UserError, match="the base is a qwen2_vl"):
+        check_family("qwen2_vl")
+
+
+def test_a_split_that_was_not_prepared_says_how(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="dvc repro prepare@visempar"):
+        read_split(tmp_path / "visempar", "val")

@@ -1,0 +1,137 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
+from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, complete, decode, encode, repaired
+from tests.tasks.amr.drawn import TEXTS, graphs
+
+GRAPH = read_graph("(x1 / nói :agent (x2 / chủ tịch :mod t) :topic (x3 / đi :agent x2 :theme x1))")
+FULL = "(n / nói :agent (c / chủ_tịch :mod t) :topic (đ / đi :agent c :theme n))"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("full", FULL),
+        ("ptr", "(nói #1 :agent (chủ_tịch #2 :mod t) :topic (đi :agent #2 :theme #1))"),
+        ("mtup", f"(nói :agent (chủ_tịch :mod t) :topic (đi :agent c :theme n)){SEPARATOR}{FULL}"),
+    ],
+)
+def test_each_target_has_its_form(target: str, expected: str) -> None:
+    assert encode(GRAPH, target) == expected
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(graph=graphs())
+def test_what_is_encoded_is_decoded_again(target: str, graph: Node) -> None:
+    text = encode(graph, target)
+    assert "\n" not in text.replace(SEPARATOR, "")
+    decoded = decode(text, target)
+    assert decoded.problem is None
+    assert decoded.graph == canonical(graph)
+
+
+@given(graph=graphs())
+def test_the_first_step_is_restored_but_for_constants_that_look_like_variables(graph: Node) -> None:
+    looks = {"t", "t2", "t3", "đ", "n2"}
+    if not looks & graph.constants():
+        assert decode(encode(graph, "mtup"), "mtup").restored == canonical(graph)
+
+
+def test_renaming_captures_no_undefined_variable() -> None:
+    graph = read_graph("(x / tôi :a t :b x :c (y / ta :d t2))")
+    assert encode(graph, "full") == "(t3 / tôi :a t :b t3 :c (t4 / ta :d t2))"
+
+
+def test_the_first_step_cannot_tell_such_a_constant_from_a_reference() -> None:
+    graph = read_graph("(x / tôi :a t)")
+    decoded = decode(encode(graph, "mtup"), "mtup")
+    assert decoded.graph == graph
+    assert decoded.restored == read_graph("(t / tôi :a t)")
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "reason"),
+    [
+        ("", "full", "there is no graph"),
+        ("Đây là đồ thị: (t / tôi)", "full", "starts with a parenthesis"),
+        ("(tôi :agent #1)", "ptr", "no node carries the pointer #1"),
+        ("(tôi #1 :agent (ta #1))", "ptr", "two nodes carry the pointer #1"),
+        ("(t / tôi)", "mtup", "not followed by a line of ---"),
+        (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
+    ],
+)
+def test_a_broken_answer_has_a_reason(text: str, target: str, reason: str) -> None:
+    decoded = decode(text, target)
+    assert not decoded.valid
+    assert reason in (decoded.problem or "")
+
+
+def test_a_broken_first_step_does_not_spoil_the_second() -> None:
+    decoded = decode(f"(tôi{SEPARATOR}(t / tôi)", "mtup")
+    assert decoded.valid
+    assert decoded.restored is None
+    assert decode("(tôi)", "mtup").restored == Node("tôi")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(text=TEXTS)
+def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str) -> None:
+    decoded, mended = decode(text, target), repaired(text, target)
+    assert decoded.valid == (decoded.problem is None)
+    if decoded.graph is not None:
+        assert mended == decoded.graph
+    if mended is not None:
+        again = canonical(mended)
+        assert read_graph(penman_line(again)) == again
+        assert decode(encode(again, "ptr"), "ptr").graph == again
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "expected"),
+    [
+        ("Đáp án: (t / tôi) .", "full", "(t / tôi)"),
+        ("(đ / đi :agent (t / tôi) :time (n / ngày", "full", "(đ / đi :agent (t / tôi) :time (n / ngày))"),
+        ("(đ / đi :agent (t / tôi) :time (n", "full", "(đ / đi :agent (t / tôi))"),
+        ("(đ / đi :agent :time 2)", "full", "(đ / đi :time 2)"),
+        ("(đ / đi :agent (t / tôi) (b / bạn) :mod 2)", "full", "(đ / đi :agent (t / tôi) :mod 2)"),
+        ("(đ / đi :agent (t / tôi) :mod (t / ta) :op1 t)", "full", "(đ / đi :agent (t / tôi) :mod (x / ta) :op1 t)"),
+        ('(đ / đi :op1 "Hà Nội)', "full", "(đ / đi :op1 Hà_Nội)"),
+        ("(đi :agent (tôi))) :mod x", "ptr", "(đ / đi :agent (t / tôi))"),
+        ("(đi :agent #1 :theme (tôi #1 :poss #2", "ptr", "(đ / đi :agent t :theme (t / tôi))"),
+        (f"(đi :agent (tôi)){SEPARATOR}", "mtup", "(đ / đi :agent (t / tôi))"),
+        ("(đi :agent (tôi :poss đ", "mtup", "(đ / đi :agent (t / tôi :poss đ))"),
+        (f"(đi :agent (tôi)){SEPARATOR}(đ / đi :agent (t / ta", "mtup", "(đ / đi :agent (t / ta))"),
+    ],
+)  # fmt: skip
+def test_repair_keeps_all_that_is_sound(text: str, target: str, expected: str) -> None:
+    assert not decode(text, target).valid
+    mended = repaired(text, target)
+    assert mended is not None
+    assert canonical(mended) == read_graph(expected)
+
+
+@pytest.mark.parametrize("text", ["", "xin lỗi", "(", "()", "(t /", ")("])
+def test_nothing_is_made_of_nothing(text: str) -> None:
+    assert repaired(text, "full") is None
+
+
+def test_repair_of_endless_nesting_ends() -> None:
+    mended = repaired("(a / b :c " * 5000, "full")
+    assert mended is not None
+    assert sum(1 for _ in mended.walk()) == 100
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(graph=graphs(), rest=st.text(max_size=5))
+def test_an_answer_is_complete_at_its_last_parenthesis_and_not_before(target: str, graph: Node, rest: str) -> None:
+    text = encode(graph, target)
+    assert complete(text + rest, target)
+    assert not any(complete(text[:end], target) for end in range(len(text)))
+
+
+def test_parentheses_in_quotes_do_not_complete_a_graph() -> None:
+    assert not complete('(a / b :c ":)"', "full")
+    assert not complete('(a / b :c ") ', "full")
+    assert not complete(":) ", "full")

@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from stages.kit.data.tables import write_rows
+from stages.tasks.amr.samples.records import Record, parse_record
+from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, encode
+from stages.tasks.amr.scoring import PREDICTIONS, metrics, score, summary, write_pictures
+from stages.tasks.amr.scoring.pictures import EXAMPLES
+from stages.tasks.amr.scoring.smatch import Match
+
+GOLD = (
+    "(đ / đi :agent (t / tôi) :time (h / hôm qua))",  # 6 triples
+    "(n / nói :agent (c / chủ tịch :mod (n1 / nhỏ)) :polarity -)",  # 7
+    "(m / mưa)",  # 2
+)
+
+
+def records() -> list[Record]:
+    return [
+        parse_record(f"s{number}", f"câu {number} .", graph, file="val.txt", line=number)
+        for number, graph in enumerate(GOLD)
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_right_answers_score_one(target: str) -> None:
+    figures, rows = score(records(), [encode(record.parsed(), target) for record in records()], target=target)
+    assert figures["smatch_f1"] == figures["smatch_f1_repaired"] == figures["exact_rate"] == 1
+    assert figures["invalid"] == figures["unproven"] == 0
+    assert ("smatch_f1_restored" in figures) == (target == "mtup")
+    assert all(row["valid"] and row["f1"] == 1 for row in rows)
+
+
+def test_separators_count_only_as_written() -> None:
+    figures, rows = score(records(), [encode(record.parsed(), "full") for record in records()], target="full")
+    assert figures["smatch_f1"] == 1
+    assert figures["smatch_f1_unnormalised"] == pytest.approx(13 / 15)  # "hôm qua" and "chủ tịch" are lost
+    assert [row["matched_unnormalised"] for row in rows] == [5, 6, 2]
+    figures, _ = score(records(), list(GOLD), target="full")
+    assert figures["smatch_f1_unnormalised"] == 1
+
+
+def test_an_answer_that_is_no_graph_is_an_empty_one_and_its_repair_is_counted_apart() -> None:
+    answers = ["(đ / đi :agent (t / tôi) :time (h / hôm qua", "xin lỗi", "(m / mưa)"]
+    figures, rows = score(records(), answers, target="full")
+    assert [(row["matched"], row["predicted"], row["gold"]) for row in rows] == [(0, 0, 6), (0, 0, 7), (2, 2, 2)]
+    assert figures["smatch_precision"] == 1
+    assert figures["smatch_recall"] == pytest.approx(2 / 15)
+    assert figures["smatch_f1"] == pytest.approx(2 * 2 / (2 + 15))
+    assert figures["smatch_f1_repaired"] == pytest.approx(2 * 8 / (8 + 15))
+    assert figures["invalid"] == 2
+    assert figures["invalid_rate"] == pytest.approx(2 / 3)
+    assert rows[0]["problem"] == "2 parentheses are never closed"
+    assert "2 of 3 answers are no graph" in summary(figures)
+
+
+def test_no_graph_at_all_scores_zero() -> None:
+    figures, _ = score(records(), [""] * 3, target="ptr")
+    assert figures["smatch_f1"] == figures["smatch_precision"] == figures["smatch_recall"] == 0
+    assert figures["invalid_rate"] == 1
+
+
+def test_the_corpus_counts_triples_and_not_sentences() -> None:
+    answers = [GOLD[0], "(x / sai)", "(x / sai)"]
+    figures, rows = score(records(), answers, target="full")
+    assert [row["matched"] for row in rows] == [6, 1, 1]  # the top is right
+    assert figures["smatch_f1"] == pytest.approx(2 * 8 / (10 + 15))
+    matched, predicted, gold = (sum(row[name] for row in rows) for name in ("matched", "predicted", "gold"))
+    assert figures["smatch_f1"] == 2 * matched / (predicted + gold), "rows are enough to score any redraw"
+
+
+def test_both_steps_of_mtup_are_scored() -> None:
+    answers = [
+        f"(đi :agent (tôi) :time (hôm_qua)){SEPARATOR}(đ / đi)",  # first step right, second poor
+        "(nói :agent (chủ_tịch :mod (nhỏ)) :polarity -)",  # no second step
+        f"(mưa{SEPARATOR}(m / mưa)",  # first step broken
+    ]
+    figures, rows = score(records(), answers, target="mtup")
+    assert [row["matched"] for row in rows] == [2, 0, 2]
+    assert [row["matched_restored"] for row in rows] == [6, 7, 0]
+    assert figures["smatch_f1_restored"] == pytest.approx(2 * 13 / (13 + 15))
+
+
+def test_what_is_not_proven_is_counted_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "best_match", lambda *_, **__: Match(1, proven=False))
+    figures, rows = score(records(), [*GOLD[:2], ""], target="full")
+    assert figures["unproven"] == 2
+    assert [row["proven"] for row in rows] == [False, False, True]
+    assert "2 not proven" in summary(figures)
+
+
+def test_scores_are_the_same_each_time_and_their_interval_holds_them() -> None:
+    answers = [GOLD[0], GOLD[2], GOLD[2]]
+    first, second = (score(records(), answers, target="full") for _ in range(2))
+    assert first == second
+    low, middle, high = (float(first[0][key]) for key in ("smatch_f1_low", "smatch_f1", "smatch_f1_high"))
+    assert low < middle < high
+
+
+@pytest.mark.parametrize("answers", [["", "", ""], ["(a / b)", "(", GOLD[2]]])
+def test_rows_are_of_the_schema_whatever_was_answered(tmp_path: Path, answers: list[str]) -> None:
+    _, rows = score(records(), answers, target="full")
+    write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
+    assert pq.read_table(tmp_path / "predictions.parquet").to_pylist() == rows
+
+
+def test_pictures_and_examples_show_truth_and_prediction(tmp_path: Path) -> None:
+    answers = ["(đ / đi :agent (t / tôi", GOLD[2], GOLD[2]]
+    _, rows = score(records(), answers, target="full")
+    written = write_pictures(records(), rows, tmp_path / "pictures", count=2)
+    assert sorted(path.name for path in written) == [
+        "best-1.png", "best-2.png", EXAMPLES, "random-1.png", "random-2.png", "worst-1.png", "worst-2.png",
+    ]  # fmt: skip
+    with Image.open(tmp_path / "pictures/worst-1.png") as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 16) or ()}
+        assert picture.width == 512
+    assert {(0, 125, 50), (190, 20, 20)} <= colours
+    text = (tmp_path / "pictures" / EXAMPLES).read_text(encoding="utf-8")
+    assert text.startswith("== worst: F1 0.00, no graph, s0\ncâu 0 .\n")
+    assert any("(đ / đi" in line and "2 parentheses are never closed" in line for line in text.split("\n"))
+
+
+def test_pictures_bear_what_models_write(tmp_path: Path) -> None:
+    answers = [
+        "\x00\t" * 50,
+        "(a / " + "dài" * 400 + ")",
+        "(a / b " + " ".join(f":op{n} {n}" for n in range(300)) + ")",
+    ]
+    _, rows = score(records(), answers, target="full")
+    write_pictures(records(), rows, tmp_path, count=3)
+    with Image.open(tmp_path / "worst-1.png") as picture:
+        assert picture.height < 2000

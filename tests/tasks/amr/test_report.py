@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.kit.data.tables import write_rows
+from stages.kit.lineage import write_lineage
+from stages.kit.reporting.comparison import Contender, compare, score_contender
+from stages.kit.reporting.page import render_page
+from stages.kit.reporting.runs import read_run, refuse_different_samples
+from stages.kit.reporting.texts import comparison_table, comparison_text
+from stages.tasks.amr.report import REPORT
+from stages.tasks.amr.samples.records import Record, parse_record
+from stages.tasks.amr.samples.targets import encode
+from stages.tasks.amr.scoring import PREDICTIONS, score, write_pictures
+
+
+def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contender:
+    """A model that gets the first so many of twenty sentences right, and of the others only the top."""
+    records = [
+        parse_record(f"s{n}", f"câu {n} .", f"(c / câu :quant {n} :agent (t / tôi :mod c))", file="val.txt", line=n)
+        for n in range(20)
+    ]
+    wrong = parse_record("wrong", "sai .", "(s / sai)", file="", line=1)
+
+    def answer(record: Record, number: int) -> str:
+        return encode((record if number < num_right else wrong).parsed(), target)
+
+    metrics, rows = score(records, [answer(record, number) for number, record in enumerate(records)], target=target)
+    run_dir = runs_dir / name
+    write_pictures(records, rows, run_dir / "pictures", count=1)
+    write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
+    (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+    write_lineage(run_dir, kind="base", name=name)
+    run = read_run(run_dir, identity=REPORT.identity, columns=[*REPORT.evidence, REPORT.score], trained=False)
+    return score_contender(REPORT, name, run, baseline=None)
+
+
+def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> None:
+    recipes = {"amr-baseline": ("full", 4), "amr-ptr": ("ptr", 12), "amr-mtup": ("mtup", 13)}
+    contenders = [evaluated(tmp_path, name, target, right) for name, (target, right) in recipes.items()]
+    refuse_different_samples([contender.run for contender in contenders if contender.run])
+    comparison = compare(REPORT, contenders)
+    words = [insight.words for insight in comparison.insights]
+    assert words[0].startswith("amr-ptr is better than amr-baseline by +")
+    assert words[1].startswith("amr-mtup is better than amr-baseline by +")
+    assert words[2].startswith("no difference shown between amr-mtup and amr-ptr")
+    table = comparison_table(comparison)
+    restored = [row.cells[[column.key for column in table.columns].index("smatch_f1_restored")] for row in table.rows]
+    assert restored == [None, None, contenders[2].value]
+    assert "Smatch F1" in comparison_text(comparison, table)
+    assert render_page(comparison, table, task="amr", profile="tiny").count("<img") == 9
+
+
+def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:
+    contender = evaluated(tmp_path, "a", "full", 10)
+    assert contender.run is not None
+    assert contender.value == pytest.approx(contender.run.metrics["smatch_f1"], abs=1e-12)
+    assert contender.interval is not None
+    assert contender.interval.low == contender.run.metrics["smatch_f1_low"]

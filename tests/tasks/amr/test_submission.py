@@ -1,0 +1,99 @@
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.kit.errors import UserError
+from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
+from stages.tasks.amr.samples.targets import TARGETS, decode, encode
+from stages.tasks.amr.sources.corpora import read_blocks
+from stages.tasks.amr.submission import EMPTY, read_sentences, submission
+from tests.tasks.amr.drawn import TEXTS, graphs
+
+
+def sentences_in(tmp_path: Path, content: str | bytes) -> list[str]:
+    path = tmp_path / "public_test.txt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_sentences(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "tôi đi .\nanh ở lại .\n",
+        "\ufefftôi đi .\r\nanh ở lại .",
+        "\n tôi đi . \n\nanh ở lại .\n\n\n",
+        "#::snt tôi đi .\r\n#::snt anh ở lại .\r\n",
+        "# ::id 1\n# ::snt tôi đi .\n\n# ::id 2\n# ::snt anh ở lại .\n",
+        "#::snt tôi đi .\n(đ / đi\n    :agent(t / tôi))\n\n#::snt anh ở lại .\n(hỏng\n",
+    ],
+)
+def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> None:
+    assert sentences_in(tmp_path, content) == ["tôi đi .", "anh ở lại ."]
+
+
+def test_blank_lines_between_sentences_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert sentences_in(tmp_path, "a\n\n\nb\n\n") == ["a", "b"]
+    assert "2 blank lines between sentences passed over" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b" \r\n\n", "the file is empty"),
+        (b"t\xf4i\n", "not UTF-8: byte 0xf4 in line 1"),
+        (b"#::snt a\n(a / a)\n\n#::snt \n(b / b)\n", "line 4: an empty sentence"),
+        (b"(a / a)\n\n#::snt b\n(b / b)\n", "line 1: no sentence above this"),
+    ],
+)
+def test_files_without_their_sentences_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        sentences_in(tmp_path, content)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sentences(tmp_path / "nowhere.txt")
+
+
+def test_a_submission_looks_like_the_training_files() -> None:
+    answer = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
+    found = submission(["tôi không đi nhà tôi ."], [answer], "ptr")
+    assert found.text == (
+        "#::snt tôi không đi nhà tôi .\r\n(đ / đi\r\n    :agent(t / tôi)\r\n"
+        "    :theme(n / nhà\r\n        :poss t)\r\n    :polarity -)\r\n"
+    )
+    assert (found.repaired, found.empty) == ((), ())
+
+
+def test_broken_answers_are_repaired_or_replaced_and_said() -> None:
+    found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], "full")
+    assert (found.repaired, found.empty) == ((0,), (1,))
+    assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
+        "(a / a)", "(a / amr-empty)", "(c / c)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(answers=st.lists(TEXTS, min_size=1, max_size=4))
+def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list[str]) -> None:
+    sentences = [f"câu {number} ." for number in range(len(answers))]
+    found = submission(sentences, answers, target)
+    blocks = list(read_blocks(found.text.split("\r\n")))
+    assert [block.sentence for block in blocks] == sentences
+    for index, (block, answer) in enumerate(zip(blocks, answers, strict=True)):
+        graph, said = read_graph(block.graph_text()), decode(answer, target).graph
+        assert (graph == EMPTY) or index not in found.empty
+        if said is not None:
+            assert graph == canonical(said)
+
+
+@given(graph=graphs())
+def test_a_submitted_graph_is_the_graph_answered(graph: Node) -> None:
+    found = submission(["câu ."], [encode(graph, "full")], "full")
+    (block,) = read_blocks(found.text.split("\r\n"))
+    assert read_graph(block.graph_text()) == canonical(graph)
