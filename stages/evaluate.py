@@ -26,10 +26,11 @@ from stages.kit.logs import configure_logging
 from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.memory.record import beside_measured, read_memory_record
-from stages.kit.models.certificate import require_certificate
+from stages.kit.models.certificate import certified_merge
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
+from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card
 from stages.kit.training.record import read_record
@@ -47,6 +48,7 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
     model_dir = certified_model(params, name)
+    target = subject.target if name in params.baselines else read_plan(name).target
     profile, settings = params.active, params.active.evaluation
     batch_size = lowered_batch_size(settings.batch_size, attempt)
     if batch_size is None:
@@ -57,20 +59,21 @@ def main(name: str, attempt: int) -> None:
     model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
     processor = load_processor(model_dir, profile.images)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    samples.check_family(model.config.model_type)
+    samples.check(model.config.model_type, target)
     records = samples.read_split(Path("data/prepared") / subject.data, "val")[: settings.max_samples]
     started = time.monotonic()
     answers = generate_answers(
         model,
         processor,
-        lambda index: samples.conversation(records[index], answered=False),
+        lambda index: samples.conversation(records[index], answered=False, target=target),
         len(records),
         batch_size=batch_size,
         max_new_tokens=settings.max_new_tokens,
+        complete=samples.completion(target),
     )
     seconds = time.monotonic() - started
 
-    metrics, rows = scoring.score(records, answers)
+    metrics, rows = scoring.score(records, answers, target=target)
     metrics |= {"samples_per_second": round(len(records) / seconds, 3), "batch_size": batch_size, "attempt": attempt}
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,9 +102,7 @@ def certified_model(params: Params, name: str) -> Path:
         folder = Path("data") / params.baselines[name].base
         lineage = verified_lineage(folder, mend=f"dvc repro -f -s base@{folder.name}")
     else:
-        folder = Path("data/runs") / name / "merged"
-        lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{name}")
-        require_certificate(folder.parent / "merge.json", lineage)
+        folder, lineage = certified_merge(name)
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder

@@ -102,7 +102,7 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
     base, data_dir = base_at_hand(params, name), data_at_hand(params, recipe.data)
     config = load_config(base.config_dir)
     samples = load_task(recipe.task, "samples")
-    samples.check_family(config.model_type)
+    samples.check(config.model_type, recipe.target)
     if base.processor_dir is not None and data_dir is not None:
         records = samples.read_split(data_dir, "train")
         plan = resolve_plan(params, name, train_samples=len(records))

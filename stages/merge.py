@@ -48,7 +48,7 @@ def main(recipe: str) -> None:
     see_only(device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
     trained_lineage, base_lineage = require_base(run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}")
-    probes = load_task(plan.task, "samples").probes()
+    probes = load_task(plan.task, "samples").probes(plan.target)
     processor = load_processor(base_dir, plan.images)
 
     base = load_model(base_dir, device=device, precision=plan.precision)

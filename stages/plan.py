@@ -40,9 +40,10 @@ def main(recipe: str) -> None:
     records = samples.read_split(Path("data/prepared") / wanted.data, "train")
     plan = resolve_plan(params, recipe, train_samples=len(records))
     config = load_config(Path(plan.base_dir))
-    samples.check_family(config.model_type)
+    samples.check(config.model_type, wanted.target)
     processor = load_processor(Path(plan.base_dir), plan.images)
     collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
+    log.info("%s", collator.lengths_said())
     foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
     fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device.memory_gb))

@@ -71,7 +71,7 @@ def main(recipe: str, attempt: int) -> None:
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
-    log.info("longest sample %d tokens, limit %d", collator.check_lengths(), plan.max_length)
+    log.info("%s", collator.lengths_said())
 
     model = load_model(
         Path(plan.base_dir),

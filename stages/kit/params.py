@@ -138,6 +138,8 @@ class RecipeParams:
     base: Annotated[str, Field(pattern=r"^(bases/[^/]+|runs/[^/]+/merged)$")]
     """The folder below data/ to start from: `bases/NAME`, or `runs/RECIPE/merged` to continue another recipe."""
     data: Name
+    target: Name | None = None
+    """The form of the answer, where the task knows several."""
     parts: PartsParams
     quantization: Literal["none", "nf4"] = "none"
     """nf4: frozen weights in 4 bits with double quantization, CUDA only."""
@@ -172,6 +174,19 @@ class BaselineParams:
     task: Name
     base: Annotated[str, Field(pattern=r"^bases/[^/]+$")]
     data: Name
+    target: Name | None = None
+    """As a recipe's: what it is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class PredictionsParams:
+    """What a trained model is to say of inputs whose truth nobody knows."""
+
+    task: Name
+    """The recipe's; its `predictions` read the inputs."""
+    recipe: Name
+    inputs: Annotated[str, Field(pattern=r"^data/.+")]
+    """A file below data/."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -194,6 +209,7 @@ class Params:
     tracking: TrackingParams
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
+    predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
 
     @property
@@ -206,6 +222,9 @@ class Params:
 
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
+
+    def prediction(self, name: str) -> PredictionsParams:
+        return self.predictions[self._known(name, self.predictions, "entry of predictions")]
 
     def dataset(self, name: str) -> DatasetParams:
         return self.active.datasets[self._known(name, self.active.datasets, f"dataset of profile {self.profile}")]
@@ -297,6 +316,8 @@ def _contradictions(params: Params) -> list[str]:
         problems += _recipe_contradictions(here, recipe)
         if cycle := _base_cycle(name, params.recipes):
             problems.append(f"{here}.base: forms a cycle: {' -> '.join(cycle)}")
+    for name, predictions in params.predictions.items():
+        problems += _predictions_contradictions(f"predictions.{name}", predictions, params.recipes)
     for name, profile in params.profiles.items():
         problems += _profile_contradictions(f"profiles.{name}", profile)
     return problems
@@ -350,6 +371,17 @@ def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
         if dataset.source == "generated" and dataset.generate is None:
             problems.append(f"{here}.datasets.{name}.generate: missing, though the source is generated")
     return problems
+
+
+def _predictions_contradictions(
+    here: str, predictions: PredictionsParams, recipes: dict[str, RecipeParams]
+) -> list[str]:
+    recipe = recipes.get(predictions.recipe)
+    if recipe is None:
+        return [f"{here}.recipe: no recipe is called {predictions.recipe!r}{_nearest(predictions.recipe, recipes)}"]
+    if recipe.task != predictions.task:
+        return [f"{here}.task: {predictions.task}, though recipe {predictions.recipe} has the task {recipe.task}"]
+    return []
 
 
 def _base_cycle(name: str, recipes: dict[str, RecipeParams]) -> list[str]:

@@ -47,6 +47,8 @@ class Plan:
     base_dir: str
     """Relative to the workspace, as are all paths here."""
     data_dir: str
+    target: str | None
+    """The form of the answer, where the task knows several."""
     device: DeviceParams
     placement: Literal["single", "ddp", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
@@ -83,6 +85,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         task=recipe.task,
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
+        target=recipe.target,
         device=profile.device,
         placement=memory.placement,
         precision=memory.precision,

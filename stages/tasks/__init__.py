@@ -4,6 +4,9 @@ sources  reads raw data and writes prepared records            (prepare)
 samples  records, what the model is asked and how it answers   (plan, train, merge, evaluate)
 scoring  compares answers with the truth                       (evaluate)
 report   columns and insights of the comparison                (compare)
+predictions  reads inputs without truth, writes answers        (predict)
+
+A task whose models only ever answer its own validation samples has no `predictions`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from types import ModuleType
 
 from stages.kit.errors import UserError
 
-FACES = ("sources", "samples", "scoring", "report")
+FACES = ("sources", "samples", "scoring", "report", "predictions")
 
 
 def load_task(task: str, face: str) -> ModuleType:

@@ -93,7 +93,8 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     name = stage_run.args[0] if stage_run.args else ""
     if stage_run.stage == "train":
         return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
-    return batch_size_changes(params.active.evaluation.batch_size) if stage_run.stage == "evaluate" else []
+    answers = stage_run.stage in ("evaluate", "predict")
+    return batch_size_changes(params.active.evaluation.batch_size) if answers else []
 
 
 def budget(stage_run: StageRun) -> str:
@@ -125,7 +126,7 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     """Training takes the devices of the profile, what holds one model for inference takes one of them."""
     if device.kind == "cpu":
         return 0
-    return {"train": device.count, "merge": 1, "evaluate": 1}.get(stage, 0)
+    return {"train": device.count, "merge": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
 
 
 def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:

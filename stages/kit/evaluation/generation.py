@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.processors import Processor, encode, tokenizer_of
@@ -24,9 +24,11 @@ def generate_answers(
     *,
     batch_size: int,
     max_new_tokens: int,
+    complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
     """The answer to each of `count` unanswered conversations, in order.
 
+    complete: says of an answer so far that nothing is to follow, where not only the end of the turn does.
     Special tokens are kept; the end of the turn and padding are cut off. Padded on the left, so that every answer
     starts right after its question.
     """
@@ -38,6 +40,7 @@ def generate_answers(
         conversations = [ask(index) for index in range(first, min(first + batch_size, count))]
         inputs = encode(processor, conversations, padding_side="left")
         prompt_length = inputs["input_ids"].shape[1]
+        stops = [_WhenComplete(complete, tokenizer, prompt_length)] if complete else []
         output = model.generate(
             **{name: tensor.to(model.device) for name, tensor in inputs.items()},
             max_new_tokens=max_new_tokens,
@@ -49,11 +52,26 @@ def generate_answers(
             repetition_penalty=1.0,
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.pad_token_id,
+            stopping_criteria=StoppingCriteriaList(stops),
         )
         answers += [_decode(tokenizer, row.tolist(), ends) for row in output[:, prompt_length:]]
         rate = len(answers) / (time.monotonic() - started)
         log.info("answered %d/%d  %.1f samples/s", len(answers), count, rate)
     return answers
+
+
+class _WhenComplete(StoppingCriteria):
+    """Ends each answer of a batch by itself."""
+
+    def __init__(self, complete: Callable[[str], bool], tokenizer: PreTrainedTokenizerBase, prompt_length: int) -> None:
+        self.complete = complete
+        self.tokenizer = tokenizer
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
+        """input_ids: (B, T), questions and answers so far. Returns (B,)."""
+        answers = self.tokenizer.batch_decode(input_ids[:, self.prompt_length :], clean_up_tokenization_spaces=False)
+        return torch.tensor([self.complete(answer) for answer in answers], device=input_ids.device)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

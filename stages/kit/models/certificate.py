@@ -13,7 +13,7 @@ from torch import nn
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.lineage import Lineage, short
+from stages.kit.lineage import Lineage, short, verified_lineage
 from stages.kit.models.processors import Processor, encode
 from stages.kit.publish import publish_text
 
@@ -78,6 +78,17 @@ def require_certificate(path: Path, merged: Lineage) -> None:
         )
     if problems := certificate.problems():
         raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {mend}")
+
+
+def certified_merge(recipe: str) -> tuple[Path, Lineage]:
+    """The merged model of a recipe, and where it comes from.
+
+    Raises UserError unless it is complete, unchanged, and what its certificate certifies.
+    """
+    folder = Path("data/runs") / recipe / "merged"
+    lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{recipe}")
+    require_certificate(folder.parent / "merge.json", lineage)
+    return folder, lineage
 
 
 @torch.inference_mode()

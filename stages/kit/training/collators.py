@@ -55,7 +55,8 @@ class ConversationCollator:
         cls, plan: Plan, processor: Processor, records: Sequence[Any], conversation: Callable[..., Conversation]
     ) -> ConversationCollator:
         """Batches as a plan's training takes them. conversation: of the task's samples."""
-        return cls(processor, records, partial(conversation, answered=True), loss=plan.loss, max_length=plan.max_length)
+        converse = partial(conversation, answered=True, target=plan.target)
+        return cls(processor, records, converse, loss=plan.loss, max_length=plan.max_length)
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
@@ -83,15 +84,20 @@ class ConversationCollator:
             self._refuse_too_long(conversation, lengths[-1])
         return lengths
 
-    def check_lengths(self) -> int:
-        """The length of the longest sample. Raises as `lengths` does."""
-        return max(self.lengths, default=0)
+    def lengths_said(self) -> str:
+        """The lengths in words. Raises as `lengths` does."""
+        ordered = sorted(self.lengths)
+        return (
+            f"samples of {ordered[0]} to {ordered[-1]} tokens, half of them at most {ordered[len(ordered) // 2]}; "
+            f"limit {self.max_length}"
+        )
 
     def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
         if length > self.max_length:
             raise UserError(
                 f"sample {conversation.sample_id} has {length} tokens, more than max_length {self.max_length}; "
-                "raise the recipe's max_length or lower the profile's images.max_pixels"
+                + ("lower the profile's images.max_pixels or " if conversation.images else "")
+                + "raise the recipe's max_length"
             )
 
 

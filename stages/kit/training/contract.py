@@ -20,7 +20,8 @@ class ContractBreach(UserError):
 
 
 def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
-    """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device.
+    """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device; under
+    fp16 nothing in bf16, which a Turing GPU crawls with.
 
     devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
     """
@@ -42,6 +43,10 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
             raise ContractBreach(
                 f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32"
             )
+    if plan.precision == "fp16":
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dtype == torch.bfloat16:
+                raise ContractBreach(f"recipe {plan.recipe}: precision is fp16, but {name} is bfloat16")
 
 
 def check_gradients(model: nn.Module, plan: Plan) -> None:

@@ -72,6 +72,7 @@ class Setting:
             task="none",
             base_dir=f"random:{self.geometry}",
             data_dir="none",
+            target=None,
             device=DeviceParams(kind=device),
             placement="single",
             precision=self.precision,

@@ -1,7 +1,6 @@
 """What a model is asked about a sentence, and how it is to answer."""
 
-from stages.tasks.amr.samples.questions import check_family, conversation, probes
-from stages.tasks.amr.samples.records import Record, read_split
-from stages.tasks.amr.samples.targets import TARGETS, complete
+from stages.tasks.amr.samples.questions import check, completion, conversation, probes
+from stages.tasks.amr.samples.records import read_split
 
-__all__ = ["TARGETS", "Record", "check_family", "complete", "conversation", "probes", "read_split"]
+__all__ = ["check", "completion", "conversation", "probes", "read_split"]

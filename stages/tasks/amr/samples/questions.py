@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+from functools import partial
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.tasks.amr.samples.graphs import Node, read_graph
 from stages.tasks.amr.samples.records import Record
-from stages.tasks.amr.samples.targets import encode
+from stages.tasks.amr.samples.targets import TARGETS, complete, encode
 
 PROMPTS = {
     "full": "Phân tích câu sau thành đồ thị AMR, viết theo ký pháp PENMAN trên một dòng.",
@@ -28,10 +30,17 @@ _PROBES = (
 )
 
 
-def check_family(model_type: str) -> None:
-    """Raises UserError for a model that is not one of text like Qwen2."""
+def check(model_type: str, target: str | None) -> None:
+    """Raises UserError for a model that is not one of text like Qwen2, and for an unknown target."""
     if model_type not in FAMILIES:
         raise UserError(f"AMR parsing trains text models of {', '.join(FAMILIES)}; the base is a {model_type}")
+    if target not in TARGETS:
+        raise UserError(f"AMR parsing has the targets {', '.join(TARGETS)}; it knows no target {target!r}")
+
+
+def completion(target: str) -> Callable[[str], bool]:
+    """What says of an answer, whole or in part, that its graph is complete."""
+    return partial(complete, target=target)
 
 
 def conversation(record: Record, *, answered: bool, target: str) -> Conversation:
@@ -39,20 +48,21 @@ def conversation(record: Record, *, answered: bool, target: str) -> Conversation
 
     target: one of targets.TARGETS, the form in which the graph is to be written.
     """
-    return _conversation(record.id, record.sentence, record.parsed() if answered else None, target)
+    return question(record.id, record.sentence, target, answer=record.parsed() if answered else None)
 
 
-def probes(target: str = "full") -> list[Conversation]:
+def probes(target: str) -> list[Conversation]:
     """Two answered conversations, without and with a node mentioned again, to compare two models on."""
     return [
-        _conversation(f"probe-{index}", sentence, read_graph(graph), target)
+        question(f"probe-{index}", sentence, target, answer=read_graph(graph))
         for index, (sentence, graph) in enumerate(_PROBES)
     ]
 
 
-def _conversation(sample_id: str, sentence: str, graph: Node | None, target: str) -> Conversation:
-    question = f"{PROMPTS[target]}\n{unicodedata.normalize('NFC', sentence)}"
-    messages = [{"role": "user", "content": [{"type": "text", "text": question}]}]
-    if graph is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode(graph, target)}]})
+def question(sample_id: str, sentence: str, target: str, *, answer: Node | None = None) -> Conversation:
+    """A sentence to be parsed, and the graph as the assistant's answer where there is one."""
+    text = f"{PROMPTS[target]}\n{unicodedata.normalize('NFC', sentence)}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode(answer, target)}]})
     return Conversation(sample_id=sample_id, messages=messages)

@@ -16,18 +16,24 @@ FAMILIES = ("qwen2_vl",)
 """Model families (`model_type` of a config) whose boxes are written as this task asks for them."""
 
 
-def check_family(model_type: str) -> None:
-    """Raises UserError for a model that writes boxes in another form."""
+def check(model_type: str, target: str | None) -> None:
+    """Raises UserError for a model that writes boxes in another form, and for a target, as there is but one form."""
     if model_type not in FAMILIES:
         raise UserError(f"detection asks for boxes as {', '.join(FAMILIES)} writes them; the base is a {model_type}")
+    if target is not None:
+        raise UserError(f"detection has one form of answers, boxes; it knows no target {target!r}")
 
 
-def conversation(record: DetectionRecord, *, answered: bool) -> Conversation:
+def completion(target: None) -> None:
+    """Nothing in an answer says that it is complete but the end of the turn."""
+
+
+def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
     """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
     return _conversation(record.image_id, record.open_image(), record.target_boxes() if answered else None)
 
 
-def probes() -> list[Conversation]:
+def probes(target: None = None) -> list[Conversation]:
     """Two answered conversations about plain drawings, upright and wide, to compare two models on."""
     boxes: tuple[Box, ...] = ((0.2, 0.1, 0.7, 0.5), (0.25, 0.6, 0.9, 0.95))
     found = []

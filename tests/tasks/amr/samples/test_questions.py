@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from stages.kit.errors import UserError
-from stages.tasks.amr.samples import TARGETS, check_family, conversation, probes, read_split
+from stages.tasks.amr.samples import conversation, probes, read_split
 from stages.tasks.amr.samples.records import parse_record
-from stages.tasks.amr.samples.targets import decode
+from stages.tasks.amr.samples.targets import TARGETS, decode
 
 RECORD = parse_record("s1", "To\N{COMBINING CIRCUMFLEX ACCENT}i đi .", "(đ1/đi\r\n :agent(t/tôi))", file="a", line=3)
 
@@ -31,11 +31,20 @@ def test_probes_are_answered(target: str) -> None:
     assert [probe.answered() for probe in probes(target)] == [True, True]
 
 
-def test_other_families_are_refused() -> None:
-    check_family("qwen2")
-    check_family("qwen2_moe")
+def test_other_families_and_targets_are_refused() -> None:
+    check("qwen2", "full")
+    check("qwen2_moe", "mtup")
     with pytest.raises(UserError, match="the base is a qwen2_vl"):
-        check_family("qwen2_vl")
+        check("qwen2_vl", "full")
+    with pytest.raises(UserError, match="has the targets full, ptr, mtup; it knows no target None"):
+        check("qwen2", None)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_answer_is_complete_with_its_last_parenthesis_and_not_before(target: str) -> None:
+    answer = conversation(RECORD, answered=True, target=target).messages[1]["content"][0]["text"]
+    assert completion(target)(answer)
+    assert not completion(target)(answer[:-1])
 
 
 def test_a_split_that_was_not_prepared_says_how(tmp_path: Path) -> None:

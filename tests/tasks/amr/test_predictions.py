@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.errors import UserError
+from stages.tasks.amr.predictions import EMPTY, read_inputs, submission
 from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
 from stages.tasks.amr.samples.targets import TARGETS, decode, encode
 from stages.tasks.amr.sources.corpora import read_blocks
-from stages.tasks.amr.submission import EMPTY, read_sentences, submission
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 
 def sentences_in(tmp_path: Path, content: str | bytes) -> list[str]:
     path = tmp_path / "public_test.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_sentences(path)
+    return read_inputs(path)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_files_without_their_sentences_are_refused(tmp_path: Path, content: byte
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
-        read_sentences(tmp_path / "nowhere.txt")
+        read_inputs(tmp_path / "nowhere.txt")
 
 
 def test_a_submission_looks_like_the_training_files() -> None:
     answer = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
-    found = submission(["tôi không đi nhà tôi ."], [answer], "ptr")
+    found = submission(["tôi không đi nhà tôi ."], [answer], target="ptr")
     assert found.text == (
         "#::snt tôi không đi nhà tôi .\r\n(đ / đi\r\n    :agent(t / tôi)\r\n"
         "    :theme(n / nhà\r\n        :poss t)\r\n    :polarity -)\r\n"
@@ -71,7 +71,7 @@ def test_a_submission_looks_like_the_training_files() -> None:
 
 
 def test_broken_answers_are_repaired_or_replaced_and_said() -> None:
-    found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], "full")
+    found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], target="full")
     assert (found.repaired, found.empty) == ((0,), (1,))
     assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
         "(a / a)", "(a / amr-empty)", "(c / c)",
@@ -82,7 +82,7 @@ def test_broken_answers_are_repaired_or_replaced_and_said() -> None:
 @given(answers=st.lists(TEXTS, min_size=1, max_size=4))
 def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list[str]) -> None:
     sentences = [f"câu {number} ." for number in range(len(answers))]
-    found = submission(sentences, answers, target)
+    found = submission(sentences, answers, target=target)
     blocks = list(read_blocks(found.text.split("\r\n")))
     assert [block.sentence for block in blocks] == sentences
     for index, (block, answer) in enumerate(zip(blocks, answers, strict=True)):
@@ -94,6 +94,6 @@ def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list
 
 @given(graph=graphs())
 def test_a_submitted_graph_is_the_graph_answered(graph: Node) -> None:
-    found = submission(["câu ."], [encode(graph, "full")], "full")
+    found = submission(["câu ."], [encode(graph, "full")], target="full")
     (block,) = read_blocks(found.text.split("\r\n"))
     assert read_graph(block.graph_text()) == canonical(graph)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError, counted
 from stages.tasks.amr.samples.graphs import Node, penman_lines
+from stages.tasks.amr.samples.questions import question
 from stages.tasks.amr.samples.targets import decode, repaired
 from stages.tasks.amr.sources.corpora import UnreadableText, read_blocks, read_lines
 
@@ -28,8 +30,11 @@ class Submission:
     empty: tuple[int, ...]
     """Which had one of which nothing could be made."""
 
+    def summary(self) -> str:
+        return f"{len(self.repaired)} answers repaired, {len(self.empty)} replaced by an empty graph"
 
-def read_sentences(path: Path) -> list[str]:
+
+def read_inputs(path: Path) -> list[str]:
     """The sentences of a file: those of its `#::snt` lines where it has any (graphs are passed over), or else its
     lines. Blank lines are passed over, and said to be where they are within a list of sentences.
 
@@ -54,7 +59,12 @@ def read_sentences(path: Path) -> list[str]:
     return [str(block.sentence) for block in blocks]
 
 
-def submission(sentences: Sequence[str], answers: Sequence[str], target: str) -> Submission:
+def conversation(sentence: str, *, target: str) -> Conversation:
+    """The sentence and the question."""
+    return question(sentence, sentence, target)
+
+
+def submission(sentences: Sequence[str], answers: Sequence[str], *, target: str) -> Submission:
     """The blocks to hand in, always as many as there are sentences.
 
     A broken answer is repaired, and replaced by EMPTY where nothing is left of it; `Submission` says which ones.
