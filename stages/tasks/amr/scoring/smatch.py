@@ -212,7 +212,7 @@ def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Matc
 
     x: 1 for each pair of nodes that is mapped. y: 1 for each two pairs that are both mapped and earn together.
     For a pair (u, v) and one node s, at most one of the (u, v)-(s, t) can be 1, and only if x of (u, v) is: summed
-    over t, this ties the relaxation down far more than y <= x for each alone.
+    over t, this ties the relaxation down far more than y <= x for each alone. Likewise for one node t, and for (s, t).
     """
     u, v, s, t = gains.double
     num_ours, num_theirs = gains.single.shape
@@ -223,8 +223,8 @@ def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Matc
     first, second = column_of[u, v], column_of[s, t]
     ours, theirs = np.nonzero(useful)
     x, y = np.arange(len(ours)), len(ours) + np.arange(len(gains.weights))
-    ties = np.concatenate([pair * width + node for pair, node in ((first, s), (second, u))])
-    ties = np.concatenate([ties, *(pair * width + num_ours + node for pair, node in ((first, t), (second, v)))])
+    ties = np.concatenate([first * width + s, second * width + u])
+    ties = np.concatenate([ties, first * width + num_ours + t, second * width + num_ours + v])
     tied, tie_of = np.unique(ties, return_inverse=True)
     entries = (  # (rows, columns, value) of the constraints
         (ours, x, 1),

@@ -34,6 +34,8 @@ from tests.tasks.amr.drawn import TEXTS, graphs
         ("(t / trang :mod #1)", Node("trang", ((":mod", '"#1"'),))),
         ("(t / tôi :theme t2)", Node("tôi", ((":theme", "t2"),))),
         ("(o\N{COMBINING CIRCUMFLEX ACCENT} / x :theme ô)", Node("x", ((":theme", Reference(0)),))),
+        ("(ô / x :theme o\N{COMBINING CIRCUMFLEX ACCENT})", Node("x", ((":theme", Reference(0)),))),
+        ("(t / a/\\)", Node('"a/\\\\"')),
     ],
 )  # fmt: skip
 def test_what_annotators_write_is_read(text: str, expected: Node) -> None:

@@ -1,5 +1,6 @@
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import smatch
@@ -23,7 +24,8 @@ def matched_by_all_mappings(ours: Triples, theirs: Triples) -> int:
     """Straight from the definition, for a few nodes."""
     num_ours, num_theirs = len(ours.concepts), len(theirs.concepts)
     best = 0
-    for mapping in itertools.permutations(range(num_theirs + num_ours), num_ours):  # past num_theirs: to no node
+    # To map one node more never costs anything; those past num_theirs are mapped to none.
+    for mapping in itertools.permutations(range(max(num_ours, num_theirs)), num_ours):
         concepts = sum(
             to < num_theirs and theirs.concepts[to] == concept
             for to, concept in zip(mapping, ours.concepts, strict=True)
@@ -45,6 +47,23 @@ def matched_by_all_mappings(ours: Triples, theirs: Triples) -> int:
 def test_the_match_is_that_of_the_best_of_all_mappings(ours: Node, theirs: Node) -> None:
     pair = [triples_of(graph, normalized) for graph in (ours, theirs)]
     assert best_match(*pair) == Match(matched_by_all_mappings(*pair), proven=True)
+
+
+def test_so_it_is_where_every_node_refers_to_another() -> None:
+    """The hard ones, where no good guess is the best mapping."""
+    rng = random.Random(0)
+
+    def dense(num_nodes: int = 6) -> Triples:
+        relations = Counter(
+            (number, rng.choice("xyz"), other)
+            for number in range(1, num_nodes)
+            for other in (rng.randrange(number), rng.randrange(num_nodes))
+        )
+        return Triples(tuple(rng.choice("ab") for _ in range(num_nodes)), Counter({(0, "top", "top"): 1}), relations)
+
+    for _ in range(25):
+        ours, theirs = dense(), dense()
+        assert best_match(ours, theirs) == Match(matched_by_all_mappings(ours, theirs), proven=True)
 
 
 @settings(deadline=None, max_examples=40)

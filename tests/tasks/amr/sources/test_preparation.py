@@ -113,6 +113,11 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         assert said in message
 
 
+def test_blank_lines_and_comments_within_a_graph_keep_its_line_numbers(tmp_path: Path) -> None:
+    source = folder(tmp_path / "amr", train="#::snt a .\n(a / b\n\n# lời\n:c( / d))\n", val=block(1))
+    assert "train.txt line 5: a node has no variable" in refused(source)
+
+
 def test_skip_invalid_counts_and_lists_what_it_leaves_out(tmp_path: Path) -> None:
     source = folder(tmp_path / "amr", train=block(1) + BAD + block(2), val=block(3) + block(4, "CÂU  số 2 ."))
     stats = prepare(f"folder:{source}", out_dir=tmp_path / "out", skip_invalid=True)
