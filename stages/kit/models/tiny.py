@@ -123,7 +123,7 @@ SMALLEST = TinyGeometry(
 
 @dataclass(frozen=True, kw_only=True)
 class TinyTextGeometry:
-    """Sizes of a tiny Qwen2; the defaults give 1.2 million weights."""
+    """Sizes of a tiny Qwen2; the defaults give 1 million weights, embeddings tied."""
 
     hidden_size: int = 128
     """A multiple of 2 x num_heads."""
@@ -132,7 +132,7 @@ class TinyTextGeometry:
     num_heads: int = 4
     num_key_value_heads: int = 2
     """A divisor of num_heads: queries share keys and values, as in the big ones."""
-    vocab_size: int = 1536
+    vocab_size: int = 1280
     """Byte-level pieces, at least 256; special tokens come on top."""
 
 
@@ -241,7 +241,7 @@ def tiny_text_config(tokenizer: Qwen2Tokenizer, geometry: TinyTextGeometry = TIN
         bos_token_id=end_of_text,
         eos_token_id=end_of_turn,
         pad_token_id=end_of_text,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
     )
 
 

@@ -34,9 +34,23 @@ LAMPS = ("đèn", "nến", "bếp")
 TOPICS = ("công_việc", "gia_đình", "thời_tiết", "chính_sách", "cuộc_sống", "chiến_tranh", "tương_lai", "giá_cả")
 PLACES = ("trường", "chợ", "làng", "thành_phố", "bệnh_viện", "nhà_máy", "vườn", "thư_viện", "bờ_biển", "cánh_đồng")
 CLASSIFIERS = {
-    **{"sách": "quyển", "truyện": "cuốn", "thư": "bức", "báo": "tờ", "cá": "con", "bánh": "chiếc", "xe": "chiếc"},
-    **{"nhà": "ngôi", "ghế": "cái", "bàn": "cái", "cửa": "cánh", "thuyền": "con", "đồng_hồ": "chiếc"},
-    **{"đèn": "ngọn", "nến": "cây", "hợp_đồng": "bản", "báo_cáo": "bản"},
+    "sách": "quyển",
+    "truyện": "cuốn",
+    "thư": "bức",
+    "báo": "tờ",
+    "cá": "con",
+    "bánh": "chiếc",
+    "xe": "chiếc",
+    "nhà": "ngôi",
+    "ghế": "cái",
+    "bàn": "cái",
+    "cửa": "cánh",
+    "thuyền": "con",
+    "đồng_hồ": "chiếc",
+    "đèn": "ngọn",
+    "nến": "cây",
+    "hợp_đồng": "bản",
+    "báo_cáo": "bản",
 }
 QUALITIES = ("lớn", "nhỏ", "cũ", "mới", "đẹp", "đắt", "quan_trọng", "lạ", "tốt", "xanh")
 TEMPERS = ("vui", "buồn", "mệt_mỏi", "trẻ", "thông_minh", "nổi_tiếng", "lười_biếng", "trung_thành", "hạnh_phúc", "giỏi")
@@ -46,20 +60,30 @@ MANNERS = ("chậm_rãi", "cẩn_thận", "nhanh_chóng", "vui_vẻ", "lặng_l�
 TENSES = ("đã", "đang", "sẽ")
 MODALITIES = ("phải", "nên", "có_thể", "cần")
 TIMES = {
-    **{
-        "hôm_qua": "hôm_qua",
-        "hôm_nay": "hôm_nay",
-        "ngày_mai": "ngày_mai",
-        "buổi_sáng": "buổi_sáng",
-        "năm_ngoái": "năm_ngoái",
-    },
-    **{"hiện_nay": "now", "bây_giờ": "now", "mùa_hè": "mùa_hè"},
+    "hôm_qua": "hôm_qua",
+    "hôm_nay": "hôm_nay",
+    "ngày_mai": "ngày_mai",
+    "buổi_sáng": "buổi_sáng",
+    "năm_ngoái": "năm_ngoái",
+    "hiện_nay": "now",
+    "bây_giờ": "now",
+    "mùa_hè": "mùa_hè",
 }
 """By their words; some concepts are not those of ViSemPar's own language."""
 UNITS = ("ngày", "tháng", "năm", "giờ", "phút")
 NUMBERS = {
-    **{"hai": 2, "ba": 3, "bốn": 4, "năm": 5, "sáu": 6, "bảy": 7, "tám": 8, "chín": 9, "mười": 10},
-    **{"hai mươi": 20, "ba mươi": 30, "một trăm": 100},
+    "hai": 2,
+    "ba": 3,
+    "bốn": 4,
+    "năm": 5,
+    "sáu": 6,
+    "bảy": 7,
+    "tám": 8,
+    "chín": 9,
+    "mười": 10,
+    "hai mươi": 20,
+    "ba mươi": 30,
+    "một trăm": 100,
 }
 FAMILY_NAMES = ("Nguyễn", "Trần", "Lê", "Phạm", "Bùi", "Đặng")
 MIDDLE_NAMES = ("Văn", "Thị", "Minh", "Ngọc")
@@ -132,8 +156,8 @@ def distinct(drawn: Callable[[], tuple[str, str]], count: int) -> list[tuple[str
         graphs.setdefault(sentence, graph)
         if repeats == MAX_REPEATS:
             raise UserError(
-                f"the grammar makes no more than about {len(graphs):,} different sentences, but {count:,} are asked for; "
-                "lower generate.train and generate.val"
+                f"the grammar makes no more than about {len(graphs):,} different sentences, but {count:,} are asked "
+                "for; lower generate.train and generate.val"
             )
     return list(graphs.items())
 
