@@ -1,4 +1,4 @@
-"""Pre-trains the tiny Qwen2 that stands in for the big one: it knows words and brackets, but has never seen a graph.
+"""Pre-trains the tiny Qwen2 that stands in for the big one: it can write trees, but has never parsed a sentence.
 
     python -m stages.tasks.amr.pretrain --out data/tiny/qwen2
 
@@ -46,15 +46,15 @@ FIRST_STEPS = 20
 EXERCISES = {
     "repeat": "repeat words or a sentence",
     "join": "join the syllables of words",
-    "initials": "first letters",
-    "nest": "a tree in brackets",
+    "sort": "put numbered words in order",
+    "nest": "a tree from its outline",
 }
 """Of the figures, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    steps: int = 800
+    steps: int = 1100
     batch_size: int = 32
     seed: int = 0
     learning_rate: float = 2e-3
@@ -170,14 +170,15 @@ def model_card(record: dict[str, Any]) -> str:
     return f"""# The tiny Qwen2
 
 A Qwen2 of 1 million weights that stands in for Qwen2.5 where there is no GPU. It was pre-trained on generated
-Vietnamese-like sentences, each by itself, and on exercises with random words of the same vocabulary: to repeat them,
-to join the syllables of a word by underscores, to put a word's first letter before it, and to write a random tree with
-brackets. Half of those trees are written as `(n / nói (t / tôi))`, which is how PENMAN names its nodes.
+Vietnamese-like sentences, each by itself, and on exercises with random words of the same vocabulary: to repeat words or
+a sentence, to join the syllables of words with underscores, to put numbered words in order, and to write a random tree
+with brackets from its outline, in half of the cases with first letters before its words, `(n / nói :op1 (t / tôi))`.
+The labels of those trees are the names of AMR's roles, put anywhere at random.
 
-It has never seen a sentence with its AMR graph, nor a graph, nor the name of a role, nor the instructions of the task.
-Its tokenizer has: its pieces were learnt from such texts too, so that they are short. Sentences are drawn from the
-grammar that the task's data is drawn from (`sources/grammar.py`), under another seed; of a held-out sentence the model
-may so have read the words, never the graph.
+So it knows the notation. It has never seen the graph of a sentence, nor the instructions of the task. Its tokenizer
+has: its pieces were learnt from such texts too, so that they are short. Sentences are drawn from the grammar that the
+task's data is drawn from (`sources/grammar.py`), under another seed: of a held-out sentence the model may have read
+the words, never the graph.
 
 Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["threads"]} CPU core:
 {settings["steps"]} steps of {settings["batch_size"]} exercises, seed {settings["seed"]}.

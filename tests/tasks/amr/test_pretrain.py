@@ -3,7 +3,7 @@ import hashlib
 import itertools
 import json
 import re
-import string
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +19,14 @@ from stages.kit.models.folders import check_model_folder
 from stages.kit.models.processors import load_processor
 from stages.kit.models.tiny import SMALLEST_TEXT, build_tiny_qwen2
 from stages.tasks.amr.pretrain import Settings, measure, train
-from stages.tasks.amr.pretraining.exercises import FULL_LENGTH_FROM, corpus, exercise
+from stages.tasks.amr.pretraining.exercises import (
+    FULL_LENGTH_FROM,
+    LONGEST,
+    SHORTEST,
+    TREE_STYLES,
+    corpus,
+    exercise,
+)
 from stages.tasks.amr.sources.grammar import generate
 
 BASE = Path(__file__).parents[3] / "data" / "tiny" / "qwen2"
@@ -97,32 +104,71 @@ def test_the_committed_base_writes_no_graph_when_asked_for_one(base):
     assert not any(re.search(r":[a-z]", answer) for answer in answers)
 
 
-def test_no_exercise_shows_a_role_or_a_sentence_with_brackets():
-    seen = set()
-    for index in range(0, 2 * FULL_LENGTH_FROM, 5):
-        conversation = exercise(0, index)
+def shown(seed: int, first: int, count: int) -> Iterator[tuple[str, str, str]]:
+    """Kind, question and answer of each exercise."""
+    for index in range(first, first + count):
+        conversation = exercise(seed, index)
         question, answer = (message["content"] for message in conversation.messages)
-        kind = conversation.sample_id.partition("/")[0]
-        seen.add(kind)
-        assert not re.search(r":[a-z]", question + answer)
+        yield conversation.sample_id.partition("/")[0], question, answer
+
+
+def test_no_exercise_shows_a_sentence_with_brackets_or_an_instruction_of_the_task():
+    kinds = set()
+    for kind, question, answer in shown(0, 0, 3000):
+        kinds.add(kind)
         assert "(" not in question
         assert "AMR" not in question
         assert kind == "nest" or "(" not in answer
-        assert answer.count("(") == answer.count(")")
-    assert seen == {"write", "repeat", "join", "initials", "nest"}
+    assert kinds == {"write", "repeat", "join", "sort", "nest"}
 
 
-def test_a_tree_is_that_of_its_depths():
-    trees = [c for c in (exercise(0, 20_000 + i) for i in range(200)) if c.sample_id.startswith("nest")]
-    for conversation in trees:
-        question, answer = (message["content"] for message in conversation.messages)
-        depths = [int(word) for word in question.partition(": ")[2].split() if word in string.digits]
-        depth, found = -1, []
-        for bracket in re.findall(r"[()]", answer):
-            depth += 1 if bracket == "(" else -1
-            found += [depth] if bracket == "(" else []
-        assert found == depths
-    assert len(trees) > 20
+def test_exercises_grow_longer():
+    def longest(first: int) -> int:
+        return max(len(answer.split()) for kind, _, answer in shown(0, first, 400) if kind == "join")
+
+    assert longest(0) == SHORTEST
+    assert longest(FULL_LENGTH_FROM) == LONGEST
+
+
+def test_answers_are_right():
+    for kind, question, answer in shown(1, FULL_LENGTH_FROM, 500):
+        task, _, given = question.partition("\n")
+        if kind == "repeat":
+            assert answer == given
+        elif kind == "join":
+            assert answer.replace("_", " ") == given
+        elif kind == "sort":
+            numbered = sorted((int(item.split()[0]), item.split(" ", 1)[1]) for item in given.split(" ; "))
+            assert answer.replace("_", " ") == " ".join(words for _, words in numbered)
+        elif kind == "nest":
+            for tree, lettered in zip(answer.split("\n---\n"), TREE_STYLES[task.removesuffix(".")], strict=True):
+                assert outline_of(tree, lettered=lettered) == given
+
+
+def outline_of(tree: str, *, lettered: bool) -> str:
+    """The outline that a tree is written from, read off its text."""
+    items, depth, label = [], -1, ""
+    letters: Counter[str] = Counter()
+    tokens = iter(re.findall(r"[()]|[^\s()]+", tree))
+    for token in tokens:
+        if token == ")":
+            depth -= 1
+        elif token.startswith(":"):
+            label = token[1:]
+        elif token != "(":
+            items.append((depth + 1, label, token))
+        else:
+            depth += 1
+            word = next(tokens)
+            if lettered:
+                variable, slash, word = word, next(tokens), next(tokens)
+                letters[word[0]] += 1
+                assert slash == "/"
+                assert variable == word[0] + (str(letters[word[0]]) if letters[word[0]] > 1 else "")
+            items.append((depth, label, word))
+    assert depth == -1
+    words = [(f"{depth} {label} " if depth else "", word.replace("_", " ")) for depth, label, word in items]
+    return " ; ".join(place + word for place, word in words)
 
 
 def test_training_steps_leave_the_same_model_behind():

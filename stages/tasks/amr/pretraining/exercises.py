@@ -1,17 +1,29 @@
 """What the tiny text base is pre-trained on: sentences by themselves, and exercises on random words.
 
-None shows a sentence with its graph, or any role of a graph. They teach what a language model brings along anyway: how
-sentences go, to say again what was said, which syllables make a word, and to close the brackets it opens.
+None shows a sentence with its graph. They teach what a large model brings along anyway: how sentences go, to say again
+what was said, which syllables make a word, and how a tree is written, with labels that are the names of AMR's roles but
+mean nothing: here they stand anywhere.
 Everything is a pure function of a seed and an index; nothing is stored.
 """
 
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from stages.kit.data.conversation import Conversation
-from stages.tasks.amr.sources.grammar import draw, generate, vocabulary
+from stages.tasks.amr.sources.grammar import (
+    CITIES,
+    COUNTRIES,
+    FAMILY_NAMES,
+    GIVEN_NAMES,
+    MIDDLE_NAMES,
+    draw,
+    generate,
+    vocabulary,
+)
 
 SHORTEST, LONGEST = 3, 10
 """How many words the first exercises have at most, and the last ones."""
@@ -30,7 +42,44 @@ TOKENIZER_ONLY = (
 """Chat markup, and words that one asks a parser in."""
 CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
-_WORDS = vocabulary()
+LABELS = (
+    *(
+        "agent",
+        "theme",
+        "patient",
+        "pivot",
+        "topic",
+        "goal",
+        "mod",
+        "domain",
+        "time",
+        "location",
+        "quant",
+        "classifier",
+    ),
+    *(
+        "polarity",
+        "mode",
+        "tense",
+        "modality",
+        "degree",
+        "compared-to",
+        "manner",
+        "purpose",
+        "cause",
+        "poss",
+        "duration",
+    ),
+    *("unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of", "theme-of", "prep", "source", "part-of"),
+)
+"""Names of AMR's roles, which only ever label random trees here."""
+ENGLISH = (
+    *("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity"),
+    *("interrogative", "imperative", "expressive"),
+)
+"""Concepts of AMR that are no Vietnamese words: more random words."""
+NAMES = sorted({*FAMILY_NAMES, *MIDDLE_NAMES, *GIVEN_NAMES, *" ".join(CITIES + COUNTRIES).split()})
+_WORDS = [*vocabulary(), *ENGLISH]
 
 Exercise = tuple[str, str]
 """Question and answer."""
@@ -68,35 +117,70 @@ def write(rng: random.Random, _longest: int) -> Exercise:
 
 
 def repeat(rng: random.Random, longest: int) -> Exercise:
-    text = draw(rng)[0] if rng.random() < 0.3 else _said(_some_words(rng, longest))
-    return f"Chép lại: {text}", text
+    text = draw(rng)[0] if rng.random() < 0.4 else _said(_some_words(rng, longest))
+    return f"Chép lại.\n{text}", text
 
 
 def join(rng: random.Random, longest: int) -> Exercise:
     """Which syllables make a word."""
     words = _some_words(rng, longest)
-    return f"Tách từ: {_said(words)}", " ".join(words)
+    return f"Tách từ.\n{_said(words)}", " ".join(words)
 
 
-def initials(rng: random.Random, longest: int) -> Exercise:
-    """Every word behind its first letter."""
-    words = _some_words(rng, longest)
-    return f"Chữ đầu: {_said(words)}", " , ".join(f"{word[0]} / {word}" for word in words)
+def sort(rng: random.Random, longest: int) -> Exercise:
+    words = _some_words(rng, min(longest, 9))
+    numbered = [f"{number} {_said([word])}" for number, word in enumerate(words, start=1)]
+    return f"Xếp thứ tự.\n{' ; '.join(rng.sample(numbered, len(words)))}", " ".join(words)
 
 
 def nest(rng: random.Random, longest: int) -> Exercise:
-    """A random tree of random words, given word by word with its depth, to be written with brackets."""
-    words = _some_words(rng, longest)
-    depths = [0]
-    for _ in words[1:]:
-        depths.append(rng.randint(1, depths[-1] + 1))
-    lettered = rng.random() < 0.5
-    answer = ""
-    for word, depth, following in zip(words, depths, [*depths[1:], 0], strict=True):
-        answer += f" ({word[0]} / {word}" if lettered else f" ({word}"
-        answer += ")" * (depth + 1 - following)
-    listed = " ".join(f"{_said([word])} {depth}" for word, depth in zip(words, depths, strict=True))
-    return f"Vẽ cây{' có chữ đầu' if lettered else ''}: {listed}", answer.strip()
+    """A random tree of random words, given as an outline (depth, label, word), to be written with brackets."""
+    outline = [(0, "", rng.choice(_WORDS))]
+    for _ in range(rng.randint(1, min(longest, 8) - 1)):
+        depth = rng.randint(1, outline[-1][0] + 1) if _branches(outline[-1][2]) else rng.randint(1, outline[-1][0])
+        word = rng.choice(_WORDS) if rng.random() < 0.75 else _leaf(rng)
+        outline.append((depth, rng.choice(LABELS), word))
+    style = rng.choice(list(TREE_STYLES))
+    trees = [_brackets(outline, lettered=lettered) for lettered in TREE_STYLES[style]]
+    listed = " ; ".join(
+        f"{depth} {label} {_said([word])}" if depth else _said([word]) for depth, label, word in outline
+    )
+    return f"{style}.\n{listed}", "\n---\n".join(trees)
+
+
+TREE_STYLES = {"Vẽ cây": (False,), "Vẽ cây có chữ đầu": (True,), "Vẽ cây hai lần": (False, True)}
+"""Whether each tree asked for has its words' first letters before them."""
+
+
+def _brackets(outline: list[tuple[int, str, str]], *, lettered: bool) -> str:
+    """Words in brackets, what is no word without, labels behind a colon."""
+    used: Counter[str] = Counter()
+    text = ""
+    for (depth, label, word), (following, _, _) in zip(outline, [*outline[1:], (0, "", "")], strict=True):
+        text += f" :{label} " if depth else ""
+        branches = _branches(word)
+        if branches and lettered:
+            used[word[0]] += 1
+            text += f"({word[0]}{used[word[0]] if used[word[0]] > 1 else ''} / {word}"
+        else:
+            text += f"({word}" if branches else word
+        text += ")" * (depth + branches - following)
+    return text
+
+
+def _leaf(rng: random.Random) -> str:
+    """What stands in a tree without brackets of its own: a number, a sign, a letter, or a name in quotes."""
+    kind = rng.random()
+    if kind < 0.3:
+        return f'"{rng.choice(NAMES)}"'
+    if kind < 0.6:
+        return rng.choice("abcđhmnôtcvx") + rng.choice(("", "", "2", "3"))
+    return rng.choice((str(rng.randint(1, 100)), "-", "#1", "#2"))
+
+
+def _branches(word: str) -> bool:
+    """Whether something in an outline is a word, which has brackets and may have others below it."""
+    return not re.fullmatch(r'".*"|#?[0-9]+|-|\w[0-9]?', word)
 
 
 def _some_words(rng: random.Random, longest: int) -> list[str]:
@@ -110,8 +194,8 @@ def _said(words: list[str]) -> str:
 KINDS: dict[str, tuple[Callable[[random.Random, int], Exercise], int]] = {
     "write": (write, 2),
     "repeat": (repeat, 2),
-    "join": (join, 2),
-    "initials": (initials, 2),
-    "nest": (nest, 4),
+    "join": (join, 1),
+    "sort": (sort, 2),
+    "nest": (nest, 6),
 }
 """What is drawn, and how often."""
