@@ -46,12 +46,7 @@ def encode(
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
     """
-    texts = [
-        processor.apply_chat_template(
-            conversation.messages, tokenize=False, add_generation_prompt=not conversation.answered()
-        )
-        for conversation in conversations
-    ]
+    texts = [_rendered(processor, conversation) for conversation in conversations]
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
     if isinstance(processor, PreTrainedTokenizerBase):
         return dict(processor(texts, add_special_tokens=False, **options))
@@ -61,9 +56,7 @@ def encode(
 
 def count_tokens(processor: Processor, conversation: Conversation) -> int:
     """How many tokens `encode` makes of a conversation; pictures are counted by their size alone."""
-    text = processor.apply_chat_template(
-        conversation.messages, tokenize=False, add_generation_prompt=not conversation.answered()
-    )
+    text = _rendered(processor, conversation)
     length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
     if conversation.images:
         sizes = [(picture.height, picture.width) for picture in conversation.images]
@@ -75,3 +68,18 @@ def count_tokens(processor: Processor, conversation: Conversation) -> int:
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+
+
+def _rendered(processor: Processor, conversation: Conversation) -> str:
+    """What the model reads."""
+    messages = conversation.messages
+    if isinstance(processor, PreTrainedTokenizerBase):
+        messages = [{**message, "content": _plain(message["content"])} for message in messages]
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=not conversation.answered())
+
+
+def _plain(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Text parts as one text: the chat templates of text models, Qwen2.5's among them, know no parts."""
+    if isinstance(content, str) or any(part["type"] != "text" for part in content):
+        return content
+    return "".join(part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""Builds a Qwen2-VL of a few million weights or fewer from the real transformers classes, with no network.
+"""Builds a Qwen2-VL or a Qwen2 of a few million weights or fewer from the real transformers classes, with no network.
 
 What comes out is a plain Hugging Face folder like the big model's: the same architecture, all of its
 special tokens, its chat format and its image processing, so it takes the same path through every stage.
@@ -17,6 +17,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -25,6 +28,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from stages.kit.models.processors import Processor
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
@@ -44,7 +48,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""All of Qwen2-VL's."""
+"""All of Qwen2-VL's, which Qwen2.5's text models have too."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -75,7 +79,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""ChatML as Qwen2-VL renders it; `generation` marks what the assistant says, its end of turn included."""
+"""ChatML as Qwen2-VL and Qwen2 render it; `generation` marks what the assistant says, its end of turn included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,29 @@ SMALLEST = TinyGeometry(
     max_pixels=112 * 112,
 )
 """For unit tests: about 0.25 million weights, 16 visual tokens, built in a fraction of a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyTextGeometry:
+    """Sizes of a tiny Qwen2; the defaults give 1 million weights, embeddings tied."""
+
+    hidden_size: int = 128
+    """A multiple of 2 x num_heads."""
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_key_value_heads: int = 2
+    """A divisor of num_heads: queries share keys and values, as in the big ones."""
+    vocab_size: int = 1280
+    """Byte-level pieces, at least 256; special tokens come on top."""
+
+
+TINY_TEXT = TinyTextGeometry()
+
+SMALLEST_TEXT = TinyTextGeometry(
+    hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_key_value_heads=1, vocab_size=320
+)
+"""For unit tests: 40 thousand weights."""
 
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
@@ -198,6 +225,26 @@ def tiny_config(tokenizer: Qwen2Tokenizer, geometry: TinyGeometry = TINY) -> Qwe
     )
 
 
+def tiny_text_config(tokenizer: Qwen2Tokenizer, geometry: TinyTextGeometry = TINY_TEXT) -> Qwen2Config:
+    """The configuration of a text model, with its vocabulary padded as `tiny_config` does."""
+    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    return Qwen2Config(
+        hidden_size=geometry.hidden_size,
+        intermediate_size=geometry.intermediate_size,
+        num_hidden_layers=geometry.num_layers,
+        num_attention_heads=geometry.num_heads,
+        num_key_value_heads=geometry.num_key_value_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rms_norm_eps=1e-6,
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        max_position_embeddings=4096,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_turn,
+        pad_token_id=end_of_text,
+        tie_word_embeddings=True,
+    )
+
+
 def build_tiny_qwen2_vl(
     corpus: Iterable[str], geometry: TinyGeometry = TINY, *, seed: int = 0
 ) -> tuple[Qwen2VLForConditionalGeneration, Qwen2VLProcessor]:
@@ -209,17 +256,34 @@ def build_tiny_qwen2_vl(
     tokenizer = processor.tokenizer
     torch.manual_seed(seed)
     model = Qwen2VLForConditionalGeneration(tiny_config(tokenizer, geometry))
+    model.generation_config = greedy_generation(tokenizer)
+    return model, processor
+
+
+def build_tiny_qwen2(
+    corpus: Iterable[str], geometry: TinyTextGeometry = TINY_TEXT, *, seed: int = 0
+) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """A text model with random float32 weights, and its tokenizer, on the terms of `build_tiny_qwen2_vl`."""
+    tokenizer = train_tokenizer(corpus, geometry.vocab_size)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(tiny_text_config(tokenizer, geometry))
+    model.generation_config = greedy_generation(tokenizer)
+    return model, tokenizer
+
+
+def greedy_generation(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+    """Generation without sampling that stops at the end of a turn."""
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
-    model.generation_config = GenerationConfig(
+    return GenerationConfig(
         bos_token_id=end_of_text,
         pad_token_id=end_of_text,
         eos_token_id=[end_of_turn, end_of_text],
         do_sample=False,
     )
-    return model, processor
 
 
-def save_model(model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, folder: Path) -> None:
+def save_model(model: PreTrainedModel, processor: Processor, folder: Path) -> None:
     """Writes a plain Hugging Face folder, weights as bfloat16 safetensors.
 
     Casts `model` to bfloat16 in place, rotary frequencies too: to use the model, load it again.

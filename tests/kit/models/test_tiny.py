@@ -6,19 +6,25 @@ import torch
 from PIL import Image
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Qwen2ForCausalLM,
     Qwen2VLForConditionalGeneration,
 )
 
 from stages.kit.models.tiny import (
     CHAT_TEMPLATE,
     SMALLEST,
+    SMALLEST_TEXT,
     SPECIAL_TOKENS,
     TINY,
+    TINY_TEXT,
+    build_tiny_qwen2,
     build_tiny_qwen2_vl,
     save_model,
     tiny_config,
+    tiny_text_config,
     train_tokenizer,
 )
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
@@ -140,3 +146,36 @@ def test_pictures_take_as_many_tokens_as_the_geometry_allows(built):
     for size in ((112, 112), (900, 300), (30, 20)):
         grid = processor.image_processor(Image.new("RGB", size), return_tensors="pt")["image_grid_thw"][0]
         assert SMALLEST.min_pixels <= int(grid.prod()) * 14 * 14 <= SMALLEST.max_pixels
+
+
+def test_a_text_model_is_a_plain_folder_that_answers_as_the_built_one(tmp_path: Path):
+    model, tokenizer = build_tiny_qwen2(CORPUS, SMALLEST_TEXT, seed=3)
+    expected = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    save_model(model, tokenizer, tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True, output_loading_info=True)
+    assert isinstance(loaded, Qwen2ForCausalLM)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved.chat_template == tokenizer.chat_template == CHAT_TEMPLATE
+    assert saved.encode("Where? 12 ạ") == tokenizer.encode("Where? 12 ạ")
+    assert saved.convert_ids_to_tokens(loaded.generation_config.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_the_same_seed_gives_the_same_text_model():
+    same, other = (build_tiny_qwen2(CORPUS, SMALLEST_TEXT, seed=seed)[0] for seed in (3, 4))
+    again = build_tiny_qwen2(CORPUS, SMALLEST_TEXT, seed=3)[0]
+    weights = [model.model.layers[0].mlp.up_proj.weight for model in (same, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_default_text_geometry_has_about_one_million_weights():
+    # The tokenizer's size is what counts, not what it has learnt.
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(tiny_text_config(train_tokenizer(CORPUS, 300), TINY_TEXT))
+    inner = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert 700_000 < inner < 900_000
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
