@@ -119,7 +119,8 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
             batch_of=partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=max_pixels),
         )
         missing = "data" if data_dir is None else "tokenizer"
-        batch = f"no {missing} yet: the worst that max_length {plan.max_length} and max_pixels {max_pixels} allow"
+        limits = f"max_length {plan.max_length}" + (f" and max_pixels {max_pixels}" if max_pixels else "")
+        batch = f"no {missing} yet: the worst within {limits}"
     foresight = replace(foresight, exact=exact, made=made)
     plan = replace(plan, base_dir=str(base.config_dir))  # that of a recipe which continues another is not made yet
     return Outlook(plan=foresight.counted(plan), base=base, foresight=foresight, batch=batch)

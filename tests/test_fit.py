@@ -121,7 +121,7 @@ def test_a_recipe_is_shown_with_its_budget_and_verdict_and_nothing_is_written(wo
     before = files(workspace)
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
     assert files(workspace) == before
-    assert "no data yet: the worst that max_length 512 and max_pixels 50176" in " ".join(text.split())
+    assert "no data yet: the worst within max_length 512 and max_pixels 50176" in " ".join(text.split())
     assert f"{total_gib(text):.2f} of 21.84 GiB" in text  # the bar's figures
     entries = [float(amount) for amount in re.findall(r"^[WDGOALTH] +[a-z]+ +(\d+\.\d\d) ", text, re.MULTILINE)]
     assert len(entries) > 3
