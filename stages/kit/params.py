@@ -79,8 +79,9 @@ class MemoryParams:
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
-    placement: Literal["single", "ddp", "balanced"] = "single"
-    """One process on one device; one process a device; or one process with the layers spread over the devices."""
+    placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
+    """One process on one device; one a device, each with the whole model; one a device, each with its share of every
+    weight, gradient and optimizer state; or one process with the layers spread over the devices."""
     fit: Literal["refuse", "auto", "off"] = "refuse"
     """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
 

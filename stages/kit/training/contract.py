@@ -26,7 +26,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     """
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
         raise ContractBreach(
-            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced"
+            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp, sharded or balanced"
         )
     check_placement(model, plan.device)
     found = asdict(count_trainable(model))
