@@ -49,7 +49,7 @@ def record_step(
     recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
-        stack.callback(_forget_accelerator)
+        stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         if on_cuda:
             stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
@@ -91,7 +91,7 @@ def record_step(
         return recorder.finish()
 
 
-def _forget_accelerator() -> None:
+def forget_accelerator() -> None:
     """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
 
