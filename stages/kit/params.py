@@ -81,7 +81,8 @@ class MemoryParams:
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
     """One process on one device; one a device, each with the whole model; one a device, each with its share of every
-    weight, gradient and optimizer state; or one process with the layers spread over the devices."""
+    weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
+    with the layers spread over the devices."""
     fit: Literal["refuse", "auto", "off"] = "refuse"
     """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
 
@@ -345,6 +346,10 @@ def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
             problems.append(f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda")
         if memory.placement == "balanced":
             problems.append(f"{here}.memory.placement: balanced needs several CUDA devices")
+    if memory.placement == "sharded" and "8bit" in memory.optimizer:
+        problems.append(f"{here}.memory.optimizer: 8-bit optimizers cannot be sharded; take adamw_torch_fused")
+    if memory.placement == "sharded" and memory.quantization != "none":
+        problems.append(f"{here}.memory.quantization: nf4 weights cannot be sharded; set it to none, or placement: ddp")
     if (device.count > 1) != (memory.placement != "single"):
         problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
     for name, dataset in profile.datasets.items():

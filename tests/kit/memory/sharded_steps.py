@@ -1,6 +1,6 @@
-"""Real trainings of small models, sharded over the processes that torchrun starts, and the memory that each takes.
+"""Real trainings of small models, sharded over processes: the memory that each takes, and what they train.
 
-Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps RESULT.json
+Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
 """
 
 from __future__ import annotations
@@ -8,75 +8,143 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from transformers import PreTrainedModel
 
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard
-from stages.kit.params import DeviceParams
+from stages.kit.models.trained import trained_tensors
+from stages.kit.params import DeviceParams, LoraParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import ALL, FULL, R1, R4, TINY, batch_of, config_of, plan_of
+from tests.kit.memory.small import FULL, R1, TINY, batch_of, config_of, plan_of
 
 PROCESSES = 2
 
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "detection r4, bf16, checkpointed": ("detection", {**R4, "precision": "bf16", "gradient_checkpointing": True}),
-    "detection, all of it": ("detection", ALL),
-    "text lora": ("text", R1),
-    "text full": ("text", FULL),
-    "text full, bf16, checkpointed": ("text", {**FULL, "precision": "bf16", "gradient_checkpointing": True}),
-    "moe full": ("moe", FULL),
+MEASURED: dict[str, dict[str, Any]] = {
+    "text full": FULL,
+    "text lora, bf16, checkpointed": {**R1, "precision": "bf16", "gradient_checkpointing": True},
 }
+"""What the real processes measure."""
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "lora": {**R1, "lora": LoraParams(rank=8, alpha=16, targets={"llm": ("q_proj", "down_proj")})},
+}
+
+
+class InPlaceReduceScatter(DefaultReduceScatter):
+    """What a GPU's is: without memory of its own.
+
+    gloo's copies its input, and may free the copy in a thread whose frees torch's profiler does not see.
+    """
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        dist.all_reduce(input_tensor, op=op, group=group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 def sharded_plan(settings: dict[str, Any]) -> Plan:
     return replace(plan_of(**settings), placement="sharded", device=DeviceParams(kind="cpu", count=PROCESSES))
 
 
-def measured_bytes(model_name: str, settings: dict[str, Any], scratch_dir: Path) -> int:
-    """The peak of this process in two optimizer steps: only the second begins with the optimizer's state there."""
-    plan, config = sharded_plan(settings), config_of(model_name)
-    processor = load_processor(TINY, None)
-    batch = batch_of(plan, config)
+def trainer_of(
+    plan: Plan,
+    model_name: str,
+    scratch_dir: Path,
+    *,
+    collator: Callable[[Any], dict[str, Any]],
+    num_samples: int,
+    mesh: DeviceMesh | None,
+) -> RecipeTrainer:
+    """Two optimizer steps of a model whose weights are the same in every process; mesh: of these, if there are more."""
+    config, processor = config_of(model_name), load_processor(TINY, None)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
     model = apply_recipe(model, plan.parts, plan.lora)
-    shard(model, plan, process_mesh(plan))
-    samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * PROCESSES
+    if mesh is not None:
+        shard(model, plan, mesh)
     trainer = RecipeTrainer(
-        replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=samples)),
+        replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=num_samples)),
         model=model,
         processor=processor if model_name == "detection" else processor.tokenizer,
-        collator=lambda _: dict(batch),
+        collator=collator,
         callbacks=[],
         scratch_dir=scratch_dir,
         report_to="none",
         logging_strategy="no",
     )
-    trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
     trainer.remove_callback(trainer.rehearsal)
-    with cpu_peak([*batch.values(), *map(local, model.parameters()), *model.buffers()]) as peak:
+    return trainer
+
+
+def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, scratch_dir: Path) -> int:
+    """The peak of this process in two optimizer steps: only the second begins with the optimizer's state there."""
+    plan = sharded_plan(settings)
+    batch = batch_of(plan, config_of(model_name))
+    # Of every process. Those that are pretended do not count for Trainer.
+    num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * PROCESSES
+    trainer = trainer_of(plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh)
+    trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(InPlaceReduceScatter())
+    with cpu_peak([*batch.values(), *map(local, trainer.model.parameters()), *trainer.model.buffers()]) as peak:
         trainer.train()
     return peak.size_bytes
 
 
+def train(settings: dict[str, Any], mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str, torch.Tensor]:
+    """What two steps of 8 samples make of the text model's weights. Every sample is another."""
+    plan = sharded_plan(settings) if mesh is not None else plan_of(**settings)
+    accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
+    plan = replace(plan, schedule=replace(plan.schedule, grad_accumulation=accumulation))
+
+    def collator(samples: Any) -> dict[str, torch.Tensor]:
+        ids = torch.stack(
+            [torch.randint(1024, (32,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
+        )
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    trainer = trainer_of(plan, "text", scratch_dir, collator=collator, num_samples=16, mesh=mesh)
+    trainer.train()
+    model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    return trained_tensors(model)
+
+
 def main() -> None:
+    folder = Path(sys.argv[1])
+    mesh = process_mesh(sharded_plan(FULL))
     peaks = {}
-    for name, (model, settings) in SETTINGS.items():
-        with tempfile.TemporaryDirectory() as scratch:
-            peaks[name] = measured_bytes(model, settings, Path(scratch))
-        forget_accelerator()
-    if torch.distributed.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(peaks))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, settings in MEASURED.items():
+            peaks[name] = measured_bytes("text", settings, mesh, Path(scratch))
+            forget_accelerator()
+        for name, settings in TRAINED.items():
+            tensors = train(settings, mesh, Path(scratch))
+            forget_accelerator()
+            if dist.get_rank() == 0:
+                save_file(dict(tensors), folder / f"{name}.safetensors")
+    if dist.get_rank() == 0:
+        (folder / "peaks.json").write_text(json.dumps(peaks))
 
 
 if __name__ == "__main__":
