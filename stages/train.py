@@ -123,7 +123,7 @@ def main(recipe: str, attempt: int) -> None:
 
 
 def run_one_process_a_device(plan: Plan, attempt: int) -> None:
-    """Placements ddp and sharded: run torchrun with one worker a device; the workers come back to `main` with their rank.
+    """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
     Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does.
     """

@@ -346,15 +346,23 @@ def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
             problems.append(f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda")
         if memory.placement == "balanced":
             problems.append(f"{here}.memory.placement: balanced needs several CUDA devices")
-    if memory.placement == "sharded" and "8bit" in memory.optimizer:
-        problems.append(f"{here}.memory.optimizer: 8-bit optimizers cannot be sharded; take adamw_torch_fused")
-    if memory.placement == "sharded" and memory.quantization != "none":
-        problems.append(f"{here}.memory.quantization: nf4 weights cannot be sharded; set it to none, or placement: ddp")
+    if memory.placement == "sharded":
+        problems += _sharding_contradictions(f"{here}.memory", memory)
     if (device.count > 1) != (memory.placement != "single"):
         problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
     for name, dataset in profile.datasets.items():
         if dataset.source == "generated" and dataset.generate is None:
             problems.append(f"{here}.datasets.{name}.generate: missing, though the source is generated")
+    return problems
+
+
+def _sharding_contradictions(here: str, memory: MemoryParams) -> list[str]:
+    """bitsandbytes knows no DTensor, which a process's share of a weight is."""
+    problems = []
+    if "8bit" in memory.optimizer:
+        problems.append(f"{here}.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused")
+    if memory.quantization != "none":
+        problems.append(f"{here}.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp")
     return problems
 
 

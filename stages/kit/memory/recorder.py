@@ -92,6 +92,10 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         if active_fake_mode() is not None:  # a DTensor thinks over how its result is spread
             return func(*args, **kwargs)
+        return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on plain tensors, and what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and (answer := _made_up(func, args)) is not None:

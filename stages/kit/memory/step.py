@@ -69,12 +69,7 @@ def record_step(
             stack.enter_context(recorder.watching_resizes())
             shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))
         trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
-        for name, parameter in model.named_parameters():
-            recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda grown: recorder.label([local(grown.grad)], "gradients")
-                )
+        _label_parameters(model, recorder)
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
         if on_cuda:  # Trainer fetches all micro-batches of a step before the first one runs
@@ -89,6 +84,14 @@ def record_step(
         mark_phases(trainer, begin)
         trainer.train()
         return recorder.finish()
+
+
+def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:
+    """And their gradients, as they come."""
+    for name, parameter in model.named_parameters():
+        recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([local(grown.grad)], "gradients"))
 
 
 def forget_accelerator() -> None:

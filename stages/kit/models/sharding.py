@@ -5,11 +5,8 @@ A layer's weights are gathered when it is due, forward and backward, and its gra
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
-
 import torch
 from peft import PeftModel
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,8 +14,6 @@ from transformers import PreTrainedModel
 
 from stages.kit.models.load import DTYPES
 from stages.kit.plan import Plan
-
-Model = TypeVar("Model", PreTrainedModel, PeftModel)
 
 
 def process_mesh(plan: Plan) -> DeviceMesh:
@@ -35,32 +30,30 @@ def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> N
     without calling it, and stays gathered from there to the end of backward; so does what belongs to no layer.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if plan.precision == "fp32" else DTYPES[plan.precision],
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # autocast decides, as in a process on its own
-        ),
-    }
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if plan.precision == "fp32" else DTYPES[plan.precision],
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # autocast decides, as in a process on its own
+    )
     layers = set(base._no_split_modules or ())  # noqa: SLF001 - what transformers keeps on one device
     for module in base.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, **options)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     if embeddings.weight is not head.weight:  # tied, both stay with the rest
-        fully_shard(embeddings, **options)
-        fully_shard([base.get_decoder().norm, head], reshard_after_forward=False, **options)
-    fully_shard(base, **options)
+        fully_shard(embeddings, mesh=mesh, mp_policy=policy)
+        norm = base.get_decoder().norm
+        fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(base, mesh=mesh, mp_policy=policy)
     # What transformers' Trainer calls a model whose placement and gradients are not accelerate's to handle.
     base._is_distributed_loading_by_transformers = True  # noqa: SLF001
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What of it this process holds."""
-    return cast(torch.Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of it, gathered from the processes, which all have to ask at once."""
-    return cast(torch.Tensor, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

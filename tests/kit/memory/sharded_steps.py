@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel
 
 from stages.kit.memory.step import forget_accelerator
@@ -49,17 +50,32 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-class InPlaceReduceScatter(DefaultReduceScatter):
-    """What a GPU's is: without memory of its own.
+GRACE_S = 0.02
+"""Until gloo's threads have let go of a tensor: torch's profiler does not see what they free."""
 
-    gloo's copies its input, and may free the copy in a thread whose frees torch's profiler does not see.
-    """
+
+class PlainAllGather(DefaultAllGather):
+    """Without memory of its own, as NCCL's. gloo's gathers in a copy."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        shares = output_tensor.chunk(group.size())
+        shares[group.rank()].copy_(input_tensor)
+        for rank, share in enumerate(shares):
+            dist.broadcast(share, group=group, group_src=rank)
+        time.sleep(GRACE_S)
+
+
+class PlainReduceScatter(DefaultReduceScatter):
+    """Without memory of its own, as NCCL's. gloo's sums up in a copy."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         dist.all_reduce(input_tensor, op=op, group=group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        time.sleep(GRACE_S)
 
 
 def sharded_plan(settings: dict[str, Any]) -> Plan:
@@ -102,11 +118,14 @@ def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, 
     batch = batch_of(plan, config_of(model_name))
     # Of every process. Those that are pretended do not count for Trainer.
     num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * PROCESSES
-    trainer = trainer_of(plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh)
+    trainer = trainer_of(
+        plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh
+    )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(InPlaceReduceScatter())
+            module.set_custom_all_gather(PlainAllGather())
+            module.set_custom_reduce_scatter(PlainReduceScatter())
     with cpu_peak([*batch.values(), *map(local, trainer.model.parameters()), *trainer.model.buffers()]) as peak:
         trainer.train()
     return peak.size_bytes

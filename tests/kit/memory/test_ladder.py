@@ -17,7 +17,7 @@ PLANNED = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
 VISION_ONLY = resolve_plan(PARAMS, "r2-vision-only", train_samples=320)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit")
 KEPT = (
-    *("recipe", "base_dir", "data_dir", "device", "placement", "precision", "attn", "parts", "lora", "loss"),
+    *("recipe", "base_dir", "data_dir", "device", "precision", "attn", "parts", "lora", "loss"),
     *("max_length", "images", "seed", "trainable", "may_quantize", "dataloader_workers", "profile", "task"),
 )
 

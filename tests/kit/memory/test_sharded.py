@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r4, bf16, checkpointed": ("detection", {**R4, "precision": "bf16", "gradient_checkpointing": True}),
     "detection, all of it": ("detection", ALL),
     "text full, bf16": ("text", {**FULL, "precision": "bf16"}),
-    "moe full, checkpointed": ("moe", {**FULL, "gradient_checkpointing": True}),
+    "moe full": ("moe", {**FULL, "max_length": 32}),
 }
 
 
@@ -66,7 +66,7 @@ def test_what_is_recorded_is_what_each_of_two_processes_takes(
 ) -> None:
     plan, config = sharded_plan(MEASURED[name]), config_of("text")
     predicted = peak_bytes(record_step(plan, config, processors["text"], batch_of(plan, config)))
-    assert predicted == pytest.approx(json.loads((two_processes / "peaks.json").read_text())[name], rel=0.005)
+    assert predicted == pytest.approx(json.loads((two_processes / "peaks.json").read_text())[name], rel=0.002)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -107,15 +107,14 @@ def test_more_devices_take_less_each_and_what_is_shared_out_by_their_number(
 ) -> None:
     config = config_of("text")
     taken = {}
-    for count in (2, 4, 8):
+    for count in (2, 8):
         plan = plan_of(kind="cuda", precision="bf16", **FULL)
         plan = replace(plan, placement="sharded", device=DeviceParams(kind="cuda", count=count))
         recording = record_step(plan, config, processors["text"], batch_of(plan, config))
         taken[count] = recording.peaks()["backward"].budget
     for entry in ("weights", "gradients", "optimizer"):
         # The allocator rounds up what is small.
-        assert taken[2][entry] == pytest.approx(2 * taken[4][entry], rel=0.05)
-        assert taken[4][entry] == pytest.approx(2 * taken[8][entry], rel=0.05)
+        assert taken[2][entry] == pytest.approx(4 * taken[8][entry], rel=0.1)
     assert taken[2]["activations"] == taken[8]["activations"]
 
 
