@@ -9,7 +9,7 @@ from typing import TypeAlias
 from stages.kit.errors import UserError
 from stages.kit.memory.budget import budget_lines, verdict
 from stages.kit.memory.ladder import rungs, settings, sharded_over
-from stages.kit.memory.prediction import Prediction, Verdict
+from stages.kit.memory.prediction import Budget, Prediction, Verdict
 from stages.kit.plan import Plan
 
 Foresee: TypeAlias = Callable[[Plan], Prediction]
@@ -82,6 +82,8 @@ def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
 
 
 MORE_DEVICES = (2, 4, 8)
+"""As machines have them."""
+SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
 
 
 def sharded_fit(cheapest: Fit, foresee: Foresee) -> Fit | None:
@@ -92,8 +94,8 @@ def sharded_fit(cheapest: Fit, foresee: Foresee) -> Fit | None:
     plan, spent = cheapest.plan, cheapest.prediction.budget
     if plan.device.kind != "cuda" or cheapest.capacity_bytes is None:
         return None
-    shared_out = ("weights", "adapters", "gradients", "optimizer")
-    if cheapest.prediction.total_bytes - sum(spent.get(entry, 0) for entry in shared_out) > cheapest.capacity_bytes:
+    shared_out = sum(spent.get(entry, 0) for entry in SHARED_OUT)
+    if cheapest.prediction.total_bytes - shared_out > cheapest.capacity_bytes:
         return None  # what every process needs for itself is too much already
     for count in MORE_DEVICES:
         if count > plan.device.count and (over_more := sharded_over(plan, count)) is not None:

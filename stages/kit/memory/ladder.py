@@ -2,9 +2,9 @@
 
 First what keeps the trajectory within float error: a smaller micro-batch with more accumulation, gradient
 checkpointing, and where a profile gives ddp several devices, sharding over them. Then what changes the arithmetic a
-little: optimizer states of 8 bits. Last nf4 for frozen weights, only where the recipe itself asks for it. Within each of
-these the cheapest comes first. Never touched are the pixels, the length, the rank, the precision of trained weights, the
-effective batch and the seed.
+little: optimizer states of 8 bits. Last nf4 for frozen weights, only where the recipe itself asks for it. Within each
+of these the cheapest comes first. Never touched are the pixels, the length, the rank, the precision of trained weights,
+the effective batch and the seed.
 
 The costs are assumed, not measured.
 """
