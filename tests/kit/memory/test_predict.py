@@ -176,16 +176,16 @@ def test_torchs_ddp_takes_what_its_rule_says(replicated: bool) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
-    def answer(_: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def answered(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
+        future.set_result(bucket)
         return future
 
     with pretended_processes(2), cpu_peak(model.parameters()) as peak:
         trained: torch.nn.Module = model
         if replicated:
             trained = DistributedDataParallel(model)
-            trained.register_comm_hook(None, answer)
+            trained.register_comm_hook(None, lambda _, bucket: answered(bucket.buffer()))
         for _ in range(3):
             trained(torch.ones(1, 64)).sum().backward()
             model.zero_grad()
