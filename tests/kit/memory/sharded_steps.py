@@ -31,7 +31,7 @@ from stages.kit.models.sharding import local, process_mesh, shard
 from stages.kit.models.trained import trained_tensors
 from stages.kit.params import DeviceParams, LoraParams
 from stages.kit.plan import Plan
-from stages.kit.training.contract import StartContract
+from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.memory.small import FULL, R1, TINY, batch_of, config_of, plan_of
@@ -44,9 +44,10 @@ MEASURED: dict[str, dict[str, Any]] = {
 }
 """What the real processes measure."""
 
+# A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
 TRAINED: dict[str, dict[str, Any]] = {
     "full": FULL,
-    "lora": {**R1, "lora": LoraParams(rank=8, alpha=16, targets={"llm": ("q_proj", "down_proj")})},
+    "lora": {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})},
 }
 
 
@@ -149,6 +150,22 @@ def train(settings: dict[str, Any], mesh: DeviceMesh | None, scratch_dir: Path) 
     return trained_tensors(model)
 
 
+def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
+    """What the start contract says where the last process alone holds a gradient that is not finite."""
+    plan = sharded_plan(FULL)
+    trainer = trainer_of(plan, "text", scratch_dir, collator=dict, num_samples=1, mesh=mesh)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    check_gradients(trainer.model, plan)
+    if mesh.get_rank() == PROCESSES - 1:
+        local(trainer.model.get_decoder().norm.weight.grad).fill_(torch.nan)
+    try:
+        check_gradients(trainer.model, plan)
+    except ContractBreach as breach:
+        return str(breach)
+    return "nothing"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     mesh = process_mesh(sharded_plan(FULL))
@@ -162,7 +179,9 @@ def main() -> None:
             forget_accelerator()
             if dist.get_rank() == 0:
                 save_file(dict(tensors), folder / f"{name}.safetensors")
+        breach = breach_of(mesh, Path(scratch))
     if dist.get_rank() == 0:
+        (folder / "breach.txt").write_text(breach)
         (folder / "peaks.json").write_text(json.dumps(peaks))
 
 

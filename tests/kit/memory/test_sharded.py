@@ -60,6 +60,10 @@ def test_a_sharded_training_gives_the_weights_of_one_process(name: str, two_proc
         torch.testing.assert_close(tensor, alone[tensor_name], rtol=0, atol=2e-6)
 
 
+def test_the_start_contract_is_every_processs_whoever_holds_the_breach(two_processes: Path) -> None:
+    assert "the gradient of model.norm.weight (llm) is not finite" in (two_processes / "breach.txt").read_text()
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_is_recorded_is_what_each_of_two_processes_takes(
     name: str, two_processes: Path, processors: Mapping[str, Processor]
