@@ -25,7 +25,7 @@ from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand
 from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
 from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
-from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of
+from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of, sharded_advice, sharded_fit
 from stages.kit.memory.foresight import Foresight
 from stages.kit.memory.ladder import settings
 from stages.kit.memory.prediction import Prediction
@@ -141,6 +141,8 @@ def show_recipe(outlook: Outlook, memory_gb: float | None, console: Console) -> 
         return
     cheapest = cheapest_fit(fit, outlook.foresee)
     console.print(Text(f"\n{advice(cheapest)}"))
+    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, outlook.foresee)) is not None:
+        console.print(Text(sharded_advice(sharded)))
     if cheapest.verdict != "does not fit":
         here = f"profiles.{plan.profile}"
         changes = f"-S profile={plan.profile} -S {here}.device.memory_gb={memory_gb:g} -S {here}.memory.fit=auto"

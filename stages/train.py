@@ -31,9 +31,10 @@ from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
-from stages.kit.models.trained import save_trained
+from stages.kit.models.sharding import process_mesh, shard
+from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.params import load_params
-from stages.kit.plan import Plan, read_plan
+from stages.kit.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.publish import published
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.peak import PeakMemory
@@ -54,7 +55,7 @@ def main(recipe: str, attempt: int) -> None:
     plan = lowered(read_plan(recipe), attempt)
     if plan is None:
         raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
-    if plan.placement == "ddp" and "LOCAL_RANK" not in os.environ:
+    if plan.placement in DATA_PARALLEL and "LOCAL_RANK" not in os.environ:
         run_one_process_a_device(plan, attempt)
         return
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
@@ -82,6 +83,8 @@ def main(recipe: str, attempt: int) -> None:
         placement=plan.placement,
     )
     model = apply_recipe(model, plan.parts, plan.lora)
+    if plan.placement == "sharded":
+        shard(model, plan, process_mesh(plan))
     log.info("%s", TrainableCounts(**plan.trainable))
 
     run_dir = Path("data/runs") / recipe
@@ -108,8 +111,10 @@ def main(recipe: str, attempt: int) -> None:
             raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
         peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
         record = TrainingRecord.of(plan, trainer.state, attempt=attempt, seconds=time.monotonic() - started, peak=peak)
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        tensors = trained_tensors(trained)
         if is_first_process():
-            save_trained(trainer.accelerator.unwrap_model(trainer.model), trained_dir, base_dir=plan.base_dir)
+            save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
             lineage = write_lineage(
                 trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
             )
@@ -118,7 +123,7 @@ def main(recipe: str, attempt: int) -> None:
 
 
 def run_one_process_a_device(plan: Plan, attempt: int) -> None:
-    """Placement ddp: run torchrun with one worker a device; the workers come back to `main` with their rank.
+    """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
     Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does.
     """

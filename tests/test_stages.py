@@ -203,34 +203,42 @@ def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None
     assert not list((workspace / "data/runs/r1-llm-only").glob(".*partial"))
 
 
-def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
-    """Placement ddp, for real, on two CPU processes: the launch, the one writer, the same number of steps."""
+@pytest.mark.parametrize(
+    ("placement", "recipe", "weights"),
+    [
+        ("ddp", "r1-llm-only", "adapter/adapter_model.safetensors"),
+        ("sharded", "r3-stage1", "weights.safetensors"),
+    ],
+)
+def test_two_processes_share_the_effective_batch(workspace: Path, placement: str, recipe: str, weights: str) -> None:
+    """For real, on two CPU processes: the launch, the one writer, the same number of steps."""
     raw = YAML(typ="safe").load(Path("params.yaml"))
     raw["profiles"]["tiny"]["device"]["count"] = 2
-    raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
+    raw["profiles"]["tiny"]["memory"]["placement"] = placement
     raw["recipes"]["r1-llm-only"]["lora"]["dropout"] = 0.0
-    raw["recipes"]["r1-llm-only"]["max_steps"] = 2
+    raw["recipes"][recipe]["max_steps"] = 2
     one = {**raw["profiles"]["tiny"], "device": {"kind": "cpu"}}
     one["memory"] = {**one["memory"], "placement": "single"}
     write_params({**raw, "profiles": {"tiny": one}})
-    done("plan", "r1-llm-only")
-    done("train", "r1-llm-only")
-    alone = load_file("data/runs/r1-llm-only/trained/adapter/adapter_model.safetensors")
+    done("plan", recipe)
+    done("train", recipe)
+    run_dir = Path("data/runs") / recipe
+    alone = load_file(run_dir / "trained" / weights)
 
     write_params(raw)
-    done("plan", "r1-llm-only")
-    command = [sys.executable, "-m", "stages.train", "r1-llm-only"]
+    done("plan", recipe)
+    command = [sys.executable, "-m", "stages.train", recipe]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     log = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
-    assert log.count("trained r1-llm-only") == 1
-    training = json.loads(Path("data/runs/r1-llm-only/training/training.json").read_text())
+    assert log.count(f"trained {recipe}") == 1
+    training = json.loads((run_dir / "training/training.json").read_text())
     assert training["num_steps"] == 2
-    together = load_file("data/runs/r1-llm-only/trained/adapter/adapter_model.safetensors")
+    together = load_file(run_dir / "trained" / weights)
     assert together.keys() == alone.keys()
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
-    assert verified_lineage(Path("data/runs/r1-llm-only/trained"), mend="").name == "r1-llm-only"
-    done("merge", "r1-llm-only")
+    assert verified_lineage(run_dir / "trained", mend="").name == recipe
+    done("merge", recipe)
 
 
 @pytest.fixture

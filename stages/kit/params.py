@@ -79,8 +79,10 @@ class MemoryParams:
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
-    placement: Literal["single", "ddp", "balanced"] = "single"
-    """One process on one device; one process a device; or one process with the layers spread over the devices."""
+    placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
+    """One process on one device; one a device, each with the whole model; one a device, each with its share of every
+    weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
+    with the layers spread over the devices."""
     fit: Literal["refuse", "auto", "off"] = "refuse"
     """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
 
@@ -365,6 +367,8 @@ def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
             problems.append(f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda")
         if memory.placement == "balanced":
             problems.append(f"{here}.memory.placement: balanced needs several CUDA devices")
+    if memory.placement == "sharded":
+        problems += _sharding_contradictions(f"{here}.memory", memory)
     if (device.count > 1) != (memory.placement != "single"):
         problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
     for name, dataset in profile.datasets.items():
@@ -382,6 +386,16 @@ def _predictions_contradictions(
     if recipe.task != predictions.task:
         return [f"{here}.task: {predictions.task}, though recipe {predictions.recipe} has the task {recipe.task}"]
     return []
+
+
+def _sharding_contradictions(here: str, memory: MemoryParams) -> list[str]:
+    """bitsandbytes knows no DTensor, which a process's share of a weight is."""
+    problems = []
+    if "8bit" in memory.optimizer:
+        problems.append(f"{here}.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused")
+    if memory.quantization != "none":
+        problems.append(f"{here}.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp")
+    return problems
 
 
 def _base_cycle(name: str, recipes: dict[str, RecipeParams]) -> list[str]:

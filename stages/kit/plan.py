@@ -20,6 +20,9 @@ from stages.kit.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+DATA_PARALLEL = ("ddp", "sharded")
+"""Placements of one process a device, each with samples of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Schedule:
@@ -50,7 +53,7 @@ class Plan:
     target: str | None
     """The form of the answer, where the task knows several."""
     device: DeviceParams
-    placement: Literal["single", "ddp", "balanced"]
+    placement: Literal["single", "ddp", "sharded", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
     may_quantize: bool
@@ -109,7 +112,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
 def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
-    replicas = profile.device.count if memory.placement == "ddp" else 1
+    replicas = profile.device.count if memory.placement in DATA_PARALLEL else 1
     at_once = memory.micro_batch * replicas
     if recipe.effective_batch % at_once:
         raise UserError(

@@ -121,6 +121,14 @@ def test_contradictions_are_refused(
     assert re.search(reason, refusal(raw, tmp_path))
 
 
+def test_sharding_refuses_what_knows_no_share_of_a_weight(raw: dict[str, Any], tmp_path: Path) -> None:
+    profile = raw["profiles"]["qwen2-vl-7b-2x48gb"]
+    profile["memory"] |= {"placement": "sharded", "optimizer": "paged_adamw_8bit"}
+    message = refusal(raw, tmp_path)
+    assert "memory.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused" in message
+    assert "memory.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp" in message
+
+
 def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
     text = SHIPPED.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 1e-05")
     (tmp_path / "params.yaml").write_text(text)

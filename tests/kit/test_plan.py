@@ -60,9 +60,10 @@ def test_an_effective_batch_that_does_not_divide_is_refused() -> None:
         resolve_plan(with_changes(micro_batch=3), "r1-llm-only", train_samples=10)
 
 
-def test_devices_share_the_effective_batch_under_ddp_only() -> None:
+@pytest.mark.parametrize("placement", ["ddp", "sharded"])
+def test_devices_share_the_effective_batch_where_each_has_a_process(placement: Any) -> None:
     device = replace(PARAMS.active.device, count=4)
-    spread = replace(with_changes(micro_batch=2, placement="ddp").active, device=device)
+    spread = replace(with_changes(micro_batch=2, placement=placement).active, device=device)
     schedule = resolve_plan(replace(PARAMS, profiles={"tiny": spread}), "r1-llm-only", train_samples=10).schedule
     assert schedule.grad_accumulation == 2
     balanced = resolve_plan(on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule

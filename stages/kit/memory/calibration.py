@@ -65,7 +65,7 @@ class Calibration:
 
     @property
     def ddp_label(self) -> str:
-        """The same for a run of several processes, which NCCL's buffers decide too."""
+        """The same for a run of several processes, ddp or sharded, which NCCL's buffers decide too."""
         return _label((self.context_mib, self.nccl_buffers_mib, *self._errors))
 
     @property

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from stages.kit.errors import UserError
 from stages.kit.memory.budget import budget_lines, verdict
-from stages.kit.memory.ladder import rungs
-from stages.kit.memory.prediction import Prediction, Verdict
+from stages.kit.memory.ladder import rungs, settings, sharded_over
+from stages.kit.memory.prediction import Budget, Prediction, Verdict
 from stages.kit.plan import Plan
 
 Foresee: TypeAlias = Callable[[Plan], Prediction]
@@ -66,17 +66,52 @@ def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
     cheapest = cheapest_fit(fit, foresee)
     if how == "auto" and cheapest.verdict != "does not fit":
         return cheapest
-    raise UserError(refusal(fit, cheapest))
+    raise UserError(refusal(fit, cheapest, foresee))
 
 
-def refusal(fit: Fit, cheapest: Fit) -> str:
+def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     plan = fit.plan
     lines = [f"recipe {plan.recipe} does not fit the GPU of profile {plan.profile}:", *fit.lines()]
     lines.append(advice(cheapest))
+    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:
+        lines.append(sharded_advice(sharded))
     if cheapest.verdict != "does not fit":
         lines.append(f"take that by: dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
     lines.append(f"run it as it is by: dvc exp run -S profiles.{plan.profile}.memory.fit=off")
     return "\n  ".join(lines)
+
+
+MORE_DEVICES = (2, 4, 8)
+"""As machines have them."""
+SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
+
+
+def sharded_fit(cheapest: Fit, foresee: Foresee) -> Fit | None:
+    """Over the fewest GPUs that a plan fits if it is sharded over them, where nothing on its own ladder helps.
+
+    cheapest: the last of that ladder. None where no machine's GPUs would do, or sharding is none for it.
+    """
+    plan, spent = cheapest.plan, cheapest.prediction.budget
+    if plan.device.kind != "cuda" or cheapest.capacity_bytes is None:
+        return None
+    shared_out = sum(spent.get(entry, 0) for entry in SHARED_OUT)
+    if cheapest.prediction.total_bytes - shared_out > cheapest.capacity_bytes:
+        return None  # what every process needs for itself is too much already
+    for count in MORE_DEVICES:
+        if count > plan.device.count and (over_more := sharded_over(plan, count)) is not None:
+            fit = fit_of(over_more, foresee, cheapest.capacity_bytes)
+            if fit.verdict == "fits":
+                return fit
+    return None
+
+
+def sharded_advice(fit: Fit) -> str:
+    """fit: as `sharded_fit` found it."""
+    changed = ", ".join(f"{name} {value}" for name, value in settings(fit.plan).items())
+    return (
+        f"on {fit.plan.device.count} such GPUs it fits with memory.placement sharded ({changed}): "
+        f"{fit.prediction.total_bytes / 2**30:.2f} GiB each"
+    )
 
 
 def advice(cheapest: Fit) -> str:

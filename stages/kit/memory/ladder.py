@@ -1,9 +1,10 @@
 """What a run gives up, rung by rung, where memory does not suffice.
 
 First what keeps the trajectory within float error: a smaller micro-batch with more accumulation, gradient
-checkpointing. Then what changes the arithmetic a little: optimizer states of 8 bits. Last nf4 for frozen weights, only
-where the recipe itself asks for it. Within each of these the cheapest comes first. Never touched are the pixels, the
-length, the rank, the precision of trained weights, the effective batch and the seed.
+checkpointing, and where a profile gives ddp several devices, sharding over them. Then what changes the arithmetic a
+little: optimizer states of 8 bits. Last nf4 for frozen weights, only where the recipe itself asks for it. Within each
+of these the cheapest comes first. Never touched are the pixels, the length, the rank, the precision of trained weights,
+the effective batch and the seed.
 
 The costs are assumed, not measured.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
-from stages.kit.plan import Plan
+from stages.kit.plan import DATA_PARALLEL, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,27 @@ def batch_size_changes(batch_size: int) -> list[str]:
 
 def settings(plan: Plan) -> dict[str, str]:
     """What the ladder may change, as text."""
-    return {
+    placement = {"placement": f"{plan.placement} over {plan.device.count}"} if plan.placement in DATA_PARALLEL else {}
+    return placement | {
         "micro_batch": str(plan.schedule.micro_batch),
         "grad_accumulation": str(plan.schedule.grad_accumulation),
         "gradient_checkpointing": "on" if plan.gradient_checkpointing else "off",
         "optimizer": plan.optimizer,
         "quantization": plan.quantization,
     }
+
+
+def sharded_over(plan: Plan, count: int) -> Plan | None:
+    """The plan sharded over so many devices, its effective batch kept. None where that does not divide, or it cannot.
+
+    No rung: no run takes more devices than its profile has.
+    """
+    at_once = plan.schedule.micro_batch * count
+    plan = replace(plan, optimizer="adamw_torch_fused") if "8bit" in plan.optimizer else plan
+    if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
+        return None
+    schedule = replace(plan.schedule, grad_accumulation=plan.schedule.effective_batch // at_once)
+    return replace(plan, placement="sharded", device=replace(plan.device, count=count), schedule=schedule)
 
 
 def _rung(before: Plan, after: Plan, step_cost: float) -> Rung:
@@ -103,7 +118,25 @@ def _checkpoint_gradients(plan: Plan) -> Rung | None:
     return _rung(plan, replace(plan, gradient_checkpointing=True), 1.33)
 
 
+def _shard(plan: Plan) -> Rung | None:
+    """Over the devices that there are: each layer's weights are sent round twice a micro-batch, and once its gradients.
+
+    Not where the recipe itself asks for nf4, which shrinks more and cannot be sharded, nor with an optimizer that
+    cannot be.
+    """
+    if plan.placement != "ddp" or plan.may_quantize or not can_be_sharded(plan):
+        return None
+    return _rung(plan, replace(plan, placement="sharded"), 1.25)
+
+
+def can_be_sharded(plan: Plan) -> bool:
+    """bitsandbytes' nf4 weights and 8-bit optimizers know no DTensor, which FSDP's shares of a weight are."""
+    return plan.quantization == "none" and "8bit" not in plan.optimizer
+
+
 def _shrink_optimizer(plan: Plan) -> Rung | None:
+    if plan.placement == "sharded":
+        return None
     if plan.device.kind != "cuda" or plan.optimizer not in ("adamw_torch", "adamw_torch_fused"):
         return None
     return _rung(plan, replace(plan, optimizer="adamw_8bit"), 1.05)
@@ -117,13 +150,15 @@ def _page_optimizer(plan: Plan) -> Rung | None:
 
 
 def _quantize(plan: Plan) -> Rung | None:
-    if plan.device.kind != "cuda" or not plan.may_quantize or plan.quantization == "nf4" or plan.parts.trained("full"):
+    if plan.device.kind != "cuda" or plan.placement == "sharded" or plan.parts.trained("full"):
+        return None
+    if not plan.may_quantize or plan.quantization == "nf4":
         return None
     return _rung(plan, replace(plan, quantization="nf4"), 1.3)
 
 
 _STEPS = (
-    *(_fuse_optimizer, _divide_micro_batch, _checkpoint_gradients),  # the trajectory stays
+    *(_fuse_optimizer, _divide_micro_batch, _checkpoint_gradients, _shard),  # the trajectory stays
     *(_shrink_optimizer, _page_optimizer),
     _quantize,
 )

@@ -23,7 +23,7 @@ from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import record_step
 from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.plan import DATA_PARALLEL, Plan
 
 SHALLOW = 2
 """Layers of the smallest model recorded: the first and the last one are not quite as the others."""
@@ -65,7 +65,7 @@ def predict(
     recorded = {each: _peaks(record_step(plan, with_depth(config, each), processor, batch)) for each in depths}
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
     phases = {phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()}
-    return _on_a_device(replace(peaks, phases=phases), plan.device, calibration, ddp=plan.placement == "ddp")
+    return _on_a_device(replace(peaks, phases=phases), plan.device, calibration, placement=plan.placement)
 
 
 def predict_answers(
@@ -88,7 +88,7 @@ def predict_answers(
         on_cuda=plan.device.kind == "cuda",
         max_new_tokens=max_new_tokens,
     )
-    return _on_a_device(_peaks(recording), plan.device, calibration, ddp=False)
+    return _on_a_device(_peaks(recording), plan.device, calibration, placement="single")
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -167,8 +167,9 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     return Peaks(phases, *map(mean, zip(*shares, strict=True)))
 
 
-def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *, ddp: bool) -> Prediction:
+def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *, placement: str) -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
+    several = placement in DATA_PARALLEL
     peak = peaks.phases[peaks.fullest]
     allocated = round(peak.size_bytes * peaks.allocated_share)
     reserved = round(peak.size_bytes * peaks.reserved_share)
@@ -180,17 +181,22 @@ def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *
         allocated += workspaces
         reserved += workspaces
         total = reserved + calibration.context_mib.num_bytes
-        total += calibration.nccl_buffers_mib.num_bytes if ddp else 0
+        total += calibration.nccl_buffers_mib.num_bytes if several else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
-        label = calibration.ddp_label if ddp else calibration.label
+        label = calibration.ddp_label if several else calibration.label
     budget = {entry: size for entry, size in peak.budget.items() if size}
     budget["overhead"] = total - peak.size_bytes
+    # Layers are gathered and gradients shared out on streams of their own, and what one stream has freed torch's
+    # allocator gives to no other. The record has one stream for all: at worst they take that much once more.
+    beside = 0
+    if device.kind == "cuda" and placement == "sharded":
+        beside = max(peak.budget.get("temporaries", 0) for peak in peaks.phases.values())
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         total_bytes=total,
         low_bytes=round(total * (1 + low)),
-        high_bytes=round(total * (1 + high)),
+        high_bytes=round(total * (1 + high)) + beside,
         peak_phase=peaks.fullest,
         phases={phase: peak.size_bytes for phase, peak in peaks.phases.items()},
         budget=budget,
@@ -206,7 +212,8 @@ def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
         budget.pop("optimizer", None)
     if plan.placement == "ddp" and phase != "load":
-        # DistributedDataParallel copies gradients into buckets of their own (gradient_as_bucket_view=False).
+        # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
+        # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
         budget["gradients"] = budget.get("gradients", 0) + plan.trainable.get("total", 0) * 4
     if plan.placement == "balanced":
         # Layers are spread evenly; the last device has the logits, and each the moment's temporaries.

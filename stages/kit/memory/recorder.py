@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,6 +67,12 @@ class Recorder(TorchDispatchMode):
                 self._record(tensor)
                 self._alive[_key(tensor)][1].budget = budget
 
+    def _relabel(self, tensors: Iterable[torch.Tensor], budget: Budget) -> None:
+        """What was taken for activations turns out to be something else."""
+        for tensor in tensors:
+            if (known := self._alive.get(_key(tensor))) is not None and known[1].budget == "activations":
+                known[1].budget = budget
+
     def hold(self, size_bytes: int, budget: Budget) -> None:
         """Count memory that no tensor here stands for, from now to the end."""
         storage = Storage(size_bytes=size_bytes, phase=self._phase, budget=budget, born=self._tick())
@@ -83,6 +91,14 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are this one
             return args[0].fake_device
         kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):  # it comes back with what this process holds of it
+            return NotImplemented
+        if active_fake_mode() is not None:  # a DTensor thinks over how its result is spread
+            return func(*args, **kwargs)
+        return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on plain tensors, and what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and (answer := _made_up(func, args)) is not None:
@@ -99,6 +115,8 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf)
+        if func.namespace == "c10d":
+            self._relabel(tensors, "temporaries")
         if self._cuda:  # beside the output, which is there before the kernel ends
             self._record_hidden(hidden_bytes(func, args))
         return output
@@ -116,10 +134,34 @@ class Recorder(TorchDispatchMode):
         self.recording.storages.append(storage)
 
         def died(_: Any) -> None:
-            storage.died = self._tick()
-            self._alive.pop(key, None)
+            self._alive.pop(key)[1].died = self._tick()
 
         self._alive[key] = (weakref.ref(tensor.untyped_storage(), died), storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees a layer's gathered weights by taking their storage's size, and gives it back for the next time."""
+        if (known := self._alive.get(storage._cdata)) is not None:  # noqa: SLF001
+            reference, before = known
+            before.died = self._tick()
+            after = Storage(storage.nbytes(), phase=self._phase, budget="temporaries", born=self._tick())
+            self.recording.storages.append(after)
+            self._alive[storage._cdata] = reference, after  # noqa: SLF001
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """No dispatcher sees how a storage's size changes."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def _record_hidden(self, size_bytes: int) -> None:
         if size_bytes:

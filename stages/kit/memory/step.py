@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from peft import PeftModel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.kit.memory.cuda import cuda_semantics
@@ -22,6 +24,7 @@ from stages.kit.memory.recording import Recording
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
+from stages.kit.models.sharding import local, shard
 from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
@@ -50,7 +53,7 @@ def record_step(
         # accelerate collects garbage, which takes long among all that torch and transformers have imported.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        stack.callback(_forget_accelerator)
+        stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         if on_cuda:
             stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
@@ -66,11 +69,11 @@ def record_step(
             model = quantize_nf4(model, here.precision)
             recorder.label(quantization_tensors(model), "weights")
         model = apply_recipe(model, plan.parts, plan.lora)
+        if plan.placement == "sharded":
+            stack.enter_context(recorder.watching_resizes())
+            shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))
         trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
-        for name, parameter in model.named_parameters():
-            recorder.label([parameter], "adapters" if ".lora_" in name else "weights")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([grown.grad], "gradients"))
+        _label_parameters(model, recorder)
         fill_optimizer_state(trainer)
         recorder.label(batch.values(), "activations")
         if on_cuda:  # Trainer fetches all micro-batches of a step before the first one runs
@@ -87,7 +90,15 @@ def record_step(
         return recorder.finish()
 
 
-def _forget_accelerator() -> None:
+def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:
+    """And their gradients, as they come."""
+    for name, parameter in model.named_parameters():
+        recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([local(grown.grad)], "gradients"))
+
+
+def forget_accelerator() -> None:
     """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
 
@@ -124,7 +135,7 @@ def _on_this_cpu(plan: Plan) -> Plan:
     return replace(
         plan,
         device=DeviceParams(kind="cpu"),
-        placement="single",
+        placement="sharded" if plan.placement == "sharded" else "single",
         precision="bf16" if plan.precision == "fp16" else plan.precision,
         attn=plan.attn if plan.attn == "eager" else "sdpa",
         dataloader_workers=0,
@@ -137,6 +148,16 @@ def _on_this_cpu(plan: Plan) -> Plan:
             train_samples=plan.schedule.micro_batch * accumulation,
         ),
     )
+
+
+@contextmanager
+def pretended_processes(count: int) -> Iterator[DeviceMesh]:
+    """As if this was the first of so many processes; what it says to the others goes nowhere."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield init_device_mesh("cpu", (count,))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:

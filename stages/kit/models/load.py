@@ -36,11 +36,13 @@ def load_model(
     """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
 
     precision: of the weights, fp32, fp16 or bf16. quantization: none or nf4. placement: single and ddp put it on one
-    device, balanced spreads the layers. Raises UserError where a layer would land on a CPU or a disk beside a GPU.
+    device, balanced spreads the layers, sharded leaves it on the CPU, to be shared out (models/sharding.py).
+    Raises UserError where a layer would land on a CPU or a disk beside a GPU.
     """
     check_device(device, precision)
+    where = torch.device("cpu") if placement == "sharded" else local_device(device)
     config = load_config(folder)
-    options: dict[str, Any] = {"device_map": "balanced" if placement == "balanced" else {"": local_device(device)}}
+    options: dict[str, Any] = {"device_map": "balanced" if placement == "balanced" else {"": where}}
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(precision)
     model, loaded = auto_class(config).from_pretrained(
@@ -57,7 +59,8 @@ def load_model(
     if missing := sorted(loaded["missing_keys"]):
         shown = ", ".join(missing[:3])
         raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
-    check_placement(model, device)
+    if placement != "sharded":
+        check_placement(model, device)
     return model
 
 

@@ -12,26 +12,46 @@ from transformers import PreTrainedModel
 
 from stages.kit.errors import UserError
 from stages.kit.models.parts import plain_name
+from stages.kit.models.sharding import whole
 
 ADAPTER_DIR = "adapter"
 WEIGHTS_FILE = "weights.safetensors"
 
 
-def save_trained(model: PreTrainedModel | PeftModel, folder: Path, *, base_dir: str) -> None:
+def trained_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """Everything that was trained, by its name in the model, on the CPU.
+
+    All processes of a sharded model have to ask at once; each gets it whole.
+    """
+    return {
+        name: whole(parameter.detach()).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_trained(
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    *,
+    base_dir: str,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write `folder/adapter/` (PEFT) and `folder/weights.safetensors` (parts trained in full), as far as there are any.
 
     base_dir: the base's path relative to the workspace, for PEFT's own tools; our loading goes by the lineage.
+    tensors: as `trained_tensors` has them, where more than one process had to be asked.
     """
-    full = {
-        plain_name(name): parameter.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and ".lora_" not in name
-    }
+    tensors = trained_tensors(model) if tensors is None else tensors
+    full = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
     if full:
         save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if isinstance(model, PeftModel):
         model.peft_config["default"].base_model_name_or_path = base_dir
-        model.save_pretrained(folder / ADAPTER_DIR, safe_serialization=True, save_embedding_layers=False)
+        adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+        model.save_pretrained(
+            folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False
+        )
         (folder / ADAPTER_DIR / "README.md").unlink(missing_ok=True)  # a model card of blanks
 
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from stages.kit.errors import UserError
 from stages.kit.models.load import check_placement
 from stages.kit.models.parts import count_trainable, part_of
+from stages.kit.models.sharding import whole
 from stages.kit.plan import Plan
 
 
@@ -27,7 +28,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     """
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
         raise ContractBreach(
-            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp or balanced"
+            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp, sharded or balanced"
         )
     check_placement(model, plan.device)
     found = asdict(count_trainable(model))
@@ -50,7 +51,10 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
 
 
 def check_gradients(model: nn.Module, plan: Plan) -> None:
-    """After a backward pass: finite gradients wherever they are due, none elsewhere, and each trained part moves."""
+    """After a backward pass: finite gradients wherever they are due, none elsewhere, and each trained part moves.
+
+    Of a sharded model all processes ask at once, and find the same, whichever of them holds what is wrong.
+    """
     moving: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
         part = part_of(name)
@@ -59,9 +63,9 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
         if not parameter.requires_grad and parameter.grad is not None:
             raise ContractBreach(f"recipe {plan.recipe}: {part} is frozen there, but {name} got a gradient")
         if parameter.grad is not None:
-            if not torch.isfinite(parameter.grad).all():
+            if not whole(torch.isfinite(parameter.grad).all()):
                 raise ContractBreach(f"recipe {plan.recipe}: the gradient of {name} ({part}) is not finite")
-            moving[part] = moving.get(part, False) or bool(parameter.grad.abs().max() > 0)
+            moving[part] = moving.get(part, False) or bool(whole(parameter.grad.any()))
     for part in plan.parts.trained():
         if not moving.get(part):
             raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but all its gradients are zero")
@@ -102,6 +106,6 @@ class StartContract(TrainerCallback):
 def _overflowed(model: nn.Module) -> bool:
     """Whether the backward pass overflowed; clipping by an infinite norm has then made its gradients NaN or zero."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return not all(bool(torch.isfinite(gradient).all()) for gradient in gradients) or not any(
-        bool(gradient.any()) for gradient in gradients
+    return not all(bool(whole(torch.isfinite(gradient).all())) for gradient in gradients) or not any(
+        bool(whole(gradient.any())) for gradient in gradients
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from stages.kit.models.sharding import local
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak
 
@@ -38,7 +39,7 @@ class Rehearsal(TrainerCallback):
 
     Only then is everything there that stays: before it, the optimizer has no states. With accumulation it goes twice,
     as all micro-batches but a step's first find gradients already there. Nothing of it is left: the trained weights
-    are the same, bit for bit. Under ddp each process does it, with the same samples.
+    are the same, bit for bit. Under ddp and sharded each process does it, with the same samples.
     """
 
     def __init__(self, trainer: RecipeTrainer) -> None:
@@ -66,14 +67,14 @@ def rehearse(trainer: RecipeTrainer) -> int:
 
 def held_tensors(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
     """What is there between two steps."""
-    yield from trainer.model.parameters()
+    yield from map(local, trainer.model.parameters())
     yield from trainer.model.buffers()
     yield from optimizer_states(trainer)
 
 
 def optimizer_states(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
     for state in trainer.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager

@@ -119,6 +119,8 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
+        # Else a sharded model's gradients would be kept whole, in fp32, until the step's last micro-batch.
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": plan.placement == "sharded"}},
         dataloader_num_workers=plan.dataloader_workers,
         dataloader_pin_memory=plan.device.kind == "cuda",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),

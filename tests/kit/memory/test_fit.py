@@ -138,6 +138,33 @@ def test_a_refusal_says_so_where_the_change_might_not_suffice_or_does_not() -> N
         assert "fit=auto" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("capacity_gib", "said"),
+    [
+        (6, "on 2 such GPUs it fits with memory.placement sharded (placement sharded over 2, micro_batch 1, "),
+        (3.5, "on 4 such GPUs it fits with memory.placement sharded (placement sharded over 4, micro_batch 1, "),
+        (0.9, None),
+    ],
+)
+def test_a_refusal_names_how_many_gpus_would_do_where_nothing_else_does(capacity_gib: float, said: str | None) -> None:
+    """8 GiB, all but one of which can be shared out."""
+    asked: list[int] = []
+
+    def foresee(plan: Plan) -> Prediction:
+        asked.append(plan.device.count)
+        gib = 1 + 7 / plan.device.count
+        return replace(predicted(gib), budget={"weights": round((gib - 1) * GIB), "overhead": GIB})
+
+    plan = replace(PLAN, may_quantize=False)
+    with pytest.raises(UserError) as caught:
+        decide(fit_of(plan, foresee, round(capacity_gib * GIB)), foresee, "refuse")
+    message = str(caught.value)
+    assert ("such GPUs" in message) == (said is not None)
+    assert said is None or said in message
+    if said is None:
+        assert set(asked) == {1}  # what cannot help is not predicted
+
+
 @pytest.mark.parametrize("capacity_gib", [None, 12])
 def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_path: Path) -> None:
     record = MemoryRecord.of(replace(start(capacity_gib), changes=CHANGES[:1]), start(capacity_gib))

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.memory.ladder import batch_size_changes, lowered, lowered_batch_size, next_rung, rungs, settings
+from stages.kit.memory.ladder import (
+    batch_size_changes,
+    lowered,
+    lowered_batch_size,
+    next_rung,
+    rungs,
+    settings,
+    sharded_over,
+)
 from stages.kit.params import DeviceParams, load_params
 from stages.kit.plan import Plan, resolve_plan
 
@@ -17,7 +25,7 @@ PLANNED = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
 VISION_ONLY = resolve_plan(PARAMS, "r2-vision-only", train_samples=320)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit")
 KEPT = (
-    *("recipe", "base_dir", "data_dir", "device", "placement", "precision", "attn", "parts", "lora", "loss"),
+    *("recipe", "base_dir", "data_dir", "device", "precision", "attn", "parts", "lora", "loss"),
     *("max_length", "images", "seed", "trainable", "may_quantize", "dataloader_workers", "profile", "task"),
 )
 
@@ -47,11 +55,12 @@ plans = st.builds(
 )
 
 
-def depth(plan: Plan) -> tuple[int, int, int, int]:
+def depth(plan: Plan) -> tuple[int, int, int, int, int]:
     """How far down each setting is."""
     return (
         -plan.schedule.micro_batch,
         int(plan.gradient_checkpointing),
+        int(plan.placement == "sharded"),
         OPTIMIZERS.index(plan.optimizer),
         int(plan.quantization == "nf4"),
     )
@@ -106,6 +115,32 @@ def test_nf4_is_used_only_where_the_recipe_asks_for_it_and_a_gpu_has_it(plan: Pl
 
 
 @given(plans)
+def test_only_the_replicas_of_ddp_are_sharded_and_over_no_more_devices(plan: Plan) -> None:
+    """Not where that would rule out nf4, which the recipe asks for, nor with what cannot be sharded."""
+    sharded = [rung.plan for rung in rungs(plan) if rung.plan.placement == "sharded"]
+    allowed = plan.placement == "ddp" and not plan.may_quantize and "8bit" not in plan.optimizer
+    assert bool(sharded) == allowed
+    for below in sharded:
+        assert below.device == plan.device
+        assert (below.quantization, "8bit" in below.optimizer) == ("none", False)
+
+
+@given(plans, st.integers(2, 16))
+def test_sharded_over_more_devices_the_effective_batch_stays(plan: Plan, count: int) -> None:
+    over_more = sharded_over(plan, count)
+    schedule = plan.schedule
+    assert (over_more is None) == (schedule.effective_batch % (schedule.micro_batch * count) != 0)
+    if over_more is not None:
+        after = over_more.schedule
+        assert after.micro_batch * after.grad_accumulation * count == schedule.effective_batch
+        assert (over_more.placement, over_more.device.count, "8bit" in over_more.optimizer) == ("sharded", count, False)
+
+
+def test_what_is_quantized_is_not_sharded() -> None:
+    assert sharded_over(plan_with(1, 8, quantization="nf4"), 2) is None
+
+
+@given(plans)
 def test_a_cpu_keeps_its_optimizer(plan: Plan) -> None:
     if plan.device.kind == "cpu":
         assert {rung.plan.optimizer for rung in rungs(plan)} <= {plan.optimizer}
@@ -122,6 +157,8 @@ def test_the_changes_are_told_in_the_plans_words() -> None:
         "quantization none -> nf4",
     ]
     assert settings(plan)["micro_batch"] == "2"
+    replicated = plan_with(1, 8, replicas=2, optimizer="adamw_torch_fused", gradient_checkpointing=True)
+    assert [rung.change for rung in rungs(replicated)] == ["placement ddp over 2 -> sharded over 2"]
 
 
 @pytest.mark.parametrize(

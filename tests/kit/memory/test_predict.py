@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import Depth, depth_of, predict, sample_depths, with_depth
 from stages.kit.memory.prediction import Prediction
-from stages.kit.memory.step import record_step
+from stages.kit.memory.step import pretended_processes, record_step
 from stages.kit.models.load import meta_model
 from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
 from stages.kit.plan import Plan
+from stages.kit.training.peak import cpu_peak
 from tests.kit.memory.small import FULL, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
 
 CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}
@@ -166,6 +168,28 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own(text: Any, cal
     assert shared.total_bytes - alone.total_bytes == pytest.approx(
         calibration.nccl_buffers_mib.num_bytes + alone.budget["gradients"], rel=0.01
     )
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_torchs_ddp_takes_what_its_rule_says(replicated: bool) -> None:
+    """A copy of all gradients, and nothing else. The processes are pretended, so the hook answers for them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def answered(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket)
+        return future
+
+    with pretended_processes(2), cpu_peak(model.parameters()) as peak:
+        trained: torch.nn.Module = model
+        if replicated:
+            trained = DistributedDataParallel(model)
+            trained.register_comm_hook(None, lambda _, bucket: answered(bucket.buffer()))
+        for _ in range(3):
+            trained(torch.ones(1, 64)).sum().backward()
+            model.zero_grad()
+    assert peak.size_bytes == pytest.approx((3 if replicated else 2) * size_bytes, rel=0.05)
 
 
 def test_balanced_shares_all_but_the_logits_and_the_moments_temporaries(text: Any) -> None:

@@ -1,0 +1,189 @@
+"""Real trainings of small models, sharded over processes: the memory that each takes, and what they train.
+
+Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from transformers import PreTrainedModel
+
+from stages.kit.memory.step import forget_accelerator
+from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.parts import apply_recipe
+from stages.kit.models.processors import load_processor
+from stages.kit.models.sharding import local, process_mesh, shard
+from stages.kit.models.trained import trained_tensors
+from stages.kit.params import DeviceParams, LoraParams
+from stages.kit.plan import Plan
+from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
+from stages.kit.training.peak import cpu_peak
+from stages.kit.training.trainer import RecipeTrainer
+from tests.kit.memory.small import FULL, R1, TINY, batch_of, config_of, plan_of
+
+PROCESSES = 2
+
+MEASURED: dict[str, dict[str, Any]] = {
+    "text full": FULL,
+    "text lora, bf16, checkpointed": {**R1, "precision": "bf16", "gradient_checkpointing": True},
+}
+"""What the real processes measure."""
+
+# A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "lora": {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})},
+}
+
+
+GRACE_S = 0.02
+"""Until gloo's threads have let go of a tensor: torch's profiler does not see what they free."""
+
+
+class PlainAllGather(DefaultAllGather):
+    """Without memory of its own, as NCCL's. gloo's gathers in a copy."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        shares = output_tensor.chunk(group.size())
+        shares[group.rank()].copy_(input_tensor)
+        for rank, share in enumerate(shares):
+            dist.broadcast(share, group=group, group_src=rank)
+        time.sleep(GRACE_S)
+
+
+class PlainReduceScatter(DefaultReduceScatter):
+    """Without memory of its own, as NCCL's. gloo's sums up in a copy."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        dist.all_reduce(input_tensor, op=op, group=group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        time.sleep(GRACE_S)
+
+
+def sharded_plan(settings: dict[str, Any]) -> Plan:
+    return replace(plan_of(**settings), placement="sharded", device=DeviceParams(kind="cpu", count=PROCESSES))
+
+
+def trainer_of(
+    plan: Plan,
+    model_name: str,
+    scratch_dir: Path,
+    *,
+    collator: Callable[[Any], dict[str, Any]],
+    num_samples: int,
+    mesh: DeviceMesh | None,
+) -> RecipeTrainer:
+    """Two optimizer steps of a model whose weights are the same in every process; mesh: of these, if there are more."""
+    config, processor = config_of(model_name), load_processor(TINY, None)
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
+    model = apply_recipe(model, plan.parts, plan.lora)
+    if mesh is not None:
+        shard(model, plan, mesh)
+    trainer = RecipeTrainer(
+        replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=num_samples)),
+        model=model,
+        processor=processor if model_name == "detection" else processor.tokenizer,
+        collator=collator,
+        callbacks=[],
+        scratch_dir=scratch_dir,
+        report_to="none",
+        logging_strategy="no",
+    )
+    trainer.remove_callback(trainer.rehearsal)
+    return trainer
+
+
+def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, scratch_dir: Path) -> int:
+    """The peak of this process in two optimizer steps: only the second begins with the optimizer's state there."""
+    plan = sharded_plan(settings)
+    batch = batch_of(plan, config_of(model_name))
+    # Of every process. Those that are pretended do not count for Trainer.
+    num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * PROCESSES
+    trainer = trainer_of(
+        plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh
+    )
+    trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(PlainAllGather())
+            module.set_custom_reduce_scatter(PlainReduceScatter())
+    with cpu_peak([*batch.values(), *map(local, trainer.model.parameters()), *trainer.model.buffers()]) as peak:
+        trainer.train()
+    return peak.size_bytes
+
+
+def train(settings: dict[str, Any], mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str, torch.Tensor]:
+    """What two steps of 8 samples make of the text model's weights. Every sample is another."""
+    plan = sharded_plan(settings) if mesh is not None else plan_of(**settings)
+    accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
+    plan = replace(plan, schedule=replace(plan.schedule, grad_accumulation=accumulation))
+
+    def collator(samples: Any) -> dict[str, torch.Tensor]:
+        ids = torch.stack(
+            [torch.randint(1024, (32,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
+        )
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    trainer = trainer_of(plan, "text", scratch_dir, collator=collator, num_samples=16, mesh=mesh)
+    trainer.train()
+    model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    return trained_tensors(model)
+
+
+def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
+    """What the start contract says where the last process alone holds a gradient that is not finite."""
+    plan = sharded_plan(FULL)
+    trainer = trainer_of(plan, "text", scratch_dir, collator=dict, num_samples=1, mesh=mesh)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    check_gradients(trainer.model, plan)
+    if mesh.get_rank() == PROCESSES - 1:
+        local(trainer.model.get_decoder().norm.weight.grad).fill_(torch.nan)
+    try:
+        check_gradients(trainer.model, plan)
+    except ContractBreach as breach:
+        return str(breach)
+    return "nothing"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    mesh = process_mesh(sharded_plan(FULL))
+    peaks = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, settings in MEASURED.items():
+            peaks[name] = measured_bytes("text", settings, mesh, Path(scratch))
+            forget_accelerator()
+        for name, settings in TRAINED.items():
+            tensors = train(settings, mesh, Path(scratch))
+            forget_accelerator()
+            if dist.get_rank() == 0:
+                save_file(dict(tensors), folder / f"{name}.safetensors")
+        breach = breach_of(mesh, Path(scratch))
+    if dist.get_rank() == 0:
+        (folder / "breach.txt").write_text(breach)
+        (folder / "peaks.json").write_text(json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()
