@@ -7,6 +7,8 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev.
 EXTRAS ?=
+# What demo and report are of: detection or amr.
+TASK ?= detection
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
 # Passed on to pytest, or to the calibration: make test ARGS="-k lineage -x"
@@ -60,9 +62,9 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 	@$(build_tool) base-image
 
 .PHONY: demo
-demo: setup ## Run the detection recipes at tiny size on the CPU and print the comparison
-	@$(offline) $(python) -m dvc repro compare@detection
-	@cat data/report/detection/table.txt
+demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr)
+	@$(offline) $(python) -m dvc repro compare@$(TASK)
+	@cat data/report/$(TASK)/table.txt
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
@@ -77,8 +79,8 @@ experiments: ## Show the experiments beside each other: what changed, and each r
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
 
 .PHONY: report
-report: ## Open the last comparison in a browser
-	@$(python) -m webbrowser "file://$(CURDIR)/data/report/detection/index.html"
+report: ## Open the last comparison in a browser (TASK=detection|amr)
+	@$(python) -m webbrowser "file://$(CURDIR)/data/report/$(TASK)/index.html"
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile

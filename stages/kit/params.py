@@ -26,7 +26,8 @@ PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+"""No dots: DVC takes the path to a parameter apart at them."""
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
