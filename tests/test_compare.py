@@ -113,6 +113,15 @@ def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) ->
     assert "r3-stage2 against its base: r3-stage2 is better than base-vlm" in shown  # through r3-stage1
 
 
+def test_the_reader_learns_in_what_the_recipes_differ(complete: tuple[Path, str]) -> None:
+    data_dir, text = complete
+    (line,) = (line for line in text.splitlines() if line.startswith("The recipes differ in "))
+    assert "parts.vision" in line
+    assert "seed" not in line
+    assert "settings are the same" in line
+    assert line in report(data_dir, "comparison.md").replace("\\", "")
+
+
 def test_the_terminal_text_is_kept(complete: tuple[Path, str]) -> None:
     data_dir, shown = complete
     assert shown.startswith(report(data_dir, "table.txt"))
@@ -148,7 +157,7 @@ def test_json_is_flat_for_dvc(complete: tuple[Path, str]) -> None:
 def test_distribution_agrees_with_the_table(complete: tuple[Path, str]) -> None:
     rows = list(csv.DictReader(io.StringIO(report(complete[0], "distribution.csv"))))
     table = {row["model"]: row for row in csv.DictReader(io.StringIO(report(complete[0], "comparison.csv")))}
-    halfway = next(row for row in rows if row["iou_at_least"] == "0.500")
+    halfway = next(row for row in rows if row["score_at_least"] == "0.500")
     for name in DETECTION_NAMES:
         assert float(halfway[name]) == pytest.approx(float(table[name]["iou_over_50"]))
 

@@ -69,9 +69,10 @@ def split_settings(
 
 def trainable_table(runs: Sequence[Run]) -> Table:
     """Trained parameters by part, and their share of all; a base trains none."""
+    parts = [part for part in PARTS if any(_trainable(run).get(part) for run in runs)]  # a text model has one only
     columns = (
         Column("model", "Model"),
-        *(Column(part, part, ",") for part in PARTS),
+        *(Column(part, part, ",") for part in parts),
         Column("total", "Trained", ","),
         Column("all", "All parameters", ","),
         Column("share", "Share", ".2%"),
@@ -81,7 +82,7 @@ def trainable_table(runs: Sequence[Run]) -> Table:
         counts = _trainable(run)
         total, everything = counts.get("total"), counts.get("all")
         share = total / everything if total is not None and everything else None
-        rows.append(Row(cells=(run.name, *(counts.get(part) for part in PARTS), total, everything, share)))
+        rows.append(Row(cells=(run.name, *(counts.get(part) for part in parts), total, everything, share)))
     return Table(columns=columns, rows=tuple(rows))
 
 

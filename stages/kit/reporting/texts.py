@@ -11,6 +11,7 @@ from rich.text import Text
 
 from stages.kit.reporting.comparison import Comparison
 from stages.kit.reporting.plots import share_at_least
+from stages.kit.reporting.settings import plan_settings, split_settings
 from stages.kit.reporting.tables import (
     Column,
     Row,
@@ -55,6 +56,7 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
     console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
     for insight in comparison.insights:
         console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
+    console.print(Text(fairness(comparison)), soft_wrap=True)
     console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
 
 
@@ -72,10 +74,20 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
     )
     return (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
-        f"{markdown(table)}\n{insights}\n\n"
+        f"{markdown(table)}\n{insights}\n\n{escape_markdown(fairness(comparison))}\n\n"
         f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
         "sample; each stands for its own pair, without correction for the number of pairs.\n"
     )
+
+
+def fairness(comparison: Comparison) -> str:
+    """In what the recipes differ, which is all that a difference between their results can come from."""
+    runs = [contender.run for contender in comparison.evaluated if contender.run]
+    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in runs if run.plan})
+    names = ", ".join(str(row.cells[0]) for row in differing.rows)
+    if not names:
+        return "The recipes differ in no setting."
+    return f"The recipes differ in {names}; their other {len(shared.rows)} settings are the same."
 
 
 def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
@@ -98,6 +110,6 @@ def distribution_csv(comparison: Comparison) -> str:
     shares = [share_at_least(run.columns[comparison.report.score], grid) for run in runs]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f"{comparison.report.score}_at_least", *(run.name for run in runs)])
+    writer.writerow(["score_at_least", *(run.name for run in runs)])
     writer.writerows([f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True))
     return text.getvalue()

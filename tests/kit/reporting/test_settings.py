@@ -46,9 +46,10 @@ def test_recipes_of_the_project_differ_where_they_say(tmp_path: Path) -> None:
     assert "recipe" not in [row.cells[0] for row in (*differing.rows, *shared.rows)]
 
 
-def test_trained_parameters_come_with_their_share(tmp_path: Path) -> None:
-    (row,) = trainable_table([made_up(tmp_path, "r1-llm-only")]).rows
-    assert row.cells == ("r1-llm-only", 0, 0, 688_000, 688_000, 3_100_000, 688 / 3100)
+def test_trained_parameters_come_with_their_share_and_parts_that_nobody_trains_are_left_out(tmp_path: Path) -> None:
+    table = trainable_table([made_up(tmp_path, "r1-llm-only")])
+    assert [column.key for column in table.columns] == ["model", "llm", "total", "all", "share"]
+    assert table.rows[0].cells == ("r1-llm-only", 688_000, 688_000, 3_100_000, 688 / 3100)
 
 
 def test_costs_name_what_memory_was_measured_and_leave_a_base_empty(tmp_path: Path) -> None:
