@@ -1,14 +1,12 @@
-"""Real trainings of small models, sharded over processes: the memory that each takes, and what they train.
+"""Real trainings of small models, sharded over processes: what they train, and the memory that each takes.
 
 Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,21 +36,11 @@ from tests.kit.memory.small import FULL, R1, TINY, batch_of, config_of, plan_of
 
 PROCESSES = 2
 
-MEASURED: dict[str, dict[str, Any]] = {
-    "text full": FULL,
-    "text lora, bf16, checkpointed": {**R1, "precision": "bf16", "gradient_checkpointing": True},
-}
-"""What the real processes measure."""
-
 # A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
 TRAINED: dict[str, dict[str, Any]] = {
     "full": FULL,
     "lora": {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})},
 }
-
-
-GRACE_S = 0.02
-"""Until gloo's threads have let go of a tensor: torch's profiler does not see what they free."""
 
 
 class PlainAllGather(DefaultAllGather):
@@ -65,7 +53,6 @@ class PlainAllGather(DefaultAllGather):
         shares[group.rank()].copy_(input_tensor)
         for rank, share in enumerate(shares):
             dist.broadcast(share, group=group, group_src=rank)
-        time.sleep(GRACE_S)
 
 
 class PlainReduceScatter(DefaultReduceScatter):
@@ -76,7 +63,6 @@ class PlainReduceScatter(DefaultReduceScatter):
     ) -> Any:
         dist.all_reduce(input_tensor, op=op, group=group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
-        time.sleep(GRACE_S)
 
 
 def sharded_plan(settings: dict[str, Any]) -> Plan:
@@ -169,11 +155,7 @@ def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     mesh = process_mesh(sharded_plan(FULL))
-    peaks = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, settings in MEASURED.items():
-            peaks[name] = measured_bytes("text", settings, mesh, Path(scratch))
-            forget_accelerator()
         for name, settings in TRAINED.items():
             tensors = train(settings, mesh, Path(scratch))
             forget_accelerator()
@@ -182,7 +164,6 @@ def main() -> None:
         breach = breach_of(mesh, Path(scratch))
     if dist.get_rank() == 0:
         (folder / "breach.txt").write_text(breach)
-        (folder / "peaks.json").write_text(json.dumps(peaks))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Sharded over processes, a model is trained as on one, and what each process takes is foreseen.
 
-Two real processes, on a CPU; and one that pretends there are others, whose memory is the same and takes no waiting.
+What is trained is that of two real processes. Memory is that of one that pretends there are others: of real ones the
+profiler sees neither gloo's copies for sure, nor what its threads free.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from stages.kit.memory.step import forget_accelerator, pretended_processes, reco
 from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
 from tests.closure import ROOT
-from tests.kit.memory.sharded_steps import MEASURED, PROCESSES, TRAINED, measured_bytes, sharded_plan, train
+from tests.kit.memory.sharded_steps import PROCESSES, TRAINED, measured_bytes, sharded_plan, train
 from tests.kit.memory.small import ALL, FULL, R1, R4, batch_of, config_of, peak_bytes, plan_of
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,15 +62,6 @@ def test_a_sharded_training_gives_the_weights_of_one_process(name: str, two_proc
 
 def test_the_start_contract_is_every_processs_whoever_holds_the_breach(two_processes: Path) -> None:
     assert "the gradient of model.norm.weight (llm) is not finite" in (two_processes / "breach.txt").read_text()
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_what_is_recorded_is_what_each_of_two_processes_takes(
-    name: str, two_processes: Path, processors: Mapping[str, Processor]
-) -> None:
-    plan, config = sharded_plan(MEASURED[name]), config_of("text")
-    predicted = peak_bytes(record_step(plan, config, processors["text"], batch_of(plan, config)))
-    assert predicted == pytest.approx(json.loads((two_processes / "peaks.json").read_text())[name], rel=0.02)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
