@@ -21,7 +21,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand
+from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand, trainable_recipes
 from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
 from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
@@ -62,7 +62,9 @@ def main(recipe: str | None, profile: str | None, gpu_sizes: Sequence[float], co
         sys.stdout.reconfigure(errors="replace")  # a folder's name, in a terminal that has no letters for it
     console = Console(highlight=False)
     if compare_sizes:
-        show_matrix(params, [recipe] if recipe else list(params.recipes), gpu_sizes or GPU_SIZES, console, exact=exact)
+        show_matrix(
+            params, [recipe] if recipe else trainable_recipes(params), gpu_sizes or GPU_SIZES, console, exact=exact
+        )
     else:
         assert recipe is not None
         memory_gb = gpu_sizes[0] if gpu_sizes else params.active.device.memory_gb

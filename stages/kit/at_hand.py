@@ -31,6 +31,14 @@ def root_base(params: Params, recipe: str) -> str:
     return params.recipe(recipe).base.removeprefix("bases/")
 
 
+def trainable_recipes(params: Params) -> list[str]:
+    """Those whose base and data the profile has."""
+    bases, datasets = params.active.bases, params.active.datasets
+    return [
+        name for name, recipe in params.recipes.items() if root_base(params, name) in bases and recipe.data in datasets
+    ]
+
+
 def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
     """Raises UserError where the profile has no such base, or where nobody here knows its geometry."""
     name = root_base(params, recipe)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_source
+from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_source, trainable_recipes
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
@@ -58,8 +58,18 @@ def test_a_source_is_the_one_that_is_named(found: str, asked: str, same: bool) -
 @pytest.mark.parametrize("profile", load_params().profiles)
 def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched(profile: str) -> None:
     params = load_params().on(profile)
-    for recipe in params.recipes:
+    recipes = trainable_recipes(params)
+    assert recipes
+    for recipe in recipes:
         assert (base_at_hand(params, recipe).config_dir / "config.json").is_file()
+
+
+def test_a_profile_trains_the_recipes_whose_base_and_data_it_has() -> None:
+    params = load_params()
+    assert trainable_recipes(params) == list(params.recipes)
+    assert trainable_recipes(params.on("qwen25-7b-48gb")) == ["amr-baseline", "amr-ptr", "amr-mtup"]
+    assert "r3-stage2" in trainable_recipes(params.on("qwen2-vl-7b-48gb"))
+    assert "amr-ptr" not in trainable_recipes(params.on("qwen2-vl-7b-48gb"))
 
 
 def test_every_published_geometry_is_there() -> None:

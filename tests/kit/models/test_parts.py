@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from stages.kit.at_hand import root_base, trainable_recipes
 from stages.kit.errors import UserError
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.parts import (
@@ -15,15 +16,17 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
-from stages.kit.params import LoraParams, Params, PartsParams, load_params
+from stages.kit.params import LoraParams, PartsParams, load_params
 
 ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")
 LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GEOMETRIES = {
+    "data/tiny/qwen2": "data/tiny/qwen2",
     "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
     "Qwen/Qwen2-VL-2B-Instruct": "stages/kit/models/geometries/qwen2-vl-2b",
     "Qwen/Qwen2-VL-7B-Instruct": "stages/kit/models/geometries/qwen2-vl-7b",
+    "Qwen/Qwen2.5-7B-Instruct": "stages/kit/models/geometries/qwen2.5-7b",
 }
 """Where the real configuration of each base lies in the repository."""
 
@@ -38,13 +41,17 @@ def counts(recipe: str, base: str) -> TrainableCounts:
     return count_trainable(apply_recipe(meta(base), params.parts, params.lora))
 
 
-def bases_of(params: Params) -> set[str]:
-    sources = {source for profile in params.profiles.values() for source in profile.bases.values()}
-    return {source.partition(":")[2].partition("@")[0] for source in sources}
+def recipes_and_bases() -> set[tuple[str, str]]:
+    """Each recipe with the base that each profile gives it."""
+    found = set()
+    for params in map(PARAMS.on, PARAMS.profiles):
+        for recipe in trainable_recipes(params):
+            source = params.base_source(root_base(params, recipe))
+            found.add((recipe, source.partition(":")[2].partition("@")[0]))
+    return found
 
 
-@pytest.mark.parametrize("base", sorted(bases_of(PARAMS)))
-@pytest.mark.parametrize("recipe", sorted(PARAMS.recipes))
+@pytest.mark.parametrize(("recipe", "base"), sorted(recipes_and_bases()))
 def test_every_recipe_trains_what_it_says_on_every_base(recipe: str, base: str) -> None:
     parts = PARAMS.recipe(recipe).parts
     found = counts(recipe, base)
