@@ -43,34 +43,10 @@ TOKENIZER_ONLY = (
 CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
 LABELS = (
-    *(
-        "agent",
-        "theme",
-        "patient",
-        "pivot",
-        "topic",
-        "goal",
-        "mod",
-        "domain",
-        "time",
-        "location",
-        "quant",
-        "classifier",
-    ),
-    *(
-        "polarity",
-        "mode",
-        "tense",
-        "modality",
-        "degree",
-        "compared-to",
-        "manner",
-        "purpose",
-        "cause",
-        "poss",
-        "duration",
-    ),
-    *("unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of", "theme-of", "prep", "source", "part-of"),
+    *("agent", "theme", "patient", "pivot", "topic", "goal", "mod", "domain", "time", "location", "quant"),
+    *("classifier", "polarity", "mode", "tense", "modality", "degree", "compared-to", "manner", "purpose"),
+    *("cause", "poss", "duration", "unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of"),
+    *("theme-of", "prep", "source", "part-of"),
 )
 """Names of AMR's roles, which only ever label random trees here."""
 ENGLISH = (
