@@ -46,15 +46,15 @@ FIRST_STEPS = 20
 EXERCISES = {
     "repeat": "repeat words or a sentence",
     "join": "join the syllables of words",
-    "sort": "put numbered words in order",
     "nest": "a tree from its outline",
+    "formula": "a formula as a tree",
 }
 """Of the figures, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    steps: int = 1100
+    steps: int = 2000
     batch_size: int = 32
     seed: int = 0
     learning_rate: float = 2e-3
@@ -62,7 +62,7 @@ class Settings:
     muon_learning_rate: float = 0.02
     """Of Muon, for the weight matrices."""
     warmup_steps: int = 50
-    threads: int = 1
+    threads: int = 2
     """The order of floating-point sums depends on it, and so the weights do."""
 
 
@@ -170,17 +170,20 @@ def model_card(record: dict[str, Any]) -> str:
     return f"""# The tiny Qwen2
 
 A Qwen2 of 1 million weights that stands in for Qwen2.5 where there is no GPU. It was pre-trained on generated
-Vietnamese-like sentences, each by itself, and on exercises with random words of the same vocabulary: to repeat words or
-a sentence, to join the syllables of words with underscores, to put numbered words in order, and to write a random tree
-with brackets from its outline, in half of the cases with first letters before its words, `(n / nói :op1 (t / tôi))`.
-The labels of those trees are the names of AMR's roles, put anywhere at random.
+Vietnamese-like sentences, each by itself, and on exercises with random words of the same vocabulary:
 
-So it knows the notation. It has never seen the graph of a sentence, nor the instructions of the task. Its tokenizer
-has: its pieces were learnt from such texts too, so that they are short. Sentences are drawn from the grammar that the
-task's data is drawn from (`sources/grammar.py`), under another seed: of a held-out sentence the model may have read
-the words, never the graph.
+- to repeat words or a sentence,
+- to join the syllables of words with underscores,
+- to write a random tree with brackets from its outline; its labels are the names of AMR's roles, put anywhere,
+- to write formulas such as `a ! f ! g b` as trees: `(f :ARG0 (a #1) :ARG1 (g :ARG0 #1 :ARG1 (b)))`.
 
-Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["threads"]} CPU core:
+Trees are written with pointers, or as PENMAN does, a word's first letter before it, or both ways one after the other.
+So the model knows the notation, and that something may be mentioned twice. It has never seen the graph of a sentence,
+nor the instructions of the task. Its tokenizer has: its pieces were learnt from such texts too, so that they are short.
+Sentences are drawn from the grammar that the task's data is drawn from (`sources/grammar.py`), under another seed: of a
+held-out sentence the model may have read the words, never the graph.
+
+Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["threads"]} CPU cores:
 {settings["steps"]} steps of {settings["batch_size"]} exercises, seed {settings["seed"]}.
 
     python -m stages.tasks.amr.pretrain --out data/tiny/qwen2

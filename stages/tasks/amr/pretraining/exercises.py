@@ -9,9 +9,9 @@ Everything is a pure function of a seed and an index; nothing is stored.
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.sources.grammar import (
@@ -20,6 +20,7 @@ from stages.tasks.amr.sources.grammar import (
     FAMILY_NAMES,
     GIVEN_NAMES,
     MIDDLE_NAMES,
+    Node,
     draw,
     generate,
     vocabulary,
@@ -43,40 +44,14 @@ TOKENIZER_ONLY = (
 CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
 LABELS = (
-    *(
-        "agent",
-        "theme",
-        "patient",
-        "pivot",
-        "topic",
-        "goal",
-        "mod",
-        "domain",
-        "time",
-        "location",
-        "quant",
-        "classifier",
-    ),
-    *(
-        "polarity",
-        "mode",
-        "tense",
-        "modality",
-        "degree",
-        "compared-to",
-        "manner",
-        "purpose",
-        "cause",
-        "poss",
-        "duration",
-    ),
-    *("unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of", "theme-of", "prep", "source", "part-of"),
+    *("agent", "theme", "patient", "pivot", "topic", "goal", "mod", "domain", "time", "location", "quant"),
+    *("classifier", "polarity", "mode", "tense", "modality", "degree", "compared-to", "manner", "purpose"),
+    *("cause", "poss", "duration", "unit", "name", "op1", "op2", "op3", "ARG0", "ARG1", "ARG2", "agent-of"),
+    *("theme-of", "prep", "source", "part-of"),
 )
 """Names of AMR's roles, which only ever label random trees here."""
-ENGLISH = (
-    *("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity"),
-    *("interrogative", "imperative", "expressive"),
-)
+ENGLISH = (*("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity"),)
+ENGLISH_CONSTANTS = ("interrogative", "imperative")
 """Concepts of AMR that are no Vietnamese words: more random words."""
 NAMES = sorted({*FAMILY_NAMES, *MIDDLE_NAMES, *GIVEN_NAMES, *" ".join(CITIES + COUNTRIES).split()})
 _WORDS = [*vocabulary(), *ENGLISH]
@@ -117,7 +92,7 @@ def write(rng: random.Random, _longest: int) -> Exercise:
 
 
 def repeat(rng: random.Random, longest: int) -> Exercise:
-    text = draw(rng)[0] if rng.random() < 0.4 else _said(_some_words(rng, longest))
+    text = draw(rng)[0] if rng.random() < 0.6 else _said(_some_words(rng, longest))
     return f"Chép lại.\n{text}", text
 
 
@@ -127,60 +102,108 @@ def join(rng: random.Random, longest: int) -> Exercise:
     return f"Tách từ.\n{_said(words)}", " ".join(words)
 
 
-def sort(rng: random.Random, longest: int) -> Exercise:
-    words = _some_words(rng, min(longest, 9))
-    numbered = [f"{number} {_said([word])}" for number, word in enumerate(words, start=1)]
-    return f"Xếp thứ tự.\n{' ; '.join(rng.sample(numbered, len(words)))}", " ".join(words)
-
-
 def nest(rng: random.Random, longest: int) -> Exercise:
-    """A random tree of random words, given as an outline (depth, label, word), to be written with brackets."""
-    outline = [(0, "", rng.choice(_WORDS))]
+    """A tree of random words from its outline, in which each has its depth and its label."""
+    root = Node(rng.choice(_WORDS))
+    path, lines = [root], [_said([root.concept])]
     for _ in range(rng.randint(1, min(longest, 8) - 1)):
-        depth = rng.randint(1, outline[-1][0] + 1) if _branches(outline[-1][2]) else rng.randint(1, outline[-1][0])
-        word = rng.choice(_WORDS) if rng.random() < 0.75 else _leaf(rng)
-        outline.append((depth, rng.choice(LABELS), word))
-    style = rng.choice(list(TREE_STYLES))
-    trees = [_brackets(outline, lettered=lettered) for lettered in TREE_STYLES[style]]
-    listed = " ; ".join(
-        f"{depth} {label} {_said([word])}" if depth else _said([word]) for depth, label, word in outline
-    )
-    return f"{style}.\n{listed}", "\n---\n".join(trees)
-
-
-TREE_STYLES = {"Vẽ cây": (False,), "Vẽ cây có chữ đầu": (True,), "Vẽ cây hai lần": (False, True)}
-"""Whether each tree asked for has its words' first letters before them."""
-
-
-def _brackets(outline: list[tuple[int, str, str]], *, lettered: bool) -> str:
-    """Words in brackets, what is no word without, labels behind a colon."""
-    used: Counter[str] = Counter()
-    text = ""
-    for (depth, label, word), (following, _, _) in zip(outline, [*outline[1:], (0, "", "")], strict=True):
-        text += f" :{label} " if depth else ""
-        branches = _branches(word)
-        if branches and lettered:
-            used[word[0]] += 1
-            text += f"({word[0]}{used[word[0]] if used[word[0]] > 1 else ''} / {word}"
+        depth, label = rng.randint(1, len(path)), rng.choice(LABELS)
+        del path[depth:]
+        if rng.random() < 0.25:
+            word = _constant(rng)
+            path[-1].add(label, word)
         else:
-            text += f"({word}" if branches else word
-        text += ")" * (depth + branches - following)
-    return text
+            word = rng.choice(_WORDS)
+            path.append(Node(word))
+            path[-2].add(label, path[-1])
+        lines.append(f"{depth} {label} {_said([word])}")
+    return _tree(rng, " ; ".join(lines), root)
 
 
-def _leaf(rng: random.Random) -> str:
-    """What stands in a tree without brackets of its own: a number, a sign, a letter, or a name in quotes."""
-    kind = rng.random()
-    if kind < 0.3:
-        return f'"{rng.choice(NAMES)}"'
-    if kind < 0.6:
-        return rng.choice("abcđhmnôtcvx") + rng.choice(("", "", "2", "3"))
-    return rng.choice((str(rng.randint(1, 100)), "-", "#1", "#2"))
+def formula(rng: random.Random, longest: int) -> Exercise:
+    """A formula of random words as a tree: `a ! f b` is f(a, b), `a ! f ! g b` is f(a, g(a, b)), and `+` joins two."""
+    text, root = _formula(rng, longest)
+    if longest > 5 and rng.random() < 0.3:
+        other, second = _formula(rng, longest)
+        text, root = f"{text} + {other}", Node("and", [("op1", root), ("op2", second)])
+    return _tree(rng, text, root)
 
 
-def _branches(word: str) -> bool:
-    """Whether something in an outline is a word, which has brackets and may have others below it."""
-    return not re.fullmatch(r'".*"|#?[0-9]+|-|\w[0-9]?', word)
+def _formula(rng: random.Random, longest: int) -> tuple[str, Node]:
+    first, left = _term(rng)
+    second, right = _term(rng)
+    head = Node(rng.choice(_WORDS), [("ARG0", left), ("ARG1", right)])
+    text = f"! {_said([head.concept])} {second}"
+    if longest > 4 and rng.random() < 0.4:
+        head = Node(rng.choice(_WORDS), [("ARG0", left), ("ARG1", head)])
+        text = f"! {_said([head.concept])} {text}"
+    return f"{first} {text}", head
+
+
+def _term(rng: random.Random) -> tuple[str, Node]:
+    """A word; `a * b` hangs the second on the first."""
+    word = rng.choice(_WORDS)
+    if rng.random() < 0.6:
+        return _said([word]), Node(word)
+    if rng.random() < 0.3:
+        value = str(rng.randint(1, 100))
+        return f"{value} * {_said([word])}", Node(word, [("ARG2", value)])
+    other = rng.choice(_WORDS)
+    return f"{_said([word])} * {_said([other])}", Node(word, [("ARG2", Node(other))])
+
+
+def _tree(rng: random.Random, text: str, root: Node) -> Exercise:
+    style = rng.choice(list(TREE_STYLES))
+    return f"{style}.\n{text}", "\n---\n".join(bracketed(root, heads) for heads in TREE_STYLES[style])
+
+
+Heads = Literal["pointers", "bare", "letters"]
+TREE_STYLES: dict[str, tuple[Heads, ...]] = {
+    "Vẽ cây": ("pointers",),
+    "Vẽ cây có chữ đầu": ("letters",),
+    "Vẽ cây hai lần": ("bare", "letters"),
+}
+"""What each tree that is asked for has in its brackets; see `bracketed`."""
+
+
+def bracketed(root: Node, heads: Heads) -> str:
+    """A tree in one line.
+
+    heads: what tells its words apart. letters: before each its first letter, and a number from the second on, by which
+    it is mentioned again; bare: the same, but not written; pointers: a number behind those that are mentioned again.
+    """
+    letters, mentions, used = dict[Node, str](), Counter[Node](), Counter[str]()
+
+    def visit(node: Node) -> None:
+        mentions[node] += 1
+        if node not in letters:
+            used[node.concept[0]] += 1
+            letters[node] = node.concept[0] + (str(used[node.concept[0]]) if used[node.concept[0]] > 1 else "")
+            for _, target in node.edges:
+                if isinstance(target, Node):
+                    visit(target)
+
+    visit(root)
+    pointers = {node: f"#{number}" for number, node in enumerate((n for n in letters if mentions[n] > 1), start=1)}
+    names = pointers if heads == "pointers" else letters
+    written: set[Node] = set()
+
+    def write_node(node: Node | str) -> str:
+        if isinstance(node, str):
+            return node
+        if node in written:
+            return names[node]
+        written.add(node)
+        head = f"{letters[node]} / {node.concept}" if heads == "letters" else node.concept
+        behind = [pointers[node]] if heads == "pointers" and node in pointers else []
+        return f"({' '.join([head, *behind, *(f':{label} {write_node(target)}' for label, target in node.edges)])})"
+
+    return write_node(root)
+
+
+def _constant(rng: random.Random) -> str:
+    """What stands in a tree without brackets: a name in quotes, a number, a sign."""
+    return rng.choice((f'"{rng.choice(NAMES)}"', str(rng.randint(1, 100)), "-", *ENGLISH_CONSTANTS))
 
 
 def _some_words(rng: random.Random, longest: int) -> list[str]:
@@ -194,8 +217,8 @@ def _said(words: list[str]) -> str:
 KINDS: dict[str, tuple[Callable[[random.Random, int], Exercise], int]] = {
     "write": (write, 2),
     "repeat": (repeat, 2),
-    "join": (join, 1),
-    "sort": (sort, 2),
-    "nest": (nest, 6),
+    "join": (join, 2),
+    "nest": (nest, 3),
+    "formula": (formula, 4),
 }
 """What is drawn, and how often."""
