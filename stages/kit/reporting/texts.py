@@ -61,8 +61,9 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
 
 
 def comparison_text(comparison: Comparison, table: Table) -> str:
-    """What the terminal shows, without its colours."""
-    console = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
+    """What the terminal shows, without its colours; as wide as the table is, and at least 100 characters."""
+    width = max(100, Console(width=1000).measure(terminal_table(table)).maximum)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as capture:
         print_comparison(comparison, table, console)
     return capture.get()
