@@ -402,7 +402,8 @@ def _dataset_contradictions(here: str, name: str, datasets: dict[str, DatasetPar
     if dataset.source.startswith("generated") and dataset.generate is None:
         problems.append(f"{here}.{name}.generate: missing, though the source is generated")
     if (dataset.source == "mix") != bool(dataset.mix):
-        problems.append(f"{here}.{name}.mix: {'set' if dataset.mix else 'missing'}, though the source is {dataset.source}")
+        found = "set" if dataset.mix else "missing"
+        problems.append(f"{here}.{name}.mix: {found}, though the source is {dataset.source}")
     if dataset.source == "mix" and dataset.limit is not None:
         problems.append(f"{here}.{name}.limit: set, though mix says how much of each dataset to take")
     if dataset.mix and not any(count is None or count > 0 for count in dataset.mix.values()):

@@ -81,7 +81,7 @@ def count_tokens(processor: Processor, conversation: Conversation, *, max_length
 def shortened(processor: Processor, conversation: Conversation, max_length: int | None) -> Conversation:
     """The conversation with its shortenable text cut at the end, so that no more than `max_length` tokens are left.
 
-    The cut is between two tokens of the text. Longer still, if the rest alone is; itself, where there is nothing to cut.
+    The cut is between two tokens of the text. Longer still, if the rest alone is; itself where nothing may be cut.
     """
     place = next(
         (

@@ -246,14 +246,15 @@ def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender],
     against = {rival.name: _difference(report.primary, best, rival) for rival in rivals}
     undecided = [name for name, difference in against.items() if difference.verdict != "better"]
     score = f"{report.primary_words} {_value(best):.3f}{interval_words(best.interval)}"
+    ahead = f"{best.name} scores {report.extreme}, {score}, but"
     if not rivals:
         headline = f"{best.name} is the only model evaluated: {score}"
     elif not undecided:
         headline = f"{best.name} is best: {score}, better than {_all_of(rivals, all_run=all_run)}"
     elif against[undecided[0]].verdict == "too few samples":
-        headline = f"{best.name} scores {report.extreme}, {score}, but {_too_few(against[undecided[0]].samples)}"
+        headline = f"{ahead} {_too_few(against[undecided[0]].samples)}"
     else:
-        headline = f"{best.name} scores {report.extreme}, {score}, but no difference is shown against {_listed(undecided)}"
+        headline = f"{ahead} no difference is shown against {_listed(undecided)}"
     if _run(best).random_weights:
         headline = f"On random weights, {headline}"
     return Answer(
