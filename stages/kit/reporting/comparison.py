@@ -20,6 +20,9 @@ from stages.kit.evaluation.intervals import (
 )
 from stages.kit.reporting.runs import Run, evaluation_stage
 
+UNAVAILABLE = "unavailable"
+"""In metrics.json, of a figure that could not be computed: never 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -31,7 +34,7 @@ class Metric:
     meaning: str
     """A few words for the reader of the page."""
     optional: bool = False
-    """Whether some of the models have no such figure, or words in its place that say why."""
+    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
     higher_is_better: bool = True
     evidence: tuple[str, ...] = ()
     """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none. Those of
@@ -187,7 +190,7 @@ def score_contender(
         raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
     for metric in report.metrics:
         recorded = run.metrics.get(metric.key)
-        if not isinstance(recorded, int | float) and not (metric.optional and isinstance(recorded, str | None)):
+        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
             raise UserError(
                 f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
             )

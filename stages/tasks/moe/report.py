@@ -1,4 +1,4 @@
-"""How the mixture, its experts and its rivals are compared: the columns, the evidence, and the experiment's questions."""
+"""How a mixture and its experts are compared: the columns, the evidence, and the questions the experiment asks."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def score(
     assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
     left = iter(likelihoods)
     weighed = [list(itertools.islice(left, len(_weighed(record)))) for record in records]
-    assert all(weighed) and next(left, None) is None, f"{len(likelihoods)} likelihoods are not those of `candidates`"
+    expected = sum(len(_weighed(record)) for record in records)
+    assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods for {expected} candidates"
     bleurt = load_bleurt()
     rows = [
         _row(record, text, found, bleurt) | _routed(routing[index] if routing else None)
