@@ -21,13 +21,15 @@ def routers(model: Any) -> list[Qwen2MoeTopKRouter]:
 
 
 def test_a_dense_model_routes_nothing(tiny_dense: Any) -> None:
-    assert routing(*tiny_dense, ASKED, batch_size=2) is None
+    model, tokenizer = tiny_dense
+    assert routing(model, tokenizer, ASKED, batch_size=2) is None
 
 
 @pytest.mark.parametrize("batch_size", [2, 3])
 def test_padding_does_not_count(tiny_mixture: Any, batch_size: int) -> None:
-    alone = routing(*tiny_mixture, ASKED, batch_size=1)
-    together = routing(*tiny_mixture, ASKED, batch_size=batch_size)
+    model, tokenizer = tiny_mixture
+    alone = routing(model, tokenizer, ASKED, batch_size=1)
+    together = routing(model, tokenizer, ASKED, batch_size=batch_size)
     assert alone is not None
     assert together is not None
     for one, other in zip(alone, together, strict=True):

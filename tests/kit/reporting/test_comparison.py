@@ -236,7 +236,8 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
     assert [column.heading for column in table.columns] == ["Model", "Score", "Own", "95% interval", "95% interval", ""]
     assert isinstance(table.rows[0].cells[3], Interval)
     flat = flat_metrics(comparison)
-    assert flat["a.own_low"] < flat["a.own"] < flat["a.own_high"]  # type: ignore[operator] - numbers, both
+    low, own_value, high = (float(flat[f"a.own{end}"]) for end in ("_low", "", "_high"))
+    assert low < own_value < high
     assert [drawing.svg.count("Of some, B against A") > 0 for drawing in _differences(comparison)] == [True]
 
     (unanswered,) = compare(report, contenders(np.zeros(60))).insights

@@ -1,7 +1,7 @@
 import pytest
 
 from stages.kit.errors import UserError
-from stages.tasks.moe.samples import check, completion, conversation, probes
+from stages.tasks.moe.samples import check, conversation, probes
 from tests.tasks.moe.made_up import fact, meeting
 
 
@@ -25,7 +25,6 @@ def test_the_answer_is_the_best_one_and_only_there_when_asked_for(record) -> Non
 def test_probes_are_answered_and_of_both_domains() -> None:
     assert all(probe.answered() for probe in probes())
     assert [len(probe.messages[0]["content"]) for probe in probes()] == [1, 3]
-    assert completion(None) is None
 
 
 def test_other_models_and_targets_are_refused() -> None:

@@ -55,7 +55,7 @@ def test_right_answers_score_as_right_and_the_rows_give_the_figures_again() -> N
 def test_empty_and_wrong_answers_are_counted_and_never_fail() -> None:
     wrong = [record.incorrect[1] if record.incorrect else "" for record in RECORDS]
     metrics, _ = score(RECORDS, wrong, likelihoods=weighed(RECORDS))
-    assert metrics["bleu_difference"] < -0.5
+    assert metrics["bleu_difference"] == 0, "texts of fewer than four words have no BLEU"
     assert metrics["rougeL_difference"] < -0.5
     assert metrics["rouge1"] == 0
     assert metrics["empty_rate"] == 0.5
