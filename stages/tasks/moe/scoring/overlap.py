@@ -25,7 +25,7 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
 
 def bleu(answer: str, reference: str) -> float:
     """BLEU of one answer against one reference, from 0 to 1, with the settings of lm-evaluation-harness
-    (lm_eval/tasks/truthfulqa/utils.py): international tokenization, exponential smoothing. 0 for fewer than four tokens.
+    (lm_eval/tasks/truthfulqa/utils.py): international tokenization, exponential smoothing; 0 below four tokens.
 
     Source: Papineni et al., ACL 2002; Post, "A Call for Clarity in Reporting BLEU Scores", WMT 2018.
     """
