@@ -21,7 +21,8 @@ class Routing:
     """Of one conversation, its tokens and the layers with a router all counting the same."""
 
     load: tuple[float, ...]
-    """By expert, the share of the choices that fell on it; they add up to 1. A token makes top-k choices in a layer."""
+    """By expert, the share of the routing weight that it got; they add up to 1. A token's weight in a layer is shared
+    out to its top-k experts only."""
     probability: tuple[float, ...]
     """By expert, the mean probability that the routers gave it; they add up to 1."""
     entropy: float
@@ -71,16 +72,17 @@ def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
 def _by_row(outputs: Sequence[tuple[torch.Tensor, ...]], mask: torch.Tensor) -> list[Routing]:
     """outputs: of each router (logits (B * T, experts), weights, chosen experts (B * T, k)); mask: (B, T)."""
     logits = torch.stack([output[0].float() for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, experts)
+    weights = torch.stack([output[1].float() for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, k)
     chosen = torch.stack([output[2] for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, k)
+    loads = torch.zeros_like(logits).scatter(-1, chosen, weights / weights.sum(dim=-1, keepdim=True))
     num_experts = logits.shape[-1]
     probabilities = logits.softmax(dim=-1)
     entropies = torch.special.entr(probabilities).sum(dim=-1) / torch.tensor(num_experts).log()
     found = []
     for row, is_text in enumerate(mask.bool()):
-        choices = torch.bincount(chosen[:, row, is_text].flatten(), minlength=num_experts).double()
         found.append(
             Routing(
-                load=tuple((choices / choices.sum()).tolist()),
+                load=tuple(loads[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
                 probability=tuple(probabilities[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
                 entropy=entropies[:, row, is_text].double().mean().item(),
             )

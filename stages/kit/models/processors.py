@@ -96,8 +96,7 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
         return conversation
     turn, number = place
     part = conversation.messages[turn]["content"][number]
-    tokens = tokenizer_of(processor)(part["text"], add_special_tokens=False, return_offsets_mapping=True)
-    ends = [0, *(end for _, end in tokens["offset_mapping"])][: max_length + 1]  # no more of them can be left
+    ends = [0, *_token_ends(tokenizer_of(processor), part["text"], max_length)]  # no more of them can be left
     while True:
         messages = copy.deepcopy(conversation.messages)
         messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
@@ -111,3 +110,14 @@ def shortened(processor: Processor, conversation: Conversation, max_length: int 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+
+
+def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
+    """Where the first `count` tokens of a text end, in characters."""
+    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    # Of a transcript of hours only the beginning is looked at, if it has as many tokens.
+    for stop in (16 * count, None):
+        ends = [end for _, end in tokenizer(text[:stop], **options)["offset_mapping"]]
+        if len(ends) > count:
+            break
+    return ends[:count]
