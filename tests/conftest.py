@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,22 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import save_tiny_vlm
 
     return save_tiny_vlm(tmp_path_factory.mktemp("models") / "vlm")
+
+
+@pytest.fixture(scope="session")
+def tiny_dense() -> tuple[Any, Any]:
+    """A Qwen2 of random weights and its tokenizer. Not to be changed."""
+    from tests.tiny import tiny_text_model
+
+    return tiny_text_model(["What was said about the budget? It was agreed."])
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture() -> tuple[Any, Any]:
+    """A Qwen2Moe of four experts, likewise."""
+    from tests.tiny import tiny_text_model
+
+    return tiny_text_model(["What was said about the budget? It was agreed."], num_experts=4)
 
 
 @pytest.fixture(scope="session")

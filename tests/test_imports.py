@@ -30,7 +30,11 @@ FAST = (
         "models/geometries",
         "reporting",
     ),
-    *(f"../tasks/detection/{module}" for module in ("samples", "sources", "scoring", "report")),
+    *(
+        f"../tasks/{task}/{face}"
+        for task in ("detection", "moe")
+        for face in ("samples", "sources", "scoring", "report")
+    ),
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 

@@ -1,14 +1,42 @@
 """Tiny models and conversations for tests: the real classes and files, random weights, a fraction of a second."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2Tokenizer
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.tiny import SMALLEST, build_tiny_qwen2_vl, save_model
+from stages.kit.models.tiny import CHAT_TEMPLATE, SMALLEST, build_tiny_qwen2_vl, save_model, train_tokenizer
 
 QUESTION = "Detect the bounding box of the nutrition table."
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>"
+
+
+def tiny_text_model(
+    corpus: Iterable[str], *, num_experts: int = 0
+) -> tuple[Qwen2ForCausalLM | Qwen2MoeForCausalLM, Qwen2Tokenizer]:
+    """A Qwen2 of random weights in `eval` mode, or a Qwen2Moe with so many experts, two of them for each token."""
+    tokenizer = train_tokenizer(corpus, 320)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "initializer_range": 0.3,  # far from uniform, so that what goes in matters
+    }
+    torch.manual_seed(0)
+    if not num_experts:
+        return Qwen2ForCausalLM(Qwen2Config(**sizes)).eval(), tokenizer
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=32, norm_topk_prob=True)
+    return Qwen2MoeForCausalLM(config).eval(), tokenizer
 
 
 def save_tiny_vlm(folder: Path) -> Path:

@@ -53,13 +53,32 @@ class GenerateParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class LimitParams:
+    """Of a split, at most so many samples: always the same ones, chosen by their content; null for all."""
+
+    train: Positive | None = None
+    val: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class DatasetParams:
     task: Name
     """The task whose `sources` package reads it."""
-    source: Annotated[str, Field(pattern=r"^(generated|folder:.+|hub:.+@.+)$")]
-    """`generated`, `folder:PATH`, or `hub:OWNER/NAME@REVISION`."""
+    source: Annotated[str, Field(pattern=r"^(generated(:.+)?|folder:.+|hub:.+@.+|mix)$")]
+    """`generated`, or `generated:KIND` where the task knows several kinds; `folder:PATH`; `hub:OWNER/NAME@REVISION`;
+    or `mix`, made of other datasets."""
     generate: GenerateParams | None = None
     """How much to generate; read only where the source is `generated`."""
+    limit: LimitParams | None = None
+    """How much to take of what the source has."""
+    mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
+    """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
+    most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
+
+    def selection(self) -> dict[str, Any]:
+        """What is set of `limit` and `mix`, which not every task knows."""
+        chosen = {"limit": self.limit, "mix": self.mix}
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -94,6 +113,8 @@ class EvaluationParams:
     max_new_tokens: Positive
     max_samples: Positive | None = None
     """Only the first this many validation samples; null for all."""
+    max_length: Positive | None = None
+    """Tokens of a sample, its answer counted, to which texts that may be cut are cut; null to cut none."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -161,7 +182,8 @@ class RecipeParams:
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Rate = 1.0
     max_length: Positive
-    """Tokens of a sample, picture tokens counted; a longer one is an error, never cut."""
+    """Tokens of a sample, picture tokens counted; a longer one is an error. Only a text that the task lets be cut, such
+    as the transcript that a question is about, is cut to fit; an answer never."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
 
     def base_recipe(self) -> str | None:
@@ -372,9 +394,32 @@ def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
         problems += _sharding_contradictions(f"{here}.memory", memory)
     if (device.count > 1) != (memory.placement != "single"):
         problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
-    for name, dataset in profile.datasets.items():
-        if dataset.source == "generated" and dataset.generate is None:
-            problems.append(f"{here}.datasets.{name}.generate: missing, though the source is generated")
+    max_length, max_new_tokens = profile.evaluation.max_length, profile.evaluation.max_new_tokens
+    if max_length is not None and max_length <= max_new_tokens:
+        problems.append(f"{here}.evaluation.max_length: not more than max_new_tokens, which leaves no room to ask")
+    for name in profile.datasets:
+        problems += _dataset_contradictions(f"{here}.datasets", name, profile.datasets)
+    return problems
+
+
+def _dataset_contradictions(here: str, name: str, datasets: dict[str, DatasetParams]) -> list[str]:
+    dataset, problems = datasets[name], []
+    if dataset.source.startswith("generated") and dataset.generate is None:
+        problems.append(f"{here}.{name}.generate: missing, though the source is generated")
+    if (dataset.source == "mix") != bool(dataset.mix):
+        found = "set" if dataset.mix else "missing"
+        problems.append(f"{here}.{name}.mix: {found}, though the source is {dataset.source}")
+    if dataset.source == "mix" and dataset.limit is not None:
+        problems.append(f"{here}.{name}.limit: set, though mix says how much of each dataset to take")
+    if dataset.mix and not any(count is None or count > 0 for count in dataset.mix.values()):
+        problems.append(f"{here}.{name}.mix: takes no training sample of any dataset")
+    for part in dataset.mix or ():
+        if part not in datasets:
+            problems.append(f"{here}.{name}.mix.{part}: the profile has no such dataset{_nearest(part, datasets)}")
+        elif datasets[part].source == "mix":
+            problems.append(f"{here}.{name}.mix.{part}: is a mix itself")
+        elif datasets[part].task != dataset.task:
+            problems.append(f"{here}.{name}.mix.{part}: has the task {datasets[part].task}, this one {dataset.task}")
     return problems
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
-from stages.kit.params import Params, load_params
+from stages.kit.params import LimitParams, Params, load_params
 
 SHIPPED = Path(__file__).parents[2] / "params.yaml"
 
@@ -153,6 +153,48 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         params.recipe("r1-llm")
     with pytest.raises(UserError, match="no base of profile tiny is called 'text'"):
         params.base_source("text")
+
+
+def mixed(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The tiny profile with two generated datasets of a task and a mix of them, changed."""
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    for name in ("one", "other"):
+        datasets[name] = {"task": "moe", "source": f"generated:{name}", "generate": {"train": 8, "val": 4}}
+    datasets["both"] = {"task": "moe", "source": "mix", "mix": {"one": 4, "other": None}, **changes}
+    return raw
+
+
+def test_limits_and_mixes_are_read(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw = mixed(raw)
+    raw["profiles"]["tiny"]["datasets"]["one"]["limit"] = {"train": 5}
+    params = load(raw, tmp_path)
+    assert params.dataset("one").selection() == {"limit": LimitParams(train=5, val=None)}
+    assert params.dataset("both").selection() == {"mix": {"one": 4, "other": None}}
+    assert params.dataset("nutrition-tables").selection() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mix": None}, "both.mix: missing, though the source is mix"),
+        ({"source": "folder:x"}, "both.mix: set, though the source is folder:x"),
+        ({"limit": {"train": 3}}, "both.limit: set, though mix says how much of each dataset to take"),
+        ({"mix": {"one": 0, "other": 0}}, "both.mix: takes no training sample of any dataset"),
+        ({"mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean 'other'?)"),
+        ({"mix": {"both": 3}}, "both.mix.both: is a mix itself"),
+        ({"mix": {"nutrition-tables": 3}}, "both.mix.nutrition-tables: has the task detection, this one moe"),
+        ({"mix": {"one": -1}}, "both.mix.one: "),
+    ],
+)
+def test_a_mix_that_makes_no_sense_is_refused(
+    raw: dict[str, Any], tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    assert f"profiles.tiny.datasets.{problem}" in refusal(mixed(raw, **changes), tmp_path)
+
+
+def test_a_length_without_room_for_a_question_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["profiles"]["tiny"]["evaluation"]["max_length"] = raw["profiles"]["tiny"]["evaluation"]["max_new_tokens"]
+    assert "profiles.tiny.evaluation.max_length: not more than max_new_tokens" in refusal(raw, tmp_path)
 
 
 yaml_values = st.recursive(

@@ -15,7 +15,7 @@ class Conversation:
     """Names the sample in messages to people."""
     messages: list[dict[str, Any]]
     """[{"role": ..., "content": [{"type": "text", "text": ...} or {"type": "image"}]}]; answered when the last is the
-    assistant's."""
+    assistant's. One text part of all may be "shortenable": True, and is cut at its end where the whole is too long."""
     images: list[Image] = field(default_factory=list)
     """Upright RGB pictures, in the order in which the messages show them."""
 

@@ -24,10 +24,12 @@ def generate_answers(
     *,
     batch_size: int,
     max_new_tokens: int,
+    max_length: int | None = None,
     complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
     """The answer to each of `count` unanswered conversations, in order.
 
+    max_length: tokens of question and answer together, to which a text of the question that may be cut is cut.
     complete: says of an answer so far that nothing is to follow, where not only the end of the turn does.
     Special tokens are kept; the end of the turn and padding are cut off. Padded on the left, so that every answer
     starts right after its question.
@@ -38,7 +40,8 @@ def generate_answers(
     answers: list[str] = []
     for first in range(0, count, batch_size):
         conversations = [ask(index) for index in range(first, min(first + batch_size, count))]
-        inputs = encode(processor, conversations, padding_side="left")
+        room = None if max_length is None else max_length - max_new_tokens
+        inputs = encode(processor, conversations, padding_side="left", max_length=room)
         prompt_length = inputs["input_ids"].shape[1]
         stops = [_WhenComplete(complete, tokenizer, prompt_length)] if complete else []
         output = model.generate(

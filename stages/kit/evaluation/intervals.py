@@ -47,13 +47,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours minus theirs on the same samples; positive where ours scores higher."""
+    """Ours minus theirs on the same samples; positive where ours is higher."""
 
     mean: float
     interval: Interval | None
     """None below two samples."""
     samples: int
     level: float = 0.95
+    higher_is_better: bool = True
 
     @property
     def verdict(self) -> str:
@@ -66,7 +67,7 @@ class Difference:
             return "too few samples"
         if 0 in self.interval:
             return "no difference shown"
-        return "better" if self.mean > 0 else "worse"
+        return "better" if (self.mean > 0) == self.higher_is_better else "worse"
 
 
 def sample_mean(means: Floats) -> Floats:
@@ -83,6 +84,21 @@ def corpus_f1(means: Floats) -> Floats:
     matched, predicted, expected = means[..., 0], means[..., 1], means[..., 2]
     total = predicted + expected
     return np.divide(2 * matched, total, out=np.zeros_like(total), where=total > 0)
+
+
+def perplexity(means: Floats) -> Floats:
+    """Perplexity from the columns (negative log-likelihood in nats, tokens) of each sample: e to the mean per token.
+    With several such pairs of columns, one a domain and both 0 in samples of another, the geometric mean over the
+    domains, so that each counts the same however many tokens it has. (..., 2 x domains) -> (...); a domain without a
+    token does not count, and without any it is 1.
+
+    Source: Jelinek, Mercer, Bahl and Baker, "Perplexity, a measure of the difficulty of speech recognition tasks",
+    JASA 62(S1), 1977.
+    """
+    pairs = means.reshape(*means.shape[:-1], -1, 2)
+    nats, tokens = pairs[..., 0], pairs[..., 1]  # (..., domains)
+    rates = np.divide(nats, tokens, out=np.zeros_like(nats), where=tokens > 0)
+    return np.exp(rates.sum(axis=-1) / np.maximum((tokens > 0).sum(axis=-1), 1))
 
 
 def bootstrap_mean(
@@ -119,10 +135,12 @@ def paired_difference(
     seed: int = 0,
     resamples: int = 10_000,
     level: float = 0.95,
+    higher_is_better: bool = True,
 ) -> Difference:
     """Ours minus theirs with its interval, redrawing *samples*, so that what is hard for both cancels out.
 
     ours, theirs: (n,) or (n, k), row i of both being the same sample.
+    higher_is_better: of the statistic, for the verdict; the difference keeps its sign.
     Raises ValueError where the lengths differ, where there is no sample, and as `bootstrap` does.
     """
     our_columns, their_columns = _as_columns(ours), _as_columns(theirs)
@@ -143,6 +161,7 @@ def paired_difference(
         interval=bootstrap(both, difference, seed=seed, resamples=resamples, level=level),
         samples=len(both),
         level=level,
+        higher_is_better=higher_is_better,
     )
 
 

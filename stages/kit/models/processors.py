@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -40,13 +42,15 @@ def encode(
     conversations: Sequence[Conversation],
     *,
     padding_side: Literal["left", "right"],
+    max_length: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's inputs for these conversations, through the model's own chat template.
 
+    max_length: in tokens, to which `shortened` cuts each that has a text which may be cut; the others stay as they are.
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
     """
-    texts = [_rendered(processor, conversation) for conversation in conversations]
+    texts = [_rendered(processor, shortened(processor, conversation, max_length)) for conversation in conversations]
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
     if isinstance(processor, PreTrainedTokenizerBase):
         return dict(processor(texts, add_special_tokens=False, **options))
@@ -54,8 +58,9 @@ def encode(
     return dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
 
 
-def count_tokens(processor: Processor, conversation: Conversation) -> int:
+def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
     """How many tokens `encode` makes of a conversation; pictures are counted by their size alone."""
+    conversation = shortened(processor, conversation, max_length)
     text = _rendered(processor, conversation)
     length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
     if conversation.images:
@@ -64,6 +69,36 @@ def count_tokens(processor: Processor, conversation: Conversation) -> int:
         counted = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]  # noqa: SLF001 - as vLLM counts them
         length += sum(counted) - len(sizes)
     return length
+
+
+def shortened(processor: Processor, conversation: Conversation, max_length: int | None) -> Conversation:
+    """The conversation with its shortenable text cut at the end, so that no more than `max_length` tokens are left.
+
+    The cut is between two tokens of the text. Longer still, if the rest alone is; itself where nothing may be cut.
+    """
+    place = next(
+        (
+            (turn, number)
+            for turn, message in enumerate(conversation.messages)
+            for number, part in enumerate(message["content"])
+            if isinstance(part, dict) and part.get("shortenable")
+        ),
+        None,
+    )
+    if max_length is None or place is None:
+        return conversation
+    turn, number = place
+    part = conversation.messages[turn]["content"][number]
+    ends = [0, *_token_ends(tokenizer_of(processor), part["text"], max_length)]  # no more of them can be left
+    while True:
+        messages = copy.deepcopy(conversation.messages)
+        messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
+        cut = replace(conversation, messages=messages)
+        excess = count_tokens(processor, cut) - max_length
+        if excess <= 0 or len(ends) == 1:
+            return cut
+        # Again only where tokens at the cut fuse with what follows, or a character has several of them.
+        del ends[max(1, len(ends) - excess) :]
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
@@ -83,3 +118,14 @@ def _plain(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return "".join(part["text"] for part in content)
+
+
+def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
+    """Where the first `count` tokens of a text end, in characters."""
+    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    # Of a transcript of hours only the beginning is looked at, if it has as many tokens.
+    for stop in (16 * count, None):
+        ends = [end for _, end in tokenizer(text[:stop], **options)["offset_mapping"]]
+        if len(ends) > count:
+            break
+    return ends[:count]

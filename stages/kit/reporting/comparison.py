@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from stages.kit.evaluation.intervals import (
 )
 from stages.kit.reporting.runs import Run, evaluation_stage
 
+UNAVAILABLE = "unavailable"
+"""In metrics.json, of a figure that could not be computed: never 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -30,7 +34,14 @@ class Metric:
     meaning: str
     """A few words for the reader of the page."""
     optional: bool = False
-    """Whether some of the models have no such figure."""
+    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
+    higher_is_better: bool = True
+    evidence: tuple[str, ...] = ()
+    """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none. Those of
+    the primary metric are the report's."""
+    statistic: Statistic = sample_mean
+    among: str | None = None
+    """A per-sample column of 0 and 1, 1 where `evidence` says something; None where it does of every sample."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Question:
     topic: str
     ours: str
     theirs: str
+    metric: str | None = None
+    """Key of the metric to compare them by, one with evidence; None for the primary one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,7 @@ class TaskReport:
 
     title: str
     metrics: tuple[Metric, ...]
-    """The columns of the table; the first one is primary: models are ranked by it, and higher is better."""
+    """The columns of the table; the first one is primary: models are ranked by it."""
     primary_words: str
     """The primary metric within a sentence."""
     identity: tuple[str, ...]
@@ -63,7 +76,26 @@ class TaskReport:
 
     @property
     def primary(self) -> Metric:
-        return self.metrics[0]
+        """With its evidence."""
+        return replace(self.metrics[0], evidence=self.evidence, statistic=self.statistic)
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics with evidence, the primary one first."""
+        return (self.primary, *(metric for metric in self.metrics[1:] if metric.evidence))
+
+    @property
+    def extreme(self) -> str:
+        """Where the best value of the primary metric is."""
+        return "highest" if self.primary.higher_is_better else "lowest"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The per-sample columns that a comparison needs."""
+        needed = {self.score}
+        for metric in self.measured:
+            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
+        return tuple(sorted(needed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +111,8 @@ class Contender:
     value: float | None = None
     """Of the primary metric."""
     interval: Interval | None = None
+    other_intervals: Mapping[str, Interval | None] = field(default_factory=dict)
+    """By key, of the other metrics with evidence."""
 
     @property
     def stage(self) -> str:
@@ -106,8 +140,9 @@ class Insight:
     topic: str
     ours: str
     theirs: str
+    metric: Metric
     difference: Difference | None
-    """None where one of the two was not run."""
+    """None where one of the two was not run, or no sample is about the metric."""
     words: str
 
 
@@ -151,29 +186,26 @@ def score_contender(
     """
     if run is None:
         return Contender(name=name, baseline=baseline, stage_of=stage_of, run=None)
-    evidence = _evidence(report, run)
-    if len(evidence) == 0:
+    if not run.samples:
         raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
-    value = float(report.statistic(evidence.mean(axis=0)))
     for metric in report.metrics:
-        recorded_metric = run.metrics.get(metric.key)
-        if not isinstance(recorded_metric, int | float) and not (metric.optional and recorded_metric is None):
+        recorded = run.metrics.get(metric.key)
+        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
             raise UserError(
                 f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
             )
-    recorded = float(run.metrics[report.primary.key])
-    if not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
-        raise UserError(
-            f"metrics.json of {name} says {report.primary.key} {recorded:.4f}, its predictions.parquet says "
-            f"{value:.4f}; one of them is stale: dvc repro -f -s {run.stage}"
-        )
+    values, intervals = {}, {}
+    for metric in report.measured:
+        values[metric.key], intervals[metric.key] = _value_and_interval(metric, run)
+    primary = report.primary.key
     return Contender(
         name=name,
         baseline=baseline,
         stage_of=stage_of,
         run=run,
-        value=value,
-        interval=bootstrap(evidence, report.statistic),
+        value=values[primary],
+        interval=intervals.pop(primary),
+        other_intervals=intervals,
     )
 
 
@@ -186,7 +218,7 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     evaluated = [contender for contender in contenders if contender.run]
     assert evaluated, "nothing to compare"
     assert len({_run(contender).random_weights for contender in evaluated}) == 1, "random weights beside trained ones"
-    best = max(evaluated, key=_value)
+    best = max(evaluated, key=partial(_goodness, report))
     return Comparison(
         report=report,
         contenders=tuple(contenders),
@@ -213,18 +245,19 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
 
 
 def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender], *, all_run: bool) -> Answer:
-    rivals = sorted((other for other in evaluated if other is not best), key=_value, reverse=True)
-    against = {rival.name: _difference(report, best, rival) for rival in rivals}
+    rivals = sorted((other for other in evaluated if other is not best), key=partial(_goodness, report), reverse=True)
+    against = {rival.name: _difference(report.primary, best, rival) for rival in rivals}
     undecided = [name for name, difference in against.items() if difference.verdict != "better"]
     score = f"{report.primary_words} {_value(best):.3f}{interval_words(best.interval)}"
+    ahead = f"{best.name} scores {report.extreme}, {score}, but"
     if not rivals:
         headline = f"{best.name} is the only model evaluated: {score}"
     elif not undecided:
         headline = f"{best.name} is best: {score}, better than {_all_of(rivals, all_run=all_run)}"
     elif against[undecided[0]].verdict == "too few samples":
-        headline = f"{best.name} scores highest, {score}, but {_too_few(against[undecided[0]].samples)}"
+        headline = f"{ahead} {_too_few(against[undecided[0]].samples)}"
     else:
-        headline = f"{best.name} scores highest, {score}, but no difference is shown against {_listed(undecided)}"
+        headline = f"{ahead} no difference is shown against {_listed(undecided)}"
     if _run(best).random_weights:
         headline = f"On random weights, {headline}"
     return Answer(
@@ -247,26 +280,58 @@ def _insights(report: TaskReport, by_name: Mapping[str, Contender]) -> tuple[Ins
 
 def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
     ours, theirs = by_name[question.ours], by_name[question.theirs]
+    metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
     difference = None
     if unanswered := [contender.stage for contender in (ours, theirs) if contender.run is None]:
         words = f"not answered, not run: dvc repro {' '.join(unanswered)}"
+    elif len(_evidence(metric, _run(ours))) == 0:
+        words = f"not answered: no sample is about {metric.heading}"
     else:
-        difference = _difference(report, ours, theirs)
+        difference = _difference(metric, ours, theirs)
         words = _sentence(difference_words(ours.name, theirs.name, difference))
-    return Insight(topic=question.topic, ours=ours.name, theirs=theirs.name, difference=difference, words=words)
+    return Insight(
+        topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric, difference=difference, words=words
+    )
 
 
-def _difference(report: TaskReport, ours: Contender, theirs: Contender) -> Difference:
-    return paired_difference(_evidence(report, _run(ours)), _evidence(report, _run(theirs)), statistic=report.statistic)
+def _difference(metric: Metric, ours: Contender, theirs: Contender) -> Difference:
+    return paired_difference(
+        _evidence(metric, _run(ours)),
+        _evidence(metric, _run(theirs)),
+        statistic=metric.statistic,
+        higher_is_better=metric.higher_is_better,
+    )
 
 
-def _evidence(report: TaskReport, run: Run) -> Floats:
-    return np.stack([run.columns[name] for name in report.evidence], axis=1)  # (samples, columns)
+def _value_and_interval(metric: Metric, run: Run) -> tuple[float | None, Interval | None]:
+    """Of a metric with evidence; (None, None) where no sample is about it."""
+    evidence = _evidence(metric, run)
+    if len(evidence) == 0:
+        return None, None
+    value, recorded = float(metric.statistic(evidence.mean(axis=0))), run.metrics.get(metric.key)
+    if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
+        said = f"{recorded:.4f}" if isinstance(recorded, int | float) else "nothing"
+        raise UserError(
+            f"metrics.json of {run.name} says {metric.key} {said}, its predictions.parquet says "
+            f"{value:.4f}; one of them is stale: dvc repro -f -s {run.stage}"
+        )
+    return value, bootstrap(evidence, metric.statistic)
+
+
+def _evidence(metric: Metric, run: Run) -> Floats:
+    """(samples that the metric is about, columns)."""
+    evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
+    return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]
 
 
 def _run(contender: Contender) -> Run:
     assert contender.run is not None, contender.name
     return contender.run
+
+
+def _goodness(report: TaskReport, contender: Contender) -> float:
+    """By the primary metric; more is better."""
+    return _value(contender) if report.primary.higher_is_better else -_value(contender)
 
 
 def _value(contender: Contender) -> float:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stages.kit.reporting import plots
-from stages.kit.reporting.comparison import Comparison, Contender, interval_words
+from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.settings import cost_table, plan_settings, split_settings, trainable_table
 from stages.kit.reporting.tables import Table, cell_text
@@ -158,8 +158,14 @@ def _scores(comparison: Comparison, colours: dict[str, str]) -> Drawing:
     )
 
 
-def _differences(comparison: Comparison) -> Drawing | None:
-    """A forest plot of the insights that have an answer; None where none has."""
+def _differences(comparison: Comparison) -> list[Drawing]:
+    """A forest plot for each metric that insights with an answer are about, the primary one first."""
+    drawings = [_differences_in(metric, comparison) for metric in comparison.report.measured]
+    return [drawing for drawing in drawings if drawing]
+
+
+def _differences_in(metric: Metric, comparison: Comparison) -> Drawing | None:
+    primary = metric.key == comparison.report.primary.key
     colour_of = {"better": "better", "worse": "worse"}
     rows = [
         plots.IntervalRow(
@@ -170,15 +176,16 @@ def _differences(comparison: Comparison) -> Drawing | None:
             colour=colour_of.get(insight.difference.verdict, "muted"),
         )
         for insight in comparison.insights
-        if insight.difference
+        if insight.difference and insight.metric.key == metric.key
     ]
     if not rows:
         return None
-    words = comparison.report.primary_words
+    words = comparison.report.primary_words if primary else metric.heading
+    ahead = "Right" if metric.higher_is_better else "Left"
     return _drawing(
         plots.plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
-        "differences",
-        "Each difference with its 95% interval. Right of the dashed line the first of the pair is ahead; an "
+        "differences" if primary else f"differences-{metric.key}",
+        f"Each difference with its 95% interval. {ahead} of the dashed line the first of the pair is ahead; an "
         "interval that touches the line shows no difference.",
         "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stages.kit.reporting.comparison import Comparison
+from stages.kit.reporting.comparison import Comparison, Contender, Metric
 from stages.kit.reporting.plots import share_at_least
 from stages.kit.reporting.settings import plan_settings, split_settings
 from stages.kit.reporting.tables import (
+    Cell,
     Column,
     Row,
     Table,
@@ -28,7 +31,7 @@ def comparison_table(comparison: Comparison) -> Table:
     primary = comparison.report.primary
     columns = (
         Column("model", "Model"),
-        *(Column(metric.key, metric.heading, metric.format) for metric in metrics),
+        *(column for metric in metrics for column in _columns(metric, comparison)),
         Column(primary.key, "95% interval", primary.format),
         Column("role", ""),
     )
@@ -38,12 +41,29 @@ def comparison_table(comparison: Comparison) -> Table:
         best = contender is comparison.best
         cells = (
             contender.name,
-            *(recorded.get(metric.key) for metric in metrics),
+            *(cell for metric in metrics for cell in _cells(metric, contender, recorded, comparison)),
             contender.interval,
-            "highest" if best and not comparison.answer.enough else "best" if best else contender.role,
+            comparison.report.extreme if best and not comparison.answer.enough else "best" if best else contender.role,
         )
         rows.append(Row(cells=cells, emphasised=best, note=contender.note))
     return Table(columns=columns, rows=tuple(rows))
+
+
+def _columns(metric: Metric, comparison: Comparison) -> tuple[Column, ...]:
+    """A metric's column, and one for its interval if it has its own; the primary one's stands at the end."""
+    column = Column(metric.key, metric.heading, metric.format)
+    return (column, replace(column, heading="95% interval")) if _has_interval(metric, comparison) else (column,)
+
+
+def _cells(
+    metric: Metric, contender: Contender, recorded: Mapping[str, Cell], comparison: Comparison
+) -> tuple[Cell, ...]:
+    cell = recorded.get(metric.key)
+    return (cell, contender.other_intervals.get(metric.key)) if _has_interval(metric, comparison) else (cell,)
+
+
+def _has_interval(metric: Metric, comparison: Comparison) -> bool:
+    return any(contender.other_intervals.get(metric.key) for contender in comparison.evaluated)
 
 
 def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
@@ -92,7 +112,7 @@ def fairness(comparison: Comparison) -> str:
 
 
 def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
-    """For `dvc metrics`: the best model, and the primary metric of each with its interval."""
+    """For `dvc metrics`: the best model, and of each model the metrics that have an interval, with it."""
     key = comparison.report.primary.key
     flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.answer.enough}
     for contender in comparison.evaluated:
@@ -101,6 +121,12 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
         if contender.interval:
             flat[f"{contender.name}.{key}_low"] = contender.interval.low
             flat[f"{contender.name}.{key}_high"] = contender.interval.high
+        assert contender.run is not None
+        for other, interval in contender.other_intervals.items():
+            if interval:
+                flat[f"{contender.name}.{other}"] = contender.run.metrics[other]
+                flat[f"{contender.name}.{other}_low"] = interval.low
+                flat[f"{contender.name}.{other}_high"] = interval.high
     return flat
 
 

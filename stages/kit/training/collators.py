@@ -24,7 +24,7 @@ _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|ima
 
 
 class ConversationCollator:
-    """Batches of answered conversations, padded on the right.
+    """Batches of answered conversations, padded on the right; a text that may be cut is cut to `max_length`.
 
     loss: `assistant-only` counts the assistant's words and the end-of-turn token; `all-tokens` counts all text, chat
     markup included. Padding and vision tokens never count.
@@ -61,7 +61,7 @@ class ConversationCollator:
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
         conversations = [self.converse(self.records[int(example["sample"])]) for example in examples]
-        batch = encode(self.processor, conversations, padding_side="right")
+        batch = encode(self.processor, conversations, padding_side="right", max_length=self.max_length)
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for row, conversation in enumerate(conversations):
             length = int(batch["attention_mask"][row].sum())
@@ -80,7 +80,7 @@ class ConversationCollator:
         lengths = []
         for record in self.records:
             conversation = self.converse(record)
-            lengths.append(count_tokens(self.processor, conversation))
+            lengths.append(count_tokens(self.processor, conversation, max_length=self.max_length))
             self._refuse_too_long(conversation, lengths[-1])
         return lengths
 

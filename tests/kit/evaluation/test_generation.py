@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -40,3 +41,16 @@ def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:
     model.generation_config.eos_token_id = ids[3]
     (answer,) = generate_answers(model, processor, question, 1, batch_size=1, max_new_tokens=8)
     assert answer == processor.tokenizer.decode(ids[:3])
+
+
+def test_a_question_that_may_be_cut_leaves_room_for_the_answer(tiny_dense: Any) -> None:
+    model, tokenizer = tiny_dense
+    parts = [{"type": "text", "text": "so " * 400, "shortenable": True}, {"type": "text", "text": "What?"}]
+    asked = Conversation(sample_id="long", messages=[{"role": "user", "content": parts}])
+    lengths = []
+    hook = model.register_forward_pre_hook(
+        lambda _model, _args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    generate_answers(model, tokenizer, lambda _: asked, 1, batch_size=1, max_new_tokens=7, max_length=100)
+    hook.remove()
+    assert 88 <= lengths[0] <= 93

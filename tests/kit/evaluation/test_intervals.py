@@ -15,6 +15,7 @@ from stages.kit.evaluation.intervals import (
     bootstrap_mean,
     corpus_f1,
     paired_difference,
+    perplexity,
 )
 
 
@@ -198,3 +199,22 @@ def test_paired_interval_of_a_corpus_f1_covers_the_true_difference() -> None:
         found_difference = paired_difference(ours, theirs, statistic=corpus_f1, seed=trial, resamples=500)
         covered += our_truth - their_truth in found(found_difference.interval)
     assert 0.91 <= covered / trials <= 0.985
+
+
+def test_perplexity_is_of_the_corpus_and_each_domain_counts_the_same() -> None:
+    samples = np.array([[2.0, 1, 0, 0], [2, 3, 0, 0], [0, 0, 60, 20]])  # nats and tokens of two domains
+    one, other = np.exp(4 / 4), np.exp(60 / 20)
+    assert perplexity(samples[:2, :2].mean(axis=0)) == pytest.approx(one)
+    assert perplexity(samples.mean(axis=0)) == pytest.approx(np.sqrt(one * other))
+    assert perplexity(samples[:2].mean(axis=0)) == pytest.approx(one), "a domain without tokens must not count"
+    assert perplexity(np.zeros((2, 4))).tolist() == [1, 1]
+    assert perplexity(np.stack([samples, samples]).mean(axis=1)).shape == (2,)
+
+
+@pytest.mark.parametrize(("higher_is_better", "verdict"), [(True, "better"), (False, "worse")])
+def test_which_way_is_better_turns_the_verdict_and_not_the_difference(higher_is_better: bool, verdict: str) -> None:
+    ours, theirs = np.linspace(2, 3, 20), np.linspace(1, 2, 20)
+    difference = paired_difference(ours, theirs, higher_is_better=higher_is_better)
+    assert difference.mean == pytest.approx(1)
+    assert difference.verdict == verdict
+    assert paired_difference(ours, ours, higher_is_better=higher_is_better).verdict == "no difference shown"

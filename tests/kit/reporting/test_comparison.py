@@ -8,6 +8,7 @@ import pytest
 from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Difference, Floats, Interval
 from stages.kit.reporting.comparison import (
+    UNAVAILABLE,
     Comparison,
     Contender,
     Metric,
@@ -17,9 +18,10 @@ from stages.kit.reporting.comparison import (
     difference_words,
     score_contender,
 )
+from stages.kit.reporting.page import _differences
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, cell_text
-from stages.kit.reporting.texts import comparison_table
+from stages.kit.reporting.texts import comparison_table, flat_metrics
 
 REPORT = TaskReport(
     title="A task",
@@ -161,8 +163,85 @@ def test_a_figure_that_only_some_models_have_is_optional() -> None:
     contenders = [score_contender(report, name, each, baseline=None) for name, each in (("a", without), ("b", with_it))]
     table = comparison_table(compare(report, contenders))
     assert [cell_text(row.cells[2], table.columns[2]) for row in table.rows] == [ABSENT, "0.250"]
+    unavailable = replace(run, metrics={**run.metrics, "restored": UNAVAILABLE})
+    assert score_contender(report, "a", unavailable, baseline=None).run == unavailable
     with pytest.raises(UserError, match="no number restored"):
         score_contender(report, "a", replace(run, metrics={**run.metrics, "restored": "high"}), baseline=None)
+
+
+LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="How bad it is.", higher_is_better=False)
+
+
+def losses_of(*names: str, apart: float) -> list[Contender]:
+    """Models that lose more the later they are named."""
+    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",))
+    contenders = []
+    for number, name in enumerate(names):
+        losses = scores_around(2 + apart * number, number)
+        run = run_of(name, losses)
+        run = replace(run, metrics={"loss": float(losses.mean())}, columns={"loss": losses, "score": losses})
+        contenders.append(score_contender(report, name, run, baseline=None if name == "base" else "base"))
+    return contenders
+
+
+def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> None:
+    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
+    comparison = compare(report, losses_of("b", "a", "base", apart=0.5))
+    assert comparison.best.name == "b"
+    assert comparison.answer.headline.startswith("b is best: loss 2.0")
+    assert [reason.split(" by ")[0] for reason in comparison.answer.reasons] == [
+        "b is better than a",
+        "b is better than base",
+    ]
+    assert comparison.insights[0].words.startswith("b is better than a by -0.4")
+    assert comparison.insights[1].words.startswith("b is better than base by -")
+    drawn = _differences(comparison)
+    assert [drawing.caption.split(" of the")[0].split()[-1] for drawing in drawn] == ["Left"]
+
+
+def test_where_less_is_better_and_the_evidence_not_enough_the_lowest_is_marked() -> None:
+    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
+    comparison = compare(report, losses_of("b", "a", apart=0.001))
+    assert f"{comparison.best.name} scores lowest, loss 2." in comparison.answer.headline
+    marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
+    assert marks[comparison.best.name] == "lowest"
+
+
+def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> None:
+    own = Metric(
+        key="own", heading="Own", format=".2f", meaning="Of some.", optional=True, evidence=("own",), among="ours",
+        higher_is_better=False,
+    )  # fmt: skip
+    question = Question("Of some, B against A", "b", "a", metric="own")
+    report = replace(REPORT, metrics=(*REPORT.metrics, own), questions=(question,))
+    assert report.columns == ("ours", "own", "score")
+
+    def contenders(among: Floats) -> list[Contender]:
+        found = []
+        for seed, (name, mean) in enumerate((("a", 0.3), ("b", 0.7))):
+            scores = scores_around(mean, seed)
+            run = run_of(name, scores)
+            columns = {"score": scores, "own": scores * among, "ours": among}
+            metrics = {**run.metrics, **({"own": float(scores[among == 1].mean())} if among.any() else {})}
+            found.append(score_contender(report, name, replace(run, columns=columns, metrics=metrics), baseline=None))
+        return found
+
+    comparison = compare(report, contenders((np.arange(60) % 3 == 0).astype(float)))
+    assert comparison.best.name == "b", "the primary metric alone ranks"
+    (insight,) = comparison.insights
+    assert insight.words.startswith("b is worse than a by +0.398 [")
+    assert insight.difference is not None
+    assert insight.difference.samples == 20
+    table = comparison_table(comparison)
+    assert [column.heading for column in table.columns] == ["Model", "Score", "Own", "95% interval", "95% interval", ""]
+    assert isinstance(table.rows[0].cells[3], Interval)
+    flat = flat_metrics(comparison)
+    low, own_value, high = (float(flat[f"a.own{end}"]) for end in ("_low", "", "_high"))
+    assert low < own_value < high
+    assert [drawing.svg.count("Of some, B against A") > 0 for drawing in _differences(comparison)] == [True]
+
+    (unanswered,) = compare(report, contenders(np.zeros(60))).insights
+    assert unanswered.words == "not answered: no sample is about Own"
 
 
 def test_an_evaluation_of_no_sample_is_refused() -> None:

@@ -135,3 +135,15 @@ def test_any_answer_counts_whole(answer: str, tiny_vlm: Path) -> None:
     normal = tokenizer_of(processor).decode(tokenizer_of(processor).encode(answer, add_special_tokens=False))
     assert found.endswith("<|im_end|>")
     assert found.removesuffix("<|im_end|>").lstrip("\n\r") == normal.lstrip("\n\r")
+
+
+def test_a_text_that_may_be_cut_is_cut_to_the_limit_and_the_answer_counts_whole(
+    collate: Any, processor: Processor
+) -> None:
+    sample = conversation(ANSWER, images=0)
+    sample.messages[0]["content"].insert(0, {"type": "text", "text": "Some words. " * 400, "shortenable": True})
+    batch = collate(sample, max_length=200)
+    assert 195 <= batch["input_ids"].shape[1] <= 200
+    assert counted_text(batch, 0, processor) == f"{ANSWER}<|im_end|>"
+    collator = ConversationCollator(processor, [sample], lambda it: it, loss="assistant-only", max_length=200)
+    assert collator.lengths == [batch["input_ids"].shape[1]]

@@ -1,0 +1,90 @@
+"""What one sample is: a question, perhaps about a text, and what is right and wrong to answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from stages.kit.data.tables import read_rows
+from stages.kit.errors import UserError
+
+Domain = Literal["truthfulqa", "qmsum"]
+DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")
+"""Questions that many people answer wrongly, and queries about the transcript of a meeting."""
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("domain", pa.string()),
+        ("question", pa.string()),
+        ("context", pa.string()),
+        ("best", pa.string()),
+        ("correct", pa.list_(pa.string())),
+        ("incorrect", pa.list_(pa.string())),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+    ]
+)
+"""Of a prepared split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    id: str
+    domain: Domain
+    question: str
+    context: str | None
+    """The transcript that the question is about; None where it is about the world."""
+    best: str
+    """What the model is to answer; one of `correct`."""
+    correct: tuple[str, ...]
+    incorrect: tuple[str, ...]
+    """None for a transcript."""
+    file: str
+    """Where it was read, relative to the dataset's folder."""
+    line: int
+    """Counted from 1."""
+
+    def key(self) -> str:
+        """A digest, equal for records that ask the same of the same text."""
+        return _digest(same_text(self.question), same_text(self.context or ""))
+
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits: about the same transcript, or else the same
+        question."""
+        return _digest(same_text(self.context or self.question))
+
+
+def same_text(text: str) -> str:
+    """Equal for texts that differ only in how Unicode composes their letters, in white space or in case."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def to_row(record: Record) -> dict[str, Any]:
+    """A record as a row of SCHEMA."""
+    return {**vars(record), "correct": list(record.correct), "incorrect": list(record.incorrect)}
+
+
+def read_split(prepared_dir: Path, split: str) -> list[Record]:
+    """The records of a prepared split, in their order.
+
+    Raises UserError where prepare has not run.
+    """
+    path = prepared_dir / f"{split}.parquet"
+    if not path.is_file():
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+    return [_from_row(row) for row in read_rows(path)]
+
+
+def _from_row(row: dict[str, Any]) -> Record:
+    return Record(**{**row, "correct": tuple(row["correct"]), "incorrect": tuple(row["incorrect"])})
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

@@ -1,0 +1,5 @@
+"""Where the domains' data comes from: files of TruthfulQA or QMSum, two small worlds, or prepared datasets."""
+
+from stages.tasks.moe.sources.preparation import prepare
+
+__all__ = ["prepare"]

@@ -1,0 +1,203 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.kit.errors import UserError
+from stages.kit.params import GenerateParams, LimitParams
+from stages.tasks.moe.samples import read_split
+from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.sources import prepare
+from tests.tasks.moe.made_up import TABLE, longbench, write_lines, write_table, yale
+
+QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
+
+
+def prepared(source: Path | str, out_dir: Path, **options: Any) -> dict[str, list[Record]]:
+    prepare(str(source) if isinstance(source, str) else f"folder:{source}", out_dir=out_dir, **options)
+    return {split: read_split(out_dir, split) for split in ("train", "val")}
+
+
+def refusal(source: Path | str, out_dir: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        prepared(source, out_dir, **options)
+    assert not out_dir.exists()
+    return error.value.message
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_truthfulqa_is_read_and_held_out_by_what_it_says(tmp_path: Path, newline: str) -> None:
+    write_table(tmp_path / "in" / "TruthfulQA.csv", *QUESTIONS, newline=newline)
+    splits = prepared(tmp_path / "in", tmp_path / "out")
+    assert {split: len(records) for split, records in splits.items()} == {"train": 24, "val": 6}
+    record = splits["train"][0]
+    assert (record.best, record.correct, record.incorrect) == ("Yes", ("Yes", "Surely"), ("No", "Never"))
+    assert record.id == f"TruthfulQA.csv:{record.line}" == f"TruthfulQA.csv:{QUESTIONS.index(record.question) + 2}"
+    # The same questions are held out wherever they stand.
+    write_table(tmp_path / "turned" / "other.csv", *QUESTIONS[::-1])
+    turned = prepared(tmp_path / "turned", tmp_path / "again")
+    assert {record.question for record in turned["val"]} == {record.question for record in splits["val"]}
+
+
+def test_the_queries_about_a_meeting_are_in_one_split(tmp_path: Path) -> None:
+    meetings = [yale(f"meeting {number}", "What of Bob?", "What of Eve?") for number in range(10)]
+    write_lines(tmp_path / "in" / "all.jsonl", *meetings)
+    splits = prepared(tmp_path / "in", tmp_path / "out")
+    assert {split: len(records) for split, records in splits.items()} == {"train": 24, "val": 6}
+    assert not {record.context for record in splits["train"]} & {record.context for record in splits["val"]}
+    record = splits["train"][1]
+    assert record.context is not None
+    assert record.context.startswith("Ann: let us talk about meeting")
+    assert (record.question, record.best, record.id.split(":")[1]) == ("What of Bob?", "What of Bob? So.", "1.2")
+
+
+def test_longbench_is_read_and_files_that_say_so_are_the_splits(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in" / "train.jsonl", *map(longbench, range(3)), newline="\r\n")
+    write_lines(tmp_path / "in" / "val.jsonl", longbench(7), "", longbench(8))
+    write_lines(tmp_path / "in" / "test.jsonl", longbench(9))
+    stats = prepare(f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
+    assert [record.id for record in read_split(tmp_path / "out", "val")] == ["val.jsonl:1", "val.jsonl:3"]
+    assert stats["validation"] == "val.jsonl"
+    assert stats["unused_files"] == ["test.jsonl"]
+    assert stats == json.loads((tmp_path / "out" / "stats.json").read_text())
+
+
+def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "in" / "q.csv", *QUESTIONS[:9])
+    with path.open("a", encoding="utf-8") as file:
+        file.write(',"Two\nlines?",,,No\n,Few?,Yes\n,Which?,Yes,Yes,No;Yes\n,,Yes,Yes,No\n,Why?,Yes,Yes,;\n')
+        file.write(",Odd?,<|im_end|>,x,No\n")
+    message = refusal(tmp_path / "in", tmp_path / "out")
+    assert "6 malformed rows" in message
+    for said in (
+        "q.csv line 11: no best answer; the question is: 'Two\\nlines?'",
+        "q.csv line 13: 3 fields, expected the 5",
+        "q.csv line 14: the best answer is among the incorrect ones",
+        "q.csv line 15: an empty question",
+        "q.csv line 16: no incorrect answer",
+        "q.csv line 17: a text holds chat markup",
+    ):
+        assert said in message
+    stats = prepare(f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out", skip_invalid=True)
+    assert (stats["splits"]["train"]["records"], stats["splits"]["train"]["invalid_rows"]) == (7, 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a JSON object is expected"),
+        ('{"a": 1}', "neither meeting_transcripts"),
+        ({**longbench(1), "dataset": "hotpotqa"}, "of LongBench's 'hotpotqa'"),
+        ({**longbench(1), "answers": []}, "answers is no list of texts"),
+        ({**longbench(1), "input": None}, "no text as input"),
+        ({**longbench(1), "context": " "}, "an empty transcript"),
+        ({**yale("x"), "meeting_transcripts": "Ann: hi"}, "meeting_transcripts is no list"),
+        ({**yale("x"), "specific_query_list": [{"query": "Q?"}]}, "specific_query_list, number 1: no text as query"),
+        ({**yale("x"), "general_query_list": [{"query": "Q?", "answer": ""}]}, "no best answer"),
+    ],
+)
+def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, said: str) -> None:
+    write_lines(tmp_path / "in" / "m.jsonl", yale("a"), line, yale("b"))
+    message = refusal(tmp_path / "in", tmp_path / "out")
+    assert "m.jsonl line 2: " in message
+    assert said in message
+    splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
+    assert {record.line for records in splits.values() for record in records} >= {1, 3}
+    assert not any(record.context == "" or not record.best for records in splits.values() for record in records)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the file is empty"),
+        (b"\xff\xfe", "not UTF-8: byte 0xff"),
+        (TABLE.encode() + b'"', "line 2: not CSV: unexpected end of data"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    write_table(tmp_path / "in" / "a.csv", *QUESTIONS)
+    (tmp_path / "in" / "b.csv").write_bytes(content)
+    message = refusal(tmp_path / "in", tmp_path / "out")
+    assert "b.csv" in message
+    assert said in message
+
+
+def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    assert "holds neither TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in" / "scores.csv").write_text("a,b\n1,2\n")
+    assert "what is there is something else: scores.csv" in refusal(tmp_path / "in", tmp_path / "out")
+    write_table(tmp_path / "in" / "q.csv", *QUESTIONS)
+    write_lines(tmp_path / "in" / "m.jsonl", yale("a"))
+    assert "holds two domains" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "no dataset folder" in refusal(tmp_path / "nowhere", tmp_path / "out")
+    assert "unknown source 'hub:a/b@c'" in refusal("hub:a/b@c", tmp_path / "out")
+
+
+def test_one_question_alone_cannot_be_split(tmp_path: Path) -> None:
+    write_table(tmp_path / "in" / "q.csv", "Is it?", "is  it?")
+    assert "asks about 1 question or meeting" in refusal(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_question_in_both_splits_is_refused_or_left_out(tmp_path: Path) -> None:
+    write_table(tmp_path / "in" / "train.csv", "Is it  A?", "Is it B?")
+    write_table(tmp_path / "in" / "val.csv", "is it a?")
+    assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "in", tmp_path / "out")
+    splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
+    assert [record.question for record in splits["train"]] == ["Is it B?"]
+
+
+def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> None:
+    def taken(name: str, *questions: str) -> dict[str, list[str]]:
+        write_table(tmp_path / name / "q.csv", *questions)
+        splits = prepared(tmp_path / name, tmp_path / f"{name}-out", limit=LimitParams(train=5, val=2))
+        return {split: [record.question for record in records] for split, records in splits.items()}
+
+    forward, backward = taken("a", *QUESTIONS), taken("b", *QUESTIONS[::-1])
+    assert {split: len(questions) for split, questions in forward.items()} == {"train": 5, "val": 2}
+    assert forward["train"] == backward["train"][::-1]
+    assert forward["train"] == sorted(forward["train"], key=QUESTIONS.index) != list(QUESTIONS[:5])
+
+
+def two_domains(tmp_path: Path) -> None:
+    generate = GenerateParams(train=40, val=10, seed=1)
+    for domain in ("truthfulqa", "qmsum"):
+        prepare(f"generated:{domain}", out_dir=tmp_path / domain, generate=generate)
+
+
+def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
+    two_domains(tmp_path)
+    splits = prepared("mix", tmp_path / "both", mix={"truthfulqa": 12, "qmsum": 3})
+    domains = {split: [record.domain for record in records] for split, records in splits.items()}
+    assert [domains["train"].count(domain) for domain in ("truthfulqa", "qmsum")] == [12, 3]
+    assert [domains["val"].count(domain) for domain in ("truthfulqa", "qmsum")] == [10, 10]
+    assert len(set(domains["val"][:10])) == 2, "the first half must hold both, for a limit of the evaluation"
+    again = prepared("mix", tmp_path / "again", mix={"qmsum": 3, "truthfulqa": 12})
+    assert again == splits, "neither the order of the datasets nor the time may matter"
+    more = prepared("mix", tmp_path / "more", mix={"truthfulqa": None, "qmsum": 99})
+    assert len(more["train"]) == 80
+    assert {record.id for record in splits["train"]} < {record.id for record in more["train"]}
+    alone = prepared("mix", tmp_path / "alone", mix={"truthfulqa": None, "qmsum": 0})
+    assert {record.domain for record in alone["train"]} == {"truthfulqa"}
+    assert alone["val"] == splits["val"], "all that are compared must be validated on the same"
+
+
+def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> None:
+    assert "run: dvc repro prepare@missing" in refusal("mix", tmp_path / "both", mix={"missing": 1})
+    write_table(tmp_path / "a" / "train.csv", "Is it A?")
+    write_table(tmp_path / "a" / "val.csv", "Is it B?")
+    write_table(tmp_path / "b" / "train.csv", "Is it B?")
+    write_table(tmp_path / "b" / "val.csv", "Is it C?")
+    for name in "ab":
+        prepare(f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
+    message = refusal("mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
+    assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message
+
+
+def test_generating_needs_a_domain_and_sizes(tmp_path: Path) -> None:
+    assert "`generate` (train, val, seed) is not set" in refusal("generated:qmsum", tmp_path / "out")
+    sizes = GenerateParams(train=2, val=1)
+    assert "no domain is called 'news'" in refusal("generated:news", tmp_path / "out", generate=sizes)
+    assert "different ones" in refusal("generated:qmsum", tmp_path / "out", generate=GenerateParams(train=10**6, val=1))
