@@ -69,7 +69,7 @@ def test_every_published_geometry_is_there() -> None:
 
 def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params) -> None:
     third = replace(params.recipes["r3-stage2"], base="runs/r3-stage2/merged")
-    assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == "vlm"
+    assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == ("vlm", None)
     assert base_at_hand(params, "r3-stage2") == base_at_hand(params, "r3-stage1")
 
 

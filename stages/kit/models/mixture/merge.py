@@ -233,4 +233,4 @@ def _square_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    return memoryview(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data
