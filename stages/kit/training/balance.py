@@ -26,11 +26,9 @@ class LoadBalance:
     def __init__(self, model: nn.Module) -> None:
         """A model without routers has nothing to balance."""
         self.routers = [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
-        self._shares: torch.Tensor | None = None
-        """(experts,): over the step's tokens and layers, how many of them take the expert; None where the next
-        micro-batch is all there is."""
-        self._rows: torch.Tensor | None = None
-        """The step's tokens times layers."""
+        self._step: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Over the step's tokens and layers, how often each expert is taken (experts,), and tokens times layers; None
+        where the next micro-batch is all there is."""
         self._logits: list[torch.Tensor] | None = None
         """(tokens, experts) of every layer, of the forward pass that is being watched."""
         self._watched: list[torch.Tensor] = []
@@ -49,32 +47,31 @@ class LoadBalance:
             self._watched, self._logits = self._logits, None
 
     def count(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(how often each expert is taken (experts,), tokens times layers) in all micro-batches of a step.
+        """(how often each expert is taken (experts,), tokens times layers) in these micro-batches.
 
-        Costs a forward pass without gradients, but not where one micro-batch is all, or every token takes all experts.
+        Costs a forward pass without gradients, but not where every token takes all experts.
         """
         router = self.routers[0]
-        device = router.weight.device
-        taken = torch.zeros(router.num_experts, device=device)
-        rows = torch.zeros((), device=device)
-        known = len(batches) == 1 or router.top_k == router.num_experts
+        taken = torch.zeros(router.num_experts, device=router.weight.device)
+        rows = taken.new_zeros(())
         training = model.training
         model.eval()  # draws no random numbers
         for batch in batches:
-            mask = batch["attention_mask"].to(device)
+            mask = batch["attention_mask"].to(taken.device)
             rows += mask.sum() * len(self.routers)
-            if not known:
-                inputs = {name: value for name, value in batch.items() if name != "labels"}
-                with torch.no_grad(), self.watching():
-                    model(**inputs, use_cache=False, logits_to_keep=1)
-                taken += sum(self._taken(logits, mask) for logits in self._watched)
+            if router.top_k == router.num_experts:
+                taken += mask.sum() * len(self.routers)
+                continue
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            with torch.no_grad(), self.watching():
+                model(**inputs, use_cache=False, logits_to_keep=1)
+            taken += self._taken(self._watched, mask)
         model.train(training)
         return taken, rows
 
-    def set_step(self, taken: torch.Tensor, rows: torch.Tensor) -> None:
-        """What was counted, over all processes."""
-        self._rows = rows
-        self._shares = taken / rows if taken.any() else None
+    def begin_step(self, counted: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """counted: what `count` found, summed up over all processes; None where one micro-batch is all of the step."""
+        self._step = counted
 
     def loss(self, mask: torch.Tensor) -> torch.Tensor:
         """The part of the last watched micro-batch in the step's loss; they add up to it.
@@ -83,22 +80,23 @@ class LoadBalance:
         """
         watched, self._watched = self._watched, []  # they hold on to the graph
         experts, device = self.routers[0].num_experts, self.routers[0].weight.device
-        rows = mask.to(device).sum() * len(self.routers) if self._rows is None else self._rows
-        shares = self._shares
-        if shares is None:
-            shares = sum(self._taken(logits, mask) for logits in watched) / rows
+        taken, rows = self._step or (self._taken(watched, mask), mask.to(device).sum() * len(self.routers))
         total = torch.zeros(experts, device=device)
         for logits in watched:
             probabilities = logits.float().softmax(-1) * mask.reshape(-1, 1).to(logits.device)
             total = total + probabilities.sum(0).to(device)
-        return experts * (shares * total / rows).sum()
+        return experts * (taken / rows * total / rows).sum()
 
     def _keep(self, _router: nn.Module, _args: Any, output: tuple[torch.Tensor, ...]) -> None:
         if self._logits is not None:
             self._logits.append(output[0])
 
-    def _taken(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """(experts,): tokens that have the expert among their top k."""
-        chosen = logits.detach().float().softmax(-1).topk(self.routers[0].top_k, dim=-1).indices
-        taken = torch.zeros(logits.shape, device=logits.device).scatter_(-1, chosen, 1.0)
-        return (taken * mask.reshape(-1, 1).to(logits.device)).sum(0).to(self.routers[0].weight.device)
+    def _taken(self, watched: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+        """(experts,): how often each is among a token's top k."""
+        router = self.routers[0]
+        taken = torch.zeros(router.num_experts, device=router.weight.device)
+        for logits in watched:
+            chosen = logits.detach().float().softmax(-1).topk(router.top_k, dim=-1).indices
+            counts = torch.zeros(logits.shape, device=logits.device).scatter_(-1, chosen, 1.0)
+            taken += (counts * mask.reshape(-1, 1).to(logits.device)).sum(0).to(taken.device)
+        return taken

@@ -93,10 +93,13 @@ class RecipeTrainer(SFTTrainer):
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.balances and batches:
-            with self.compute_loss_context_manager():
-                counted = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
-            self.balance.set_step(*(self.accelerator.reduce(count, "sum") for count in counted))
+        if self.balances:
+            counted = None
+            if len(batches) * self.accelerator.num_processes > 1:
+                with self.compute_loss_context_manager():
+                    taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
+                counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
+            self.balance.begin_step(counted)
         return batches, num_items
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from stages.kit.publish import publish_text
 
 # How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
 # the expert's. Only the order of additions differs; every bound is a small multiple of the dtype's rounding.
-TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 8e-2}
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)

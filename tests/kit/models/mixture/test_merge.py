@@ -125,8 +125,8 @@ def test_what_is_outside_of_the_mlps_is_the_bases_or_the_average(
         torch.testing.assert_close(found[name], base[name] if non_mlp == "base" else mean)
     for name, weights in theirs.items():
         for where, names in (("outside", outside), ("mlp", base.keys() - set(outside))):
-            change = sum((weights[key] - base[key]).square().sum() for key in names)
-            norm = sum(base[key].square().sum() for key in names)
+            change = torch.stack([(weights[key] - base[key]).square().sum() for key in names]).sum()
+            norm = torch.stack([base[key].square().sum() for key in names]).sum()
             assert getattr(changes[name], where) == pytest.approx((change / norm).sqrt().item(), rel=1e-4)
 
 
