@@ -15,9 +15,8 @@ TOKENIZER_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.j
 
 def tiny_config(**changes: object) -> Qwen2Config:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return Qwen2Config(
-        **{**sizes, "num_key_value_heads": 2, "vocab_size": 448, "max_position_embeddings": 256, **changes}
-    )
+    tokens = {"vocab_size": 448, "eos_token_id": 408, "pad_token_id": 409}  # as the tokenizer numbers them
+    return Qwen2Config(**{**sizes, **tokens, "num_key_value_heads": 2, "max_position_embeddings": 256, **changes})
 
 
 def save_base(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
