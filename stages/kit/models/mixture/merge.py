@@ -225,7 +225,8 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def _square(tensor: torch.Tensor) -> float:
-    return tensor.double().square().sum().item()
+    flat = tensor.float().flatten()
+    return torch.dot(flat, flat).item()
 
 
 def _square_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
