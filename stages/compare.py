@@ -99,10 +99,12 @@ def _baseline_of(params: Params, recipe_name: str) -> str:
     recipe = params.recipes[recipe_name]
     while parent := recipe.base_recipe():
         recipe = params.recipes[parent]
+    build = recipe.base_build()
+    base = params.builds[build].base if build else recipe.base
     for name, baseline in params.baselines.items():
-        if baseline.base == recipe.base and baseline.task == recipe.task:
+        if baseline.base == base and baseline.task == recipe.task:
             return name
-    return f"base-{recipe.base.removeprefix('bases/')}"
+    return f"base-{base.removeprefix('bases/')}"
 
 
 def _refuse_other_profile(params: Params, runs: list[Run]) -> None:

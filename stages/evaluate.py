@@ -29,7 +29,7 @@ from stages.kit.memory.record import beside_measured, read_memory_record
 from stages.kit.models.certificate import certified_merge
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
-from stages.kit.params import Params, load_params
+from stages.kit.params import Params, load_params, made_by
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card
@@ -99,8 +99,9 @@ def memory_metrics(run_dir: Path) -> dict[str, float]:
 def certified_model(params: Params, name: str) -> Path:
     """The folder to evaluate: a baseline's base, or a recipe's merged model once its certificate holds."""
     if name in params.baselines:
-        folder = Path("data") / params.baselines[name].base
-        lineage = verified_lineage(folder, mend=f"dvc repro -f -s base@{folder.name}")
+        base = params.baselines[name].base
+        folder = Path("data") / base
+        lineage = verified_lineage(folder, mend=f"dvc repro -f -s {made_by(base)}")
     else:
         folder, lineage = certified_merge(name)
     label = ", random weights" if lineage.of_random_weights() else ""

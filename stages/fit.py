@@ -31,6 +31,7 @@ from stages.kit.memory.ladder import settings
 from stages.kit.memory.prediction import Prediction
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.load import load_config
+from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.processors import load_processor
 from stages.kit.params import Params, load_params
 from stages.kit.plan import Plan, resolve_plan
@@ -103,6 +104,8 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
     recipe = params.recipe(name)
     base, data_dir = base_at_hand(params, name), data_at_hand(params, recipe.data)
     config = load_config(base.config_dir)
+    if base.build is not None:
+        config = mixture_config(config, experts=len(base.build.experts), top_k=base.build.top_k)
     samples = load_task(recipe.task, "samples")
     samples.check(config.model_type, recipe.target)
     if base.processor_dir is not None and data_dir is not None:

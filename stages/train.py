@@ -33,7 +33,7 @@ from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
-from stages.kit.params import load_params
+from stages.kit.params import load_params, made_by
 from stages.kit.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.publish import published
 from stages.kit.training.collators import ConversationCollator
@@ -63,7 +63,8 @@ def main(recipe: str, attempt: int) -> None:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
     see_only(plan.device)
     seed_everything(plan.seed)
-    base_lineage = verified_lineage(Path(plan.base_dir), mend=rebuild_base(plan))
+    maker = made_by(plan.base_dir.removeprefix("data/"))
+    base_lineage = verified_lineage(Path(plan.base_dir), mend=f"dvc repro -f -s {maker}")
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
     # What a person may have to mend is looked at before the weights, which can take minutes to load.
@@ -141,12 +142,6 @@ def run_one_process_a_device(plan: Plan, attempt: int) -> None:
 
 def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def rebuild_base(plan: Plan) -> str:
-    """The command that makes the base anew."""
-    kind, name, *_ = Path(plan.base_dir).relative_to("data").parts
-    return f"dvc repro -f -s {'base' if kind == 'bases' else 'merge'}@{name}"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from stages.kit.containers.images import TARGETS, image_inputs, read_pins
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage, declared_stages
 from stages.kit.errors import UserError
+from stages.kit.params import load_params
 from tests.closure import ROOT, import_closure, task_faces
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
@@ -26,6 +27,24 @@ def dvc_repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
     for name in ("dvc.yaml", "params.yaml"):
         (folder / name).write_text((ROOT / name).read_text())
     return Repo.init(str(folder), no_scm=True)
+
+
+@pytest.fixture(scope="module")
+def with_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dvc.yaml, and a params.yaml with a build of two experts that a recipe and a baseline start from."""
+    folder = tmp_path_factory.mktemp("build")
+    recipes, baselines = PARAMS["recipes"], PARAMS["baselines"]
+    task, data = baselines["base-vlm"]["task"], baselines["base-vlm"]["data"]
+    params = {
+        **PARAMS,
+        "builds": {"moe": {"task": task, "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"]}},
+        "recipes": {**recipes, "after": {**recipes["r1-llm-only"], "base": "builds/moe"}},
+        "baselines": {**baselines, "base-moe": {"task": task, "base": "builds/moe", "data": data}},
+    }
+    YAML().dump(params, folder / "params.yaml")
+    load_params(folder / "params.yaml")
+    (folder / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
+    return folder
 
 
 def entry_point(stage: DeclaredStage) -> str:
@@ -57,6 +76,36 @@ def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
     assert read_by_dvc == {
         stage.name: (f"exec {stage.command}", set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()
     }
+
+
+def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(with_build: Path) -> None:
+    repo = Repo.init(str(with_build), no_scm=True)
+    graph = repo.index.graph
+    stages = {stage.name: stage for stage in repo.index.stages}
+    waits_for = {name: {other.name for other in graph.successors(stage)} for name, stage in stages.items()}
+    assert waits_for["build@moe"] == {"base@vlm", "merge@r1-llm-only", "merge@r2-vision-only"}
+    for name in ("plan@after", "train@after", "merge@after", "baseline@base-moe"):
+        assert "build@moe" in waits_for[name]
+        assert "base@vlm" not in waits_for[name]
+    declared = declared_stage(with_build, "docker/run build moe")
+    assert set(declared.deps) == {
+        str(Path(dep.def_path)) for dep in stages["build@moe"].deps if not isinstance(dep, ParamsDependency)
+    }
+    assert declared.outs == ("data/builds/moe", "data/builds/moe.json")
+
+
+def test_a_build_depends_on_exactly_the_code_it_runs(with_build: Path) -> None:
+    stage = declared_stage(with_build, "docker/run build moe")
+    assert declared_code(stage) == needed_code(stage)
+
+
+def test_every_expert_of_a_build_is_among_what_it_depends_on(with_build: Path) -> None:
+    """DVC takes no list from params.yaml: dvc.yaml names experts by their number."""
+    made_up = {stage.name: stage for stage in declared_stages(with_build)}
+    for stages, path in ((PIPELINE, ROOT), (made_up, with_build)):
+        for name, build in load_params(path / "params.yaml").builds.items():
+            experts = {f"data/runs/{expert}/merged" for expert in build.experts}
+            assert experts <= set(stages[f"build@{name}"].deps), name
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named() -> None:

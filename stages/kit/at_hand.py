@@ -10,7 +10,7 @@ from pathlib import Path
 from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, read_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import Params
+from stages.kit.params import BuildParams, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,33 +22,40 @@ class BaseAtHand:
     """Holds config.json, the model's geometry."""
     processor_dir: Path | None
     """Holds its tokenizer too; None where that would have to be fetched first."""
+    build: BuildParams | None = None
+    """What is built from models of this geometry, where the recipe starts from that."""
 
 
-def root_base(params: Params, recipe: str) -> str:
-    """The base at the end of a recipe's chain of recipes."""
+def root_base(params: Params, recipe: str) -> tuple[str, BuildParams | None]:
+    """The base at the end of a recipe's chain of recipes, and the build on the way where there is one."""
     while parent := params.recipe(recipe).base_recipe():
         recipe = parent
-    return params.recipe(recipe).base.removeprefix("bases/")
+    name = params.recipe(recipe).base_build()
+    build = params.build(name) if name else None
+    base = build.base if build else params.recipe(recipe).base
+    return base.removeprefix("bases/"), build
 
 
 def trainable_recipes(params: Params) -> list[str]:
     """Those whose base and data the profile has."""
     bases, datasets = params.active.bases, params.active.datasets
     return [
-        name for name, recipe in params.recipes.items() if root_base(params, name) in bases and recipe.data in datasets
+        name
+        for name, recipe in params.recipes.items()
+        if root_base(params, name)[0] in bases and recipe.data in datasets
     ]
 
 
 def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
     """Raises UserError where the profile has no such base, or where nobody here knows its geometry."""
-    name = root_base(params, recipe)
+    name, build = root_base(params, recipe)
     source = params.base_source(name)
     built = Path("data/bases") / name
     if _built_from(built, source):
-        return BaseAtHand(name=name, source=source, config_dir=built, processor_dir=built)
+        return BaseAtHand(name=name, source=source, config_dir=built, processor_dir=built, build=build)
     kind, _, where = source.partition(":")
     if kind == "folder":
-        return BaseAtHand(name=name, source=source, config_dir=Path(where), processor_dir=Path(where))
+        return BaseAtHand(name=name, source=source, config_dir=Path(where), processor_dir=Path(where), build=build)
     repo_id = where.partition("@")[0]
     geometry = where if kind == "random" else PUBLISHED.get(repo_id)
     if geometry is None:
@@ -56,7 +63,8 @@ def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
             f"base {name} of profile {params.profile} is {repo_id}, whose geometry is not known before it is fetched; "
             f"fetch it with: dvc exp run -S profile={params.profile} base@{name}"
         )
-    return BaseAtHand(name=name, source=source, config_dir=geometry_config_path(geometry).parent, processor_dir=None)
+    config_dir = geometry_config_path(geometry).parent
+    return BaseAtHand(name=name, source=source, config_dir=config_dir, processor_dir=None, build=build)
 
 
 def data_at_hand(params: Params, name: str) -> Path | None:

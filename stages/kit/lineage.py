@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,27 @@ LINEAGE_FILE = "lineage.json"
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
     kind: str
-    """base, trained or merged."""
+    """base, trained, merged or built."""
     name: str
-    """The base's or the recipe's name."""
+    """The base's, the recipe's or the build's name."""
     digest: str
     """Of the folder's files, lineage.json left out."""
     source: dict[str, str] = field(default_factory=dict)
     """Where a base came from: {"hub": id, "revision": commit}, {"folder": path} or, for random weights,
     {"random": geometry, "seed": number}; empty for what was made here."""
     parents: dict[str, Parent] = field(default_factory=dict)
-    """By role: base, trained."""
+    """By role: base, trained, and expert/NAME for each expert of what was built from several."""
+
+    def bases(self) -> Iterator[Lineage]:
+        """Itself, its base, the base of that, and so on."""
+        yield self
+        if "base" in self.parents:
+            yield from self.parents["base"].lineage.bases()
 
     def root(self) -> Lineage:
         """The base at the end of the chain."""
-        return self.parents["base"].lineage.root() if "base" in self.parents else self
+        *_, last = self.bases()
+        return last
 
     def of_random_weights(self) -> bool:
         """Whether it descends, at any depth, from random weights."""

@@ -7,6 +7,7 @@ Every problem of the file is reported in one go, each with its dotted path. Read
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -159,8 +160,9 @@ class PartsParams:
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class RecipeParams:
     task: Name
-    base: Annotated[str, Field(pattern=r"^(bases/[^/]+|runs/[^/]+/merged)$")]
-    """The folder below data/ to start from: `bases/NAME`, or `runs/RECIPE/merged` to continue another recipe."""
+    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]+|runs/[^/]+/merged)$")]
+    """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
+    recipe."""
     data: Name
     target: Name | None = None
     """The form of the answer, where the task knows several."""
@@ -191,13 +193,38 @@ class RecipeParams:
         kind, _, rest = self.base.partition("/")
         return rest.removesuffix("/merged") if kind == "runs" else None
 
+    def base_build(self) -> str | None:
+        """The build that this one starts from, or None."""
+        kind, _, name = self.base.partition("/")
+        return name if kind == "builds" else None
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class BuildParams:
+    """A mixture of experts made from dense models that recipes trained from one base."""
+
+    task: Name
+    """The experts'; its probes show where each expert's tokens go."""
+    base: Annotated[str, Field(pattern=r"^bases/[^/]+$")]
+    """`bases/NAME`, a dense model: what the experts come from, and all but their MLPs with `non_mlp: base`."""
+    experts: Annotated[tuple[Name, ...], Field(min_length=2)]
+    """Recipes whose merged models are the experts, numbered in this order."""
+    top_k: Annotated[int, Field(ge=2)] = 2
+    """Experts that a token takes, at most all. One alone would have a weight of 1, and its router no gradient."""
+    router_init: Literal["uniform", "hidden-states"] = "uniform"
+    """Routers of zeros, for a training of the gate to start from; or each expert's mean hidden state on its probes."""
+    non_mlp: Literal["base", "average"] = "base"
+    """Attention, norms, embeddings and head: the base's, or the average of the experts'."""
+    max_shard_gb: Rate = 5.0
+    """Of one safetensors file."""
+
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class BaselineParams:
-    """A base evaluated as it is, as a row to compare with."""
+    """A base, or what was built from several models, evaluated as it is: a row to compare with."""
 
     task: Name
-    base: Annotated[str, Field(pattern=r"^bases/[^/]+$")]
+    base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]+$")]
     data: Name
     target: Name | None = None
     """As a recipe's: what it is asked for."""
@@ -234,6 +261,7 @@ class Params:
     tracking: TrackingParams
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
+    builds: dict[Name, BuildParams] = Field(default_factory=dict)
     predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
 
@@ -247,6 +275,9 @@ class Params:
 
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
+
+    def build(self, name: str) -> BuildParams:
+        return self.builds[self._known(name, self.builds, "build")]
 
     def prediction(self, name: str) -> PredictionsParams:
         return self.predictions[self._known(name, self.predictions, "entry of predictions")]
@@ -262,6 +293,13 @@ class Params:
         if name not in names:
             raise UserError(f"no {kind} is called {name!r}{_nearest(name, names)}; there are: {', '.join(names)}")
         return name
+
+
+def made_by(base: str) -> str:
+    """The stage of dvc.yaml that makes a recipe's base, e.g. `merge@r3-stage1` for `runs/r3-stage1/merged`."""
+    kind, name, *_ = base.split("/")
+    stage = {"bases": "base", "builds": "build", "runs": "merge"}[kind]
+    return f"{stage}@{name}"
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
@@ -325,22 +363,22 @@ def _contradictions(params: Params) -> list[str]:
     problems = []
     if params.profile not in params.profiles:
         problems.append(f"profile: no profile is called {params.profile!r}{_nearest(params.profile, params.profiles)}")
-    known_bases = {base for profile in params.profiles.values() for base in profile.bases}
+    known = {f"bases/{base}" for profile in params.profiles.values() for base in profile.bases}
+    known |= {f"builds/{name}" for name in params.builds} | {f"runs/{name}/merged" for name in params.recipes}
     known_data = {name for profile in params.profiles.values() for name in profile.datasets}
     for name, baseline in params.baselines.items():
         here = f"baselines.{name}"
         if not name.startswith("base-") or name in params.recipes:
             problems.append(f"{here}: a baseline's name starts with 'base-' and is no recipe's")
-        problems += _unknown_sources(here, baseline.base, baseline.data, known_bases, known_data)
+        problems += _unknown_sources(here, baseline, known, known_data)
     for name, recipe in params.recipes.items():
         here = f"recipes.{name}"
-        if (parent := recipe.base_recipe()) is None:
-            problems += _unknown_sources(here, recipe.base, recipe.data, known_bases, known_data)
-        elif parent not in params.recipes:
-            problems.append(f"{here}.base: no recipe is called {parent!r}{_nearest(parent, params.recipes)}")
+        problems += _unknown_sources(here, recipe, known, known_data)
         problems += _recipe_contradictions(here, recipe)
-        if cycle := _base_cycle(name, params.recipes):
-            problems.append(f"{here}.base: forms a cycle: {' -> '.join(cycle)}")
+        if cycle := _base_cycle(f"runs/{name}/merged", params):
+            problems.append(f"{here}.base: forms a cycle: {cycle}")
+    for name, build in params.builds.items():
+        problems += _build_contradictions(f"builds.{name}", build, params, known)
     for name, predictions in params.predictions.items():
         problems += _predictions_contradictions(f"predictions.{name}", predictions, params.recipes)
     for name, profile in params.profiles.items():
@@ -348,13 +386,22 @@ def _contradictions(params: Params) -> list[str]:
     return problems
 
 
-def _unknown_sources(here: str, base: str, data: str, known_bases: set[str], known_data: set[str]) -> list[str]:
-    problems = []
-    if (base_name := base.removeprefix("bases/")) not in known_bases:
-        problems.append(f"{here}.base: no profile has a base {base_name!r}{_nearest(base_name, known_bases)}")
-    if data not in known_data:
-        problems.append(f"{here}.data: no profile has a dataset {data!r}{_nearest(data, known_data)}")
+def _unknown_sources(
+    here: str, subject: RecipeParams | BaselineParams, known: set[str], known_data: set[str]
+) -> list[str]:
+    problems = _unknown_base(here, subject.base, known)
+    if subject.data not in known_data:
+        problems.append(f"{here}.data: no profile has a dataset {subject.data!r}{_nearest(subject.data, known_data)}")
     return problems
+
+
+def _unknown_base(here: str, base: str, known: set[str]) -> list[str]:
+    if base in known:
+        return []
+    kind, name, *_ = base.split("/")
+    alike = [other.split("/")[1] for other in known if other.startswith(f"{kind}/")]
+    lacking = {"bases": "no profile has a base", "builds": "no build is called", "runs": "no recipe is called"}[kind]
+    return [f"{here}.base: {lacking} {name!r}{_nearest(name, alike)}"]
 
 
 def _recipe_contradictions(here: str, recipe: RecipeParams) -> list[str]:
@@ -444,13 +491,64 @@ def _sharding_contradictions(here: str, memory: MemoryParams) -> list[str]:
     return problems
 
 
-def _base_cycle(name: str, recipes: dict[str, RecipeParams]) -> list[str]:
-    """The way from a recipe through its bases back to itself, or [] where it ends at a base."""
-    path = [name]
-    while (parent := recipes[path[-1]].base_recipe()) in recipes:
-        path.append(str(parent))
-        if parent == name:
-            return path
-        if path.count(str(parent)) > 1:  # a cycle further down, reported at the recipes that form it
-            return []
+def _build_contradictions(here: str, build: BuildParams, params: Params, known: set[str]) -> list[str]:
+    problems = _unknown_base(here, build.base, known)
+    if build.top_k > len(build.experts):
+        problems.append(f"{here}.top_k: {build.top_k}, though there are {len(build.experts)} experts")
+    for expert in dict.fromkeys(build.experts):
+        recipe = params.recipes.get(expert)
+        if recipe is None:
+            problems.append(f"{here}.experts: no recipe is called {expert!r}{_nearest(expert, params.recipes)}")
+            continue
+        if build.experts.count(expert) > 1:
+            problems.append(f"{here}.experts: {expert} is named more than once")
+        if recipe.task != build.task:
+            problems.append(f"{here}.experts: {expert} has the task {recipe.task}, not {build.task}")
+        *_, root = _bases(f"runs/{expert}/merged", params)
+        if root != build.base:
+            problems.append(f"{here}.experts: {expert} comes from {root}, not from {build.base}")
+    return problems
+
+
+def _bases(folder: str, params: Params) -> Iterator[str]:
+    """What a recipe starts from, through all the recipes it continues, up to a base, a build, or where it goes round.
+
+    folder: a recipe's, `runs/RECIPE/merged`.
+    """
+    seen = {folder}
+    while (name := _recipe_of(folder)) in params.recipes:
+        folder = params.recipes[name].base
+        yield folder
+        if folder in seen:
+            return
+        seen.add(folder)
+
+
+def _base_cycle(start: str, params: Params) -> str:
+    """The way from a recipe's folder through what it is made of back to itself, or "" where there is none."""
+    waiting: list[tuple[str, ...]] = [(start,)]
+    seen: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        for parent in _made_of(path[-1], params):
+            if parent == start:
+                return " -> ".join(_recipe_of(folder) or folder for folder in (*path, parent))
+            if parent not in seen:  # a cycle further down is reported at the recipes that form it
+                seen.add(parent)
+                waiting.append((*path, parent))
+    return ""
+
+
+def _made_of(folder: str, params: Params) -> list[str]:
+    kind, name, *_ = folder.split("/")
+    if kind == "runs" and name in params.recipes:
+        return [params.recipes[name].base]
+    if kind == "builds" and name in params.builds:
+        return [f"runs/{expert}/merged" for expert in params.builds[name].experts]
     return []
+
+
+def _recipe_of(folder: str) -> str:
+    """The recipe whose merged model this is; "" for another folder."""
+    kind, name, *_ = folder.split("/")
+    return name if kind == "runs" else ""

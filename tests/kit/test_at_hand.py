@@ -12,7 +12,7 @@ from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_sourc
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import Params, load_params
+from stages.kit.params import BuildParams, Params, load_params
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
@@ -79,8 +79,19 @@ def test_every_published_geometry_is_there() -> None:
 
 def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params) -> None:
     third = replace(params.recipes["r3-stage2"], base="runs/r3-stage2/merged")
-    assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == "vlm"
+    assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == ("vlm", None)
     assert base_at_hand(params, "r3-stage2") == base_at_hand(params, "r3-stage1")
+
+
+def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(params: Params) -> None:
+    build = BuildParams(task="detection", base="bases/vlm", experts=("r1-llm-only", "r2-vision-only"))
+    after = replace(params.recipes["r1-llm-only"], base="builds/moe")
+    further = replace(after, base="runs/after/merged")
+    recipes = {**params.recipes, "after": after, "further": further}
+    params = replace(params, recipes=recipes, builds={"moe": build})
+    for recipe in ("after", "further"):
+        assert root_base(params, recipe) == ("vlm", build)
+        assert base_at_hand(params, recipe) == replace(base_at_hand(params, "r1-llm-only"), build=build)
 
 
 def test_a_base_that_was_fetched_is_taken_with_its_tokenizer(params: Params) -> None:

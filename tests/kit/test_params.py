@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
-from stages.kit.params import LimitParams, Params, load_params
+from stages.kit.params import LimitParams, Params, load_params, made_by
 
 SHIPPED = Path(__file__).parents[2] / "params.yaml"
 
@@ -220,3 +220,71 @@ def test_any_damage_gives_a_message_or_valid_params(data: st.DataObject, tmp_pat
         load(raw, tmp_path_factory.mktemp("params"))
     except UserError as error:
         assert "problem" in error.message
+
+
+def with_build(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """With a build of two recipes, and a recipe and a baseline that start from it."""
+    build = {"task": "detection", "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"], **changes}
+    raw["builds"] = {"moe": build}
+    raw["recipes"]["after"] = {**raw["recipes"]["r1-llm-only"], "base": "builds/moe"}
+    raw["baselines"]["base-moe"] = {**raw["baselines"]["base-vlm"], "base": "builds/moe"}
+    return raw
+
+
+def test_a_build_is_a_base_like_any_other(raw: dict[str, Any], tmp_path: Path) -> None:
+    params = load(with_build(raw), tmp_path)
+    assert params.build("moe").top_k == 2
+    assert params.recipe("after").base_build() == "moe"
+    assert params.recipe("after").base_recipe() is None
+    assert params.recipe("r3-stage2").base_build() is None
+    with pytest.raises(UserError, match=r"no build is called 'mo' \(did you mean 'moe'\?\)"):
+        params.build("mo")
+
+
+@pytest.mark.parametrize(
+    ("base", "stage"),
+    [("bases/vlm", "base@vlm"), ("runs/r3-stage1/merged", "merge@r3-stage1"), ("builds/moe", "build@moe")],
+)
+def test_every_base_is_made_by_a_stage(base: str, stage: str) -> None:
+    assert made_by(base) == stage
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"experts": ["r1-llm-only"]}, r"builds.moe.experts: .* at least 2"),
+        ({"experts": ["r1-llm-only", "r1"]}, r"builds.moe.experts: no recipe is called 'r1'"),
+        ({"experts": ["r1-llm-only", "r1-llm-only"]}, r"builds.moe.experts: r1-llm-only is named more than once"),
+        ({"experts": ["r1-llm-only", "after"]}, r"moe.experts: after comes from builds/moe, not from bases/vlm"),
+        ({"experts": ["r1-llm-only", "after"]}, r"recipes.after.base: forms a cycle: after -> builds/moe -> after"),
+        ({"top_k": 1}, r"builds.moe.top_k: .* greater than or equal to 2"),
+        ({"top_k": 3}, r"builds.moe.top_k: 3, though there are 2 experts"),
+        ({"task": "amr"}, r"builds.moe.experts: r1-llm-only has the task detection, not amr"),
+        ({"base": "bases/vml"}, r"builds.moe.base: no profile has a base 'vml' \(did you mean 'vlm'\?\)"),
+        ({"base": "runs/r1-llm-only/merged"}, r"builds.moe.base"),
+        ({"router_init": "hidden"}, r"builds.moe.router_init"),
+        ({"topk": 2}, r"builds.moe.topk: unknown key \(did you mean 'top_k'\?\)"),
+    ],
+)
+def test_a_build_that_cannot_be_is_refused(
+    raw: dict[str, Any], tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert re.search(reason, refusal(with_build(raw, **changes), tmp_path))
+
+
+def test_a_base_that_is_no_build_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    with_build(raw)["recipes"]["after"]["base"] = "builds/mo"
+    assert "recipes.after.base: no build is called 'mo' (did you mean 'moe'?)" in refusal(raw, tmp_path)
+
+
+def test_a_cycle_through_several_builds_is_found(raw: dict[str, Any], tmp_path: Path) -> None:
+    recipes = raw["recipes"]
+    recipes["one"], recipes["two"] = ({**recipes["r1-llm-only"], "base": f"builds/{name}"} for name in "ab")
+    build = {"task": "detection", "base": "bases/vlm"}
+    raw["builds"] = {
+        "a": {**build, "experts": ["r1-llm-only", "two"]},
+        "b": {**build, "experts": ["one", "r1-llm-only"]},
+    }
+    message = refusal(raw, tmp_path)
+    assert "recipes.one.base: forms a cycle: one -> builds/a -> two -> builds/b -> one" in message
+    assert "r1-llm-only.base" not in message

@@ -126,7 +126,7 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     """Training takes the devices of the profile, what holds one model for inference takes one of them."""
     if device.kind == "cpu":
         return 0
-    return {"train": device.count, "merge": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
+    return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
 
 
 def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:

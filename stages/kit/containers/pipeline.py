@@ -41,7 +41,7 @@ def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
     """Every stage of dvc.yaml, foreach items put in.
 
     Of DVC's templates it knows what dvc.yaml uses: a foreach over a list, a dict, or `${a key of params.yaml}`, and
-    `${item}`, `${key}`, `${item.name}` within. DVC's own resolver takes a second to import.
+    `${item}`, `${key}`, `${item.name}`, `${item.name[0]}` within. DVC's own resolver takes a second to import.
     """
     yaml = YAML(typ="safe", pure=True)
     entries = yaml.load(workspace_dir / "dvc.yaml")["stages"]
@@ -60,6 +60,9 @@ def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iter
         items = {item: {} for item in items}
     for key, item in items.items():
         known = {"key": key, "item": key, **{f"item.{field}": value for field, value in item.items()}}
+        for field, values in item.items():
+            if isinstance(values, list):
+                known |= {f"item.{field}[{index}]": value for index, value in enumerate(values)}
         yield _declared(f"{name}@{key}", _filled(entry["do"], known))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGES = ("base", "prepare", "plan", "train", "merge", "evaluate", "predict", "compare")
+STAGES = ("base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
 
 
 @dataclass(frozen=True, kw_only=True)

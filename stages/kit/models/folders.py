@@ -19,11 +19,19 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", 
 _NOT_OURS = ("lineage.json", "provenance.json")
 
 
-def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy the files of a model. Raises UserError where `source` is no folder."""
+def copy_model_files(source: Path, folder: Path, *, weights: bool = True) -> None:
+    """Copy the files of a model. Raises UserError where `source` is no folder.
+
+    weights: False leaves them and the index of them out.
+    """
     if not source.is_dir():
         raise UserError(f"base folder {source} does not exist")
-    _each_file(source, folder, shutil.copyfile)
+
+    def copy(path: Path, target: Path) -> None:
+        if weights or not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copyfile(path, target)
+
+    _each_file(source, folder, copy)
 
 
 def link_model_files(source: Path, folder: Path) -> None:

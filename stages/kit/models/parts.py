@@ -51,8 +51,16 @@ def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
+def is_idle(model: nn.Module, name: str) -> bool:
+    """Whether a parameter or module belongs to the shared expert of a mixture that was built here: all zero, so that it
+    adds nothing and no gradient ever reaches it (models/mixture/merge.py)."""
+    config = getattr(model, "config", None)
+    return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
+
+
 def apply_recipe(model: PreTrainedModel, parts: PartsParams, lora: LoraParams | None) -> PreTrainedModel | PeftModel:
-    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep what is trained in fp32.
+    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep what is trained in fp32. What is idle in a
+    mixture stays frozen.
 
     Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a LoRA target.
     """
@@ -67,7 +75,7 @@ def apply_recipe(model: PreTrainedModel, parts: PartsParams, lora: LoraParams | 
         adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=_is_meta(model))
     full = set(parts.trained("full"))
     for name, parameter in adapted.named_parameters():
-        if not _is_adapter(name) and part_of(name) in full:
+        if not _is_adapter(name) and part_of(name) in full and not is_idle(model, name):
             parameter.requires_grad_(True)
         if parameter.requires_grad:
             # fp16 needs fp32 weights under GradScaler, and small updates to bf16 weights are lost to rounding.
@@ -80,7 +88,9 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
 
     Raises UserError for a target that matches no linear layer of its part.
     """
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_idle(model, name)
+    ]
     for part, suffixes in lora.targets.items():
         for suffix in suffixes:
             if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):

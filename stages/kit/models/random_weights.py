@@ -16,20 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from tqdm import tqdm
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from stages.kit.errors import UserError
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.shards import MAX_SHARD_SIZE, Piece, write_shards
 
 log = logging.getLogger(__name__)
 
 SEED = 0
-
-MAX_SHARD_SIZE = "2GB"
 
 BLOCK_WEIGHTS = 2**19 - 1
 """Random weights that are drawn once and repeated. A prime, so that no two rows of a matrix start at the same one; and
@@ -80,33 +76,17 @@ def write_random_weights(config: PreTrainedConfig, folder: Path, *, seed: int) -
     named = revert_weight_conversion(model, dict(model.named_parameters()))
     # Each on its own: experts are views of one tensor, and would each be counted at the size of all.
     tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    require_space(folder, total_bytes)
-    split = split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
-    )
     block = _random_block(config.get_text_config().initializer_range, seed)
     started = time.monotonic()
-    # disable=None shows it on a terminal only.
-    with tqdm(desc="weights", total=total_bytes, unit="B", unit_scale=True, leave=False, disable=None) as progress:
-        for name, inside in split.filename_to_tensors.items():
-            _write_shard(folder / name, {key: tensors[key] for key in inside}, block, seed, progress)
-    if split.is_sharded:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    total_bytes = write_shards(
+        tensors,
+        folder,
+        lambda name, tensor: _pieces(name, tensor, block, seed),
+        max_shard_size=MAX_SHARD_SIZE,
+        what="random weights",
+    )
     seconds = time.monotonic() - started
     log.info("random weights: %.1f MB in %.1f s, %.2f GB/s", total_bytes / 1e6, seconds, total_bytes / 1e9 / seconds)
-
-
-def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raises UserError where the disk that `folder` is on has less left."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise UserError(
-            f"random weights need {needed_bytes / 1e9:.2f} GB, but the disk of {folder.absolute().parent} has "
-            f"{free_bytes / 1e9:.2f} GB left; free some, or choose a smaller geometry"
-        )
 
 
 def take_token_ids(config: PreTrainedConfig, tokenizer_dir: Path) -> None:
@@ -135,28 +115,7 @@ def _random_block(std: float, seed: int) -> memoryview:
     return memoryview(rounded.view(torch.uint8).numpy().tobytes())
 
 
-def _write_shard(
-    path: Path, tensors: dict[str, torch.Tensor], block: memoryview, seed: int, progress: tqdm[None]
-) -> None:
-    """One safetensors file: length of the header (8 bytes, little endian), header, data without gaps.
-
-    By hand, as safetensors itself wants all tensors of a file at once. Source: its README, "Format".
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # as safetensors aligns the data
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            for piece in _pieces(name, tensor, block, seed):
-                progress.update(file.write(piece))
-
-
-def _pieces(name: str, tensor: torch.Tensor, block: memoryview, seed: int) -> Iterator[bytes | memoryview]:
+def _pieces(name: str, tensor: torch.Tensor, block: memoryview, seed: int) -> Iterator[Piece]:
     """A tensor's bytes, in pieces no longer than the block."""
     if name.endswith(".bias"):
         yield bytes(tensor.nbytes)

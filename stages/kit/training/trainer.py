@@ -1,8 +1,9 @@
-"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, and a rehearsal."""
+"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, a rehearsal, and experts
+balanced over the whole effective batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
 from stages.kit.params import Part
 from stages.kit.plan import Plan
+from stages.kit.training.balance import LoadBalance
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal
 
@@ -40,6 +42,8 @@ class RecipeTrainer(SFTTrainer):
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         base.enable_input_require_grads = lambda: None
+        self.balance = LoadBalance(base)
+        self.balance_coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
         super().__init__(
             model=model,
             args=training_arguments(plan, scratch_dir, **reporting),
@@ -68,8 +72,35 @@ class RecipeTrainer(SFTTrainer):
         """
         if num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss if return_outputs else loss.to(self.args.device)
+        with self.balance.watching():
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            return loss
+        loss = loss.to(self.args.device)
+        if self.balances:
+            balance = self.balance.loss(inputs["attention_mask"])
+            self._metrics["train"]["aux_loss"].append(balance.item())
+            # Of this process's tokens; ddp takes the mean of what the processes have, and wants the sum.
+            loss = loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
+        return loss
+
+    @property
+    def balances(self) -> bool:
+        return bool(self.balance.routers) and self.balance_coefficient > 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.balances:
+            counted = None
+            if len(batches) * self.accelerator.num_processes > 1:
+                with self.compute_loss_context_manager():
+                    taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
+                counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
+            self.balance.begin_step(counted)
+        return batches, num_items
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
@@ -114,6 +145,7 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         use_cpu=plan.device.kind == "cpu",
         bf16=plan.precision == "bf16",
         fp16=plan.precision == "fp16",
+        router_aux_loss_coef=0.0,  # SFTTrainer's own takes the mean over micro-batches; see balance.py
         activation_checkpointing=plan.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
         max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it

@@ -46,7 +46,7 @@ def recipes_and_bases() -> set[tuple[str, str]]:
     found = set()
     for params in map(PARAMS.on, PARAMS.profiles):
         for recipe in trainable_recipes(params):
-            source = params.base_source(root_base(params, recipe))
+            source = params.base_source(root_base(params, recipe)[0])
             found.add((recipe, source.partition(":")[2].partition("@")[0]))
     return found
 

@@ -1,0 +1,115 @@
+"""Build a mixture of experts from dense models of one base, and certify it by reloading it from disk.
+
+Reads   builds.NAME; its base; data/runs/EXPERT/merged/ of each of its experts
+Writes  data/builds/NAME/       a standard Qwen2Moe folder, a base like any other; lineage.json
+        data/builds/NAME.json   the certificate: what each expert is within it, and where tokens go
+Run     docker/run build NAME
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import click
+
+from stages.kit.errors import UserError
+from stages.kit.lineage import short, verified_lineage, write_lineage
+from stages.kit.logs import configure_logging
+from stages.kit.models.load import load_model, see_only
+from stages.kit.models.mixture.certificate import (
+    TOLERANCE,
+    BuildCertificate,
+    measure_domains,
+    write_build_certificate,
+)
+from stages.kit.models.mixture.experts import check_lineages, check_models
+from stages.kit.models.mixture.merge import Change, merge_experts
+from stages.kit.models.mixture.routing import mean_hidden_states
+from stages.kit.models.processors import load_processor
+from stages.kit.params import load_params, made_by
+from stages.kit.publish import published
+from stages.tasks import load_task
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("name")
+def main(name: str) -> None:
+    configure_logging(f"build {name}")
+    params = load_params()
+    build, precision = params.build(name), params.active.memory.precision
+    device = params.active.device.one()
+    see_only(device)
+    base_dir = Path("data") / build.base
+    expert_dirs = {expert: Path("data/runs") / expert / "merged" for expert in build.experts}
+    base = verified_lineage(base_dir, mend=f"dvc repro -f -s {made_by(build.base)}")
+    experts = {
+        expert: verified_lineage(folder, mend=f"dvc repro -f -s merge@{expert}")
+        for expert, folder in expert_dirs.items()
+    }
+    check_lineages(base, experts)
+    check_models(base_dir, expert_dirs)
+
+    load = partial(load_model, device=device, precision=precision)
+    processor = load_processor(base_dir, None)
+    samples = load_task(build.task, "samples")
+    probes = {expert: samples.probes(params.recipe(expert).target) for expert in build.experts}
+    router = None
+    if build.router_init == "hidden-states":
+        router = mean_hidden_states(load(base_dir).eval(), processor, probes)
+
+    built_dir = Path("data/builds") / name
+    with published(built_dir) as folder:
+        changes = merge_experts(
+            base_dir,
+            expert_dirs,
+            folder,
+            top_k=build.top_k,
+            router=router,
+            non_mlp=build.non_mlp,
+            max_shard_size=round(build.max_shard_gb * 1e9),
+        )
+        report_changes(changes, build.non_mlp)
+        lineage = write_lineage(
+            folder,
+            kind="built",
+            name=name,
+            parents={"base": (base_dir, base)}
+            | {f"expert/{expert}": (expert_dirs[expert], experts[expert]) for expert in experts},
+        )
+        certificate = BuildCertificate(
+            build=name,
+            built_digest=lineage.digest,
+            precision=precision,
+            top_k=build.top_k,
+            router_init=build.router_init,
+            non_mlp=build.non_mlp,
+            changes=changes,
+            tolerance=TOLERANCE[precision],
+            domains=measure_domains(folder, base_dir, expert_dirs, probes, load=load, processor=processor),
+        )
+        if problems := certificate.problems():
+            raise UserError(f"the build {name} is not made of its experts: {'; '.join(problems)}")
+    write_build_certificate(certificate, built_dir.with_name(f"{name}.json"))
+    for expert, domain in certificate.domains.items():
+        shares = ", ".join(
+            f"{other} {share:.0%}" for other, share in zip(build.experts, domain.routing.weight, strict=True)
+        )
+        log.info("on %s: routed to %s; the expert alone off by %.1e", expert, shares, domain.forced_deviation)
+    log.info("built %s of %d experts, top %d, content %s", name, len(experts), build.top_k, short(lineage.digest))
+
+
+def report_changes(changes: Mapping[str, Change], non_mlp: str) -> None:
+    for expert, change in changes.items():
+        log.info("expert %s changed the MLPs by %.2g of their norm", expert, change.mlp)
+        if change.outside:
+            lost = "is lost; non_mlp: average keeps a share of it" if non_mlp == "base" else "is averaged"
+            log.warning("expert %s changed all else by %.2g of its norm, which %s", expert, change.outside, lost)
+
+
+if __name__ == "__main__":
+    main()
