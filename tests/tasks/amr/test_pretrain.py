@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import penman
 import pytest
 import torch
 from hypothesis import given
@@ -18,16 +19,18 @@ from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.processors import load_processor
 from stages.kit.models.tiny import SMALLEST_TEXT, build_tiny_qwen2
-from stages.tasks.amr.pretrain import Settings, measure, train
+from stages.tasks.amr.pretrain import Settings, measure, model_card, train
 from stages.tasks.amr.pretraining.exercises import (
     FULL_LENGTH_FROM,
+    KINDS,
     LONGEST,
     SHORTEST,
     TREE_STYLES,
+    bracketed,
     corpus,
     exercise,
 )
-from stages.tasks.amr.sources.grammar import generate
+from stages.tasks.amr.sources.grammar import Node, generate
 
 BASE = Path(__file__).parents[3] / "data" / "tiny" / "qwen2"
 RECORD = json.loads((BASE / "pretraining.json").read_text())
@@ -66,7 +69,7 @@ def test_the_first_steps_of_the_committed_base_still_reproduce():
 def test_the_card_is_about_the_committed_weights():
     digest = hashlib.sha256((BASE / "model.safetensors").read_bytes()).hexdigest()
     assert RECORD["model_sha256"] == digest
-    assert digest in (BASE / "README.md").read_text()
+    assert (BASE / "README.md").read_text() == model_card(RECORD)
 
 
 def test_the_committed_folder_is_a_plain_and_small_one():
@@ -118,8 +121,9 @@ def test_no_exercise_shows_a_sentence_with_brackets_or_an_instruction_of_the_tas
         kinds.add(kind)
         assert "(" not in question
         assert "AMR" not in question
-        assert kind == "nest" or "(" not in answer
-    assert kinds == {"write", "repeat", "join", "sort", "nest"}
+        assert kind in ("nest", "formula") or "(" not in answer
+        assert kind not in ("nest", "formula") or not question.endswith((" .", " ?", " !"))
+    assert kinds == set(KINDS)
 
 
 def test_exercises_grow_longer():
@@ -137,12 +141,24 @@ def test_answers_are_right():
             assert answer == given
         elif kind == "join":
             assert answer.replace("_", " ") == given
-        elif kind == "sort":
-            numbered = sorted((int(item.split()[0]), item.split(" ", 1)[1]) for item in given.split(" ; "))
-            assert answer.replace("_", " ") == " ".join(words for _, words in numbered)
         elif kind == "nest":
-            for tree, lettered in zip(answer.split("\n---\n"), TREE_STYLES[task.removesuffix(".")], strict=True):
-                assert outline_of(tree, lettered=lettered) == given
+            for tree, heads in zip(answer.split("\n---\n"), TREE_STYLES[task.removesuffix(".")], strict=True):
+                assert outline_of(tree, lettered=heads == "letters") == given
+        elif kind == "formula" and "letters" in TREE_STYLES[task.removesuffix(".")]:
+            graph = penman.decode(answer.split("\n---\n")[-1])
+            concepts = [str(concept).replace("_", " ") for _, _, concept in graph.instances()]
+            values = [str(value) for _, role, value in graph.attributes() if role == ":ARG2"]
+            said = [word for text in [*concepts, *values] for word in text.split()]
+            assert Counter(said)["and"] >= given.count(" + ")
+            assert Counter(said) - Counter({"and": given.count(" + ")}) == Counter(re.findall(r"[^\s!*+]+", given))
+
+
+def test_a_node_mentioned_twice_is_named_in_every_style():
+    first = Node("cô_gái")
+    root = Node("muốn", [("ARG0", first), ("ARG1", Node("cười", [("ARG0", first), ("ARG2", "-")]))])
+    assert bracketed(root, "pointers") == "(muốn :ARG0 (cô_gái #1) :ARG1 (cười :ARG0 #1 :ARG2 -))"
+    assert bracketed(root, "bare") == "(muốn :ARG0 (cô_gái) :ARG1 (cười :ARG0 c :ARG2 -))"
+    assert bracketed(root, "letters") == "(m / muốn :ARG0 (c / cô_gái) :ARG1 (c2 / cười :ARG0 c :ARG2 -))"
 
 
 def outline_of(tree: str, *, lettered: bool) -> str:
