@@ -70,9 +70,10 @@ def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Pat
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
-    columns = sorted({*report.evidence, report.score})
     runs: dict[str, Run | None] = {
-        name: read_run(runs_dir / name, identity=report.identity, columns=columns, trained=name in params.recipes)
+        name: read_run(
+            runs_dir / name, identity=report.identity, columns=report.columns, trained=name in params.recipes
+        )
         for name in names
     }
     evaluated = [run for run in runs.values() if run]

@@ -15,12 +15,15 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from stages.kit.data.tables import write_rows
 from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.likelihood import answer_log_likelihoods
+from stages.kit.evaluation.routing import routing
 from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.ladder import lowered_batch_size
@@ -69,11 +72,22 @@ def main(name: str, attempt: int) -> None:
         len(records),
         batch_size=batch_size,
         max_new_tokens=settings.max_new_tokens,
+        max_length=settings.max_length,
         complete=samples.completion(target),
     )
     seconds = time.monotonic() - started
+    weighed: dict[str, Any] = {}
+    if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
+        limits: dict[str, Any] = {"batch_size": batch_size, "max_length": settings.max_length}
+        answered = [samples.conversation(record, answered=True, target=target) for record in records]
+        weighed = {
+            "likelihoods": answer_log_likelihoods(
+                model, processor, scoring.candidates(records, target=target), **limits
+            ),
+            "routing": routing(model, processor, answered, **limits),
+        }
 
-    metrics, rows = scoring.score(records, answers, target=target)
+    metrics, rows = scoring.score(records, answers, target=target, **weighed)
     metrics |= {"samples_per_second": round(len(records) / seconds, 3), "batch_size": batch_size, "attempt": attempt}
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)

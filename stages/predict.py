@@ -56,6 +56,7 @@ def main(name: str, attempt: int) -> None:
         len(inputs),
         batch_size=batch_size,
         max_new_tokens=profile.evaluation.max_new_tokens,
+        max_length=profile.evaluation.max_length,
         complete=load_task(wanted.task, "samples").completion(target),
     )
     submission = task.submission(inputs, answers, target=target)

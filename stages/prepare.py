@@ -9,10 +9,12 @@ Run     docker/run prepare nutrition-tables
 from __future__ import annotations
 
 import logging
+from inspect import signature
 from pathlib import Path
 
 import click
 
+from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
 from stages.kit.params import load_params
 from stages.tasks import load_task
@@ -26,11 +28,15 @@ def main(dataset: str) -> None:
     configure_logging(f"prepare {dataset}")
     params = load_params()
     chosen = params.dataset(dataset)
-    stats = load_task(chosen.task, "sources").prepare(
+    prepare = load_task(chosen.task, "sources").prepare
+    if unknown := sorted(chosen.selection().keys() - signature(prepare).parameters.keys()):
+        raise UserError(f"dataset {dataset}: task {chosen.task} knows no {', '.join(unknown)}; leave it out")
+    stats = prepare(
         chosen.source,
         generate=chosen.generate,
         skip_invalid=params.data.skip_invalid,
         out_dir=Path("data/prepared") / dataset,
+        **chosen.selection(),
     )
     log.info("dataset %s from %s", dataset, stats["source"])
     for split, counts in stats["splits"].items():
