@@ -106,7 +106,7 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
 ) -> None:
     workspace = copy_of(finished, tmp_path)
     dvc(workspace, "config", "--local", "cache.type", "symlink")
-    dvc(workspace, "checkout", "--relink")
+    dvc(workspace, "checkout", "--relink", "--with-deps", "compare@detection")
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
     dvc(workspace, "exp", "run", "-S", "tracking.wandb=true", "train@r1-llm-only")
     assert list((workspace / ".bakeoff/tracking/wandb").glob("offline-run-*/*.wandb"))
