@@ -87,7 +87,7 @@ def test_the_report_shows_base_and_recipe_and_in_what_they_would_differ(finished
     table = (finished / "data/report/amr/table.txt").read_text()
     assert "Smatch F1" in table
     assert "base-llm" in table
-    assert "amr-ptr: not run yet" in table or "dvc repro" in table
+    assert "amr-ptr: not run: dvc repro evaluate@amr-ptr" in table
     assert (finished / "data/report/amr/index.html").is_file()
 
 

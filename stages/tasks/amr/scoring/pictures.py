@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.kit.evaluation.examples import chosen_examples
 from stages.tasks.amr.samples.graphs import penman_lines, read_graph
 from stages.tasks.amr.samples.records import Record
 
@@ -45,15 +45,9 @@ def write_pictures(
     """
     assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
     by_f1 = sorted(range(len(rows)), key=lambda index: rows[index]["f1"])
-    count = min(count, len(rows))
-    chosen = {
-        "best": by_f1[::-1][:count],
-        "worst": by_f1[:count],
-        "random": random.Random(seed).sample(range(len(rows)), count),
-    }
     out_dir.mkdir(parents=True, exist_ok=True)
     written = []
-    for kind, indices in chosen.items():
+    for kind, indices in chosen_examples(rows, "f1", count=count, seed=seed).items():
         for rank, index in enumerate(indices, start=1):
             path = out_dir / f"{kind}-{rank}.png"
             draw_prediction(rows[index]).save(path, optimize=True)

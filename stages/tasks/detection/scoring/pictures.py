@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.kit.evaluation.examples import chosen_examples
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 MAX_WIDTH = 512
@@ -35,16 +35,9 @@ def write_pictures(
     seed: of the random choice, which is the same for every model on the same records, so that models compare.
     """
     assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
-    by_iou = sorted(range(len(rows)), key=lambda index: rows[index]["iou"])
-    count = min(count, len(rows))
-    chosen = {
-        "best": by_iou[::-1][:count],
-        "worst": by_iou[:count],
-        "random": random.Random(seed).sample(range(len(rows)), count),
-    }
     out_dir.mkdir(parents=True, exist_ok=True)
     written = []
-    for kind, indices in chosen.items():
+    for kind, indices in chosen_examples(rows, "iou", count=count, seed=seed).items():
         for rank, index in enumerate(indices, start=1):
             path = out_dir / f"{kind}-{rank}.png"
             draw_prediction(records[index], rows[index]).save(path, optimize=True)
