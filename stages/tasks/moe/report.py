@@ -128,7 +128,7 @@ REPORT = TaskReport(
             )
             for domain, name in (("truthfulqa", "TruthfulQA"), ("qmsum", "QMSum"))
         ),
-        Question("A trained gate against the merge as it is", "moe-gate", "moe-merged"),
+        Question("A trained gate against the merge as it is", "moe-gate", "base-moe"),
         Question("The gated mixture against one dense model", "moe-gate", "moe-dense"),
         Question("The fine-tuned mixture against one dense model", "moe-finetune", "moe-dense"),
     ),
