@@ -82,7 +82,7 @@ def trainer_of(
     config, processor = config_of(model_name), load_processor(TINY, None)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
-    model = apply_recipe(model, plan.parts, plan.lora)
+    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if mesh is not None:
         shard(model, plan, mesh)
     trainer = RecipeTrainer(

@@ -58,7 +58,7 @@ def measured_bytes(
     samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation
     trainer = RecipeTrainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=samples)),
-        model=apply_recipe(model, plan.parts, plan.lora),
+        model=apply_recipe(model, plan.parts, plan.lora, plan.full_targets),
         processor=processor,
         collator=lambda _: dict(batch),
         callbacks=[],
