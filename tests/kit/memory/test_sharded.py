@@ -25,13 +25,14 @@ from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
 from tests.closure import ROOT
 from tests.kit.memory.sharded_steps import PROCESSES, TRAINED, measured_bytes, sharded_plan, train
-from tests.kit.memory.small import ALL, FULL, R1, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import ALL, FULL, LABELS, R1, R4, batch_of, config_of, peak_bytes, plan_of
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r4, bf16, checkpointed": ("detection", {**R4, "precision": "bf16", "gradient_checkpointing": True}),
     "detection, all of it": ("detection", ALL),
     "text full, bf16": ("text", {**FULL, "precision": "bf16"}),
     "moe full": ("moe", {**FULL, "max_length": 32}),
+    "moe router labels": ("moe", LABELS),
 }
 
 
@@ -53,7 +54,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sharded_training_gives_the_weights_of_one_process(name: str, two_processes: Path, tmp_path: Path) -> None:
-    alone = train(TRAINED[name], None, tmp_path)
+    alone = train(name, None, tmp_path)
     together = load_file(two_processes / f"{name}.safetensors")
     assert together.keys() == alone.keys()
     for tensor_name, tensor in together.items():

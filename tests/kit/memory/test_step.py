@@ -22,7 +22,7 @@ from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import ALL, FULL, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1": ("detection", R1),
@@ -47,6 +47,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe full, bf16": ("moe", {**FULL, "precision": "bf16"}),
     "moe full, fused": ("moe", {**FULL, "optimizer": "adamw_torch_fused"}),
     "moe lora": ("moe", R1),
+    "moe gate": ("moe", GATE),
+    "moe router labels": ("moe", LABELS),
+    "moe router labels, bf16": ("moe", {**LABELS, "precision": "bf16"}),
 }
 
 

@@ -121,6 +121,43 @@ def test_a_text_model_has_no_vision_to_train() -> None:
         apply_recipe(meta_model(config), PartsParams(vision="full"), None)
 
 
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def test_of_a_part_only_the_modules_named_are_trained() -> None:
+    model = apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": MLP})
+    layers = range(load_config(ROOT / "data/tiny/qwen2").num_hidden_layers)
+    assert trained_modules(model) == {f"model.layers.{layer}.{end}" for layer in layers for end in MLP}
+    found = count_trainable(model)
+    assert found.llm == found.total == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
+
+
+def test_a_module_is_trained_with_all_that_is_in_it() -> None:
+    model, other = (meta("data/tiny/qwen2") for _ in range(2))
+    apply_recipe(model, PartsParams(llm="full"), None, {"llm": ("layers.1.mlp", "model.norm")})
+    apply_recipe(other, PartsParams(llm="full"), None, {"llm": tuple(f"layers.1.{end}" for end in MLP)})
+    assert trained_modules(model) == trained_modules(other) | {"model.norm"}
+
+
+def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"vision": ("attn.proj",)})
+    parts = PartsParams(vision="lora", projector="full", llm="full")
+    model = apply_recipe(meta("data/tiny/qwen2-vl"), parts, lora, {"llm": ("self_attn.o_proj",)})
+    trained = trained_modules(model)
+    whole = {name.rpartition(".")[0] for name, _ in meta("data/tiny/qwen2-vl").named_parameters()}
+    assert {name for name in trained if part_of(f"{name}.") == "projector"} == {
+        name for name in whole if part_of(f"{name}.") == "projector"
+    }
+    assert {name.split(".", 4)[-1] for name in trained if part_of(name) == "llm"} == {"self_attn.o_proj"}
+
+
+@pytest.mark.parametrize("target", ["mlp.gate", "proj", "gate_pro", "layers.99.mlp", "weight", ""])
+def test_a_target_that_names_no_module_is_refused_with_what_there_is(target: str) -> None:
+    reason = rf"full_targets.llm: '{target}' names no module with weights; the llm's end in .*down_proj, embed_tokens"
+    with pytest.raises(UserError, match=reason):
+        apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": ("mlp.up_proj", target)})
+
+
 def test_trained_weights_are_kept_in_fp32() -> None:
     model = meta("data/tiny/qwen2-vl").to(torch.bfloat16)
     adapted = apply_recipe(model, PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)

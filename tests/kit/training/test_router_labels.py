@@ -1,4 +1,4 @@
-"""Routers learn from labels, each layer from its own alone; micro-batches and checkpointing change nothing but memory."""
+"""Routers learn from labels, each layer from its own alone, whatever the micro-batches and with checkpointing."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from stages.kit.errors import UserError
+from stages.kit.evaluation.routing import outputs_of
 from stages.kit.models.load import load_model
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.parts import apply_recipe, count_trainable
@@ -97,17 +98,11 @@ def by_hand(folder: Path) -> tuple[float, float, dict[str, torch.Tensor]]:
     for number, sample in enumerate(SAMPLES):
         collator = ConversationCollator(processor, [sample], lambda it: it, loss="all-tokens", max_length=2048)
         ids = collator([{"sample": 0}])["input_ids"]
-        handed_on: list[torch.Tensor] = []
-        hooks = [
-            layer.post_attention_layernorm.register_forward_hook(lambda *call: handed_on.append(call[-1][0]))
-            for layer in model.model.layers
-        ]
-        with torch.no_grad():
+        norms = [layer.post_attention_layernorm for layer in model.model.layers]
+        with torch.no_grad(), outputs_of(norms) as handed_on:
             model(input_ids=ids)
-        for hook in hooks:
-            hook.remove()
         for hidden, weight in zip(handed_on, routers.values(), strict=True):
-            logits = hidden @ weight.T
+            logits = hidden[0] @ weight.T
             losses.append(F.cross_entropy(logits, torch.full((len(logits),), EXPERTS[number]), reduction="none"))
             correct.append(logits.argmax(-1) == EXPERTS[number])
     loss = torch.cat(losses).mean()
