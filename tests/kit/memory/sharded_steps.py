@@ -1,4 +1,4 @@
-"""Real trainings of small models, sharded over processes: what they train, and the memory that each takes.
+"""Real trainings of small models by several processes: what they train, and the memory that each takes if sharded.
 
 Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
 """

@@ -1,4 +1,4 @@
-"""Sharded over processes, a model is trained as on one, and what each process takes is foreseen.
+"""Sharded over processes, or a whole one in each, a model is trained as in one, and what sharding takes is foreseen.
 
 What is trained is that of two real processes. Memory is that of one that pretends there are others: of real ones the
 profiler sees neither gloo's copies for sure, nor what its threads free.
@@ -53,7 +53,9 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_sharded_training_gives_the_weights_of_one_process(name: str, two_processes: Path, tmp_path: Path) -> None:
+def test_a_training_of_two_processes_gives_the_weights_and_gradients_of_one(
+    name: str, two_processes: Path, tmp_path: Path
+) -> None:
     alone = train(name, None, tmp_path)
     together = load_file(two_processes / f"{name}.safetensors")
     assert together.keys() == alone.keys()

@@ -8,6 +8,7 @@ from transformers import Qwen2Config
 from stages.kit.at_hand import root_base, trainable_recipes
 from stages.kit.errors import UserError
 from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.parts import (
     TrainableCounts,
     apply_recipe,
@@ -16,7 +17,7 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
-from stages.kit.params import LoraParams, PartsParams, load_params
+from stages.kit.params import BuildParams, LoraParams, PartsParams, load_params
 
 ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")
@@ -31,14 +32,16 @@ GEOMETRIES = {
 """Where the real configuration of each base lies in the repository."""
 
 
-def meta(base: str) -> torch.nn.Module:
+def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:
+    """build: that makes a mixture of models like the base."""
     warnings.simplefilter("ignore", FutureWarning)
-    return meta_model(load_config(ROOT / GEOMETRIES[base]))
+    config = load_config(ROOT / GEOMETRIES[base])
+    return meta_model(mixture_config(config, experts=len(build.experts), top_k=build.top_k) if build else config)
 
 
 def counts(recipe: str, base: str) -> TrainableCounts:
-    params = PARAMS.recipe(recipe)
-    return count_trainable(apply_recipe(meta(base), params.parts, params.lora))
+    params, (_, build) = PARAMS.recipe(recipe), root_base(PARAMS, recipe)
+    return count_trainable(apply_recipe(meta(base, build), params.parts, params.lora, params.full_targets))
 
 
 def recipes_and_bases() -> set[tuple[str, str]]:
