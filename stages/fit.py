@@ -112,7 +112,7 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
         records = samples.read_split(data_dir, "train")
         plan = resolve_plan(params, name, train_samples=len(records))
         processor = load_processor(base.processor_dir, plan.images)
-        collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
+        collator = ConversationCollator.of_plan(plan, processor, records, samples)
         foresight = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
         batch = f"the largest samples of {data_dir}"
     else:

@@ -70,7 +70,7 @@ def main(recipe: str) -> None:
         merged = load_model(merged_dir, device=device, precision=plan.precision).eval()
         deviation = relative_deviation(probe_logits(merged, processor, probes), adapted_logits, base_logits)
         changed = changed_modules(before, weight_digests(merged))
-        expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora))
+        expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
         certificate = Certificate(
             recipe=recipe,
             merged_digest=lineage.digest,

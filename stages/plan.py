@@ -42,7 +42,7 @@ def main(recipe: str) -> None:
     config = load_config(Path(plan.base_dir))
     samples.check(config.model_type, wanted.target)
     processor = load_processor(Path(plan.base_dir), plan.images)
-    collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
+    collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
     foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 

@@ -72,7 +72,7 @@ def main(recipe: str, attempt: int) -> None:
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
-    collator = ConversationCollator.of_plan(plan, processor, records, samples.conversation)
+    collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
 
     model = load_model(
@@ -83,7 +83,7 @@ def main(recipe: str, attempt: int) -> None:
         attn=plan.attn,
         placement=plan.placement,
     )
-    model = apply_recipe(model, plan.parts, plan.lora)
+    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if plan.placement == "sharded":
         shard(model, plan, process_mesh(plan))
     log.info("%s", TrainableCounts(**plan.trainable))

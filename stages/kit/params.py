@@ -23,6 +23,7 @@ from stages.kit.errors import UserError
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
+Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -170,7 +171,14 @@ class RecipeParams:
     quantization: Literal["none", "nf4"] = "none"
     """nf4: frozen weights in 4 bits with double quantization, CUDA only."""
     lora: LoraParams | None = None
-    loss: Literal["assistant-only", "all-tokens"]
+    full_targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    """Of parts trained in full, ends of module names (whole dotted components, like lora.targets) that are trained; the
+    whole part where none are named."""
+    loss: Loss
+    """Of the next token, over the answers or over all text. Or `router-labels`: of the expert that a mixture's routers
+    choose for each token, layer by layer, which is to be that of the sample's domain."""
+    domains: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
+    """With loss router-labels, by expert in the order of the build, the domain whose samples are its own."""
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Parts that take another learning rate than `learning_rate`."""
@@ -375,6 +383,7 @@ def _contradictions(params: Params) -> list[str]:
         here = f"recipes.{name}"
         problems += _unknown_sources(here, recipe, known, known_data)
         problems += _recipe_contradictions(here, recipe)
+        problems += _label_contradictions(name, recipe, params)
         if cycle := _base_cycle(f"runs/{name}/merged", params):
             problems.append(f"{here}.base: forms a cycle: {cycle}")
     for name, build in params.builds.items():
@@ -421,8 +430,38 @@ def _recipe_contradictions(here: str, recipe: RecipeParams) -> list[str]:
                 )
     if recipe.quantization == "nf4" and recipe.parts.trained("full"):
         problems.append(f"{here}.quantization: nf4 weights cannot be trained in full; use lora, or quantization: none")
+    problems += [
+        f"{here}.full_targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}"
+        for part in recipe.full_targets
+        if part not in recipe.parts.trained("full")
+    ]
     idle = [part for part in recipe.part_learning_rates if part not in recipe.parts.trained()]
     return problems + [f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen" for part in idle]
+
+
+def _label_contradictions(name: str, recipe: RecipeParams, params: Params) -> list[str]:
+    """Of a loss that labels routers, which is one of its own kind."""
+    here, domains = f"recipes.{name}", recipe.domains or ()
+    if recipe.loss != "router-labels":
+        return [f"{here}.domains: set, though loss is {recipe.loss}"] if domains else []
+    problems = []
+    if not domains:
+        problems.append(f"{here}.domains: missing, though loss is router-labels")
+    problems += [
+        f"{here}.domains: {domain} is named more than once"
+        for domain in dict.fromkeys(domains)
+        if domains.count(domain) > 1
+    ]
+    if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
+        problems.append(
+            f"{here}.full_targets: loss router-labels trains routers and nothing else, which is said by "
+            "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
+        )
+    *_, root = _bases(f"runs/{name}/merged", params)
+    build = params.builds.get(root.removeprefix("builds/")) if root.startswith("builds/") else None
+    if domains and build is not None and len(domains) != len(build.experts):
+        problems.append(f"{here}.domains: {len(domains)}, though {root} has {len(build.experts)} experts")
+    return problems
 
 
 def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stages.kit.errors import UserError
-from stages.kit.params import DeviceParams, ImageParams, LoraParams, Params, Part, PartsParams
+from stages.kit.params import DeviceParams, ImageParams, LoraParams, Loss, Params, Part, PartsParams
 from stages.kit.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,7 +64,11 @@ class Plan:
     dataloader_workers: int
     parts: PartsParams
     lora: LoraParams | None
-    loss: Literal["assistant-only", "all-tokens"]
+    full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
+    """Of parts trained in full, ends of names of the modules that are trained; the whole part where none are named."""
+    loss: Loss
+    domains: tuple[str, ...] | None = None
+    """With loss router-labels, by expert, the domain whose samples are its own."""
     max_length: int
     images: ImageParams | None
     schedule: Schedule
@@ -100,7 +104,9 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         dataloader_workers=profile.dataloader_workers,
         parts=recipe.parts,
         lora=recipe.lora,
+        full_targets=recipe.full_targets,
         loss=recipe.loss,
+        domains=recipe.domains,
         max_length=recipe.max_length,
         images=profile.images,
         schedule=_schedule(params, name, train_samples),

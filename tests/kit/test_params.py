@@ -272,6 +272,65 @@ def test_a_build_that_cannot_be_is_refused(
     assert re.search(reason, refusal(with_build(raw, **changes), tmp_path))
 
 
+def with_labels(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """With a build of two recipes, whose routers one recipe labels, and another one trains on."""
+    raw = with_build(raw)
+    gate = {**raw["recipes"]["r1-llm-only"], "parts": {"llm": "full"}, "full_targets": {"llm": ["mlp.gate"]}}
+    gate = {**gate, "lora": None, "quantization": "none"}
+    labels = {"base": "builds/moe", "loss": "router-labels", "domains": ["tables", "prices"]}
+    raw["recipes"]["labels"] = {**gate, **labels, **changes}
+    raw["recipes"]["gate"] = {**gate, "base": "runs/labels/merged"}
+    return raw
+
+
+def test_a_gate_is_trained_by_two_recipes(raw: dict[str, Any], tmp_path: Path) -> None:
+    params = load(with_labels(raw), tmp_path)
+    assert params.recipe("labels").domains == ("tables", "prices")
+    for name in ("labels", "gate"):
+        assert params.recipe(name).full_targets == {"llm": ("mlp.gate",)}
+    assert params.recipe("r2-vision-only").full_targets == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"domains": None}, r"labels.domains: missing, though loss is router-labels"),
+        ({"domains": ["tables"]}, r"labels.domains: .* at least 2"),
+        ({"domains": ["tables", "a.b"]}, r"labels.domains.1: "),
+        ({"domains": ["tables", "tables"]}, r"labels.domains: tables is named more than once"),
+        ({"domains": ["a", "b", "c"]}, r"labels.domains: 3, though builds/moe has 2 experts"),
+        (
+            {"domains": ["a", "b", "c"], "base": "runs/gate/merged"},
+            r"labels.base: forms a cycle: labels -> gate -> labels",
+        ),
+        ({"domains": ["a", "b", "c"], "base": "runs/after/merged"}, r"labels.domains: 3, though builds/moe has 2 exp"),
+        ({"loss": "all-tokens"}, r"labels.domains: set, though loss is all-tokens"),
+        ({"loss": "router-label"}, r"labels.loss: "),
+        (
+            {"full_targets": {}},
+            r"labels.full_targets: loss router-labels trains routers and nothing else",
+        ),
+        ({"full_targets": {"llm": ["mlp.gate", "norm"]}}, r"labels.full_targets: loss router-labels trains routers"),
+        ({"parts": {"llm": "full", "vision": "full"}}, r"labels.full_targets: loss router-labels trains routers"),
+        ({"full_targets": {"llm": []}}, r"labels.full_targets.llm: .* at least 1"),
+        ({"full_targets": {"lm": ["mlp.gate"]}}, r"labels.full_targets.lm"),
+        ({"quantization": "nf4"}, r"labels.quantization: nf4 weights cannot be trained in full"),
+        (
+            {"full_targets": {"llm": ["mlp.gate"], "vision": ["attn"]}},
+            r"labels.full_targets.vision: set, though parts.vision is frozen",
+        ),
+    ],
+)
+def test_labels_that_make_no_sense_are_refused(
+    raw: dict[str, Any], tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert re.search(f"recipes.{reason}", refusal(with_labels(raw, **changes), tmp_path))
+
+
+def test_the_number_of_experts_of_a_base_is_not_known_yet(raw: dict[str, Any], tmp_path: Path) -> None:
+    load(with_labels(raw, base="bases/vlm", domains=["a", "b", "c"]), tmp_path)
+
+
 def test_a_base_that_is_no_build_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     with_build(raw)["recipes"]["after"]["base"] = "builds/mo"
     assert "recipes.after.base: no build is called 'mo' (did you mean 'moe'?)" in refusal(raw, tmp_path)

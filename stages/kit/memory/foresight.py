@@ -49,7 +49,7 @@ class Foresight:
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
-        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora)
+        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
         return replace(plan, trainable=asdict(count_trainable(model)))
 
     def capacity_bytes(self, memory_gb: float | None) -> int | None:

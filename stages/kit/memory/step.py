@@ -68,7 +68,7 @@ def record_step(
 
             model = quantize_nf4(model, here.precision)
             recorder.label(quantization_tensors(model), "weights")
-        model = apply_recipe(model, plan.parts, plan.lora)
+        model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())
             shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))

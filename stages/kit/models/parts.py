@@ -6,6 +6,7 @@ Works on real and on meta-device models alike, with or without adapters.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,29 +59,59 @@ def is_idle(model: nn.Module, name: str) -> bool:
     return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
 
 
-def apply_recipe(model: PreTrainedModel, parts: PartsParams, lora: LoraParams | None) -> PreTrainedModel | PeftModel:
+def apply_recipe(
+    model: PreTrainedModel,
+    parts: PartsParams,
+    lora: LoraParams | None,
+    full_targets: Mapping[Part, Sequence[str]] | None = None,
+) -> PreTrainedModel | PeftModel:
     """Freeze and unfreeze by part, attach LoRA adapters where asked, keep what is trained in fp32. What is idle in a
     mixture stays frozen.
 
-    Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a LoRA target.
+    full_targets: of parts trained in full, ends of the names of modules that alone are trained.
+    Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a target.
     """
     present = {part_of(name) for name, _ in model.named_parameters()}
     for part in parts.trained():
         if part not in present:
             raise UserError(f"parts.{part} is to be trained, but {type(model).__name__} has no {part}")
+    full = _full_parameters(model, parts, full_targets or {})
     model.requires_grad_(False)
     adapted: PreTrainedModel | PeftModel = model
     if parts.trained("lora"):
         assert lora is not None
         adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=_is_meta(model))
-    full = set(parts.trained("full"))
     for name, parameter in adapted.named_parameters():
-        if not _is_adapter(name) and part_of(name) in full and not is_idle(model, name):
+        if plain_name(name) in full:
             parameter.requires_grad_(True)
         if parameter.requires_grad:
             # fp16 needs fp32 weights under GradScaler, and small updates to bf16 weights are lost to rounding.
             parameter.data = parameter.data.to(torch.float32)
     return adapted
+
+
+def _full_parameters(
+    model: PreTrainedModel, parts: PartsParams, full_targets: Mapping[Part, Sequence[str]]
+) -> set[str]:
+    """Names of the parameters that are trained in full. Raises UserError for a target without any."""
+    found: set[str] = set()
+    for part in parts.trained("full"):
+        names = [name for name, _ in model.named_parameters() if part_of(name) == part and not is_idle(model, name)]
+        targets = full_targets.get(part)
+        if targets is None:
+            found.update(names)
+            continue
+        for target in targets:
+            # A module's parameters and those of the modules within it.
+            chosen = [name for name in names if f".{target}." in f".{name}"]
+            if not chosen:
+                endings = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names})
+                raise UserError(
+                    f"full_targets.{part}: {target!r} names no module with weights; the {part}'s end in "
+                    f"{', '.join(endings)}"
+                )
+            found.update(chosen)
+    return found
 
 
 def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:

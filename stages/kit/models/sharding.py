@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 
 from stages.kit.models.load import DTYPES
@@ -55,5 +55,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, gathered from the processes, which all have to ask at once."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of it, gathered from the processes, which all have to ask at once.
+
+    Computed with, it has the processes' mean gradient, as what FSDP gathers has.
+    """
+    return tensor.full_tensor(grad_placements=[Partial("avg")]) if isinstance(tensor, DTensor) else tensor

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ from stages.kit.errors import UserError
 from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
 
 if TYPE_CHECKING:
+    from stages.kit.params import Loss
     from stages.kit.plan import Plan
 
 IGNORED = -100
@@ -27,7 +30,8 @@ class ConversationCollator:
     """Batches of answered conversations, padded on the right; a text that may be cut is cut to `max_length`.
 
     loss: `assistant-only` counts the assistant's words and the end-of-turn token; `all-tokens` counts all text, chat
-    markup included. Padding and vision tokens never count.
+    markup included. Padding and vision tokens never count. With `router-labels` a token's label is not the token, but
+    the number of the expert that is to have it; padding does not count.
     """
 
     def __init__(
@@ -36,14 +40,18 @@ class ConversationCollator:
         records: Sequence[Any],
         converse: Callable[[Any], Conversation],
         *,
-        loss: Literal["assistant-only", "all-tokens"],
+        loss: Loss,
         max_length: int,
+        experts: Sequence[int] | None = None,
     ) -> None:
-        """converse: the answered conversation of a record; picklable, for data-loader workers."""
+        """converse: the answered conversation of a record; picklable, for data-loader workers. experts: with
+        `router-labels`, the number of each record's."""
+        assert (experts is not None) == (loss == "router-labels"), loss
         self.processor = processor
         self.records = records
         self.converse = converse
         self.max_length = max_length
+        self.experts = experts
         tokenizer = tokenizer_of(processor)
         if loss == "assistant-only":
             self._counted: AssistantSpans | AllText = AssistantSpans(tokenizer)
@@ -52,20 +60,28 @@ class ConversationCollator:
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, processor: Processor, records: Sequence[Any], conversation: Callable[..., Conversation]
+        cls, plan: Plan, processor: Processor, records: Sequence[Any], samples: ModuleType
     ) -> ConversationCollator:
-        """Batches as a plan's training takes them. conversation: of the task's samples."""
-        converse = partial(conversation, answered=True, target=plan.target)
-        return cls(processor, records, converse, loss=plan.loss, max_length=plan.max_length)
+        """Batches as a plan's training takes them. samples: this face of its task.
+
+        Raises UserError where domains are not as the plan has them.
+        """
+        converse = partial(samples.conversation, answered=True, target=plan.target)
+        experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
+        return cls(processor, records, converse, loss=plan.loss, max_length=plan.max_length, experts=experts)
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
-        conversations = [self.converse(self.records[int(example["sample"])]) for example in examples]
+        numbers = [int(example["sample"]) for example in examples]
+        conversations = [self.converse(self.records[number]) for number in numbers]
         batch = encode(self.processor, conversations, padding_side="right", max_length=self.max_length)
         labels = torch.full_like(batch["input_ids"], IGNORED)
-        for row, conversation in enumerate(conversations):
+        for row, (number, conversation) in enumerate(zip(numbers, conversations, strict=True)):
             length = int(batch["attention_mask"][row].sum())
             self._refuse_too_long(conversation, length)
+            if self.experts is not None:
+                labels[row, :length] = self.experts[number]
+                continue
             ids = batch["input_ids"][row, :length]
             counted = torch.tensor(self._counted.mask(ids.tolist(), conversation), dtype=torch.bool)
             labels[row, :length][counted] = ids[counted]
@@ -99,6 +115,32 @@ class ConversationCollator:
                 + ("lower the profile's images.max_pixels or " if conversation.images else "")
                 + "raise the recipe's max_length"
             )
+
+
+def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:
+    """The number of the expert whose domain each record is of.
+
+    Raises UserError for a task without domains, for a sample whose domain no expert has, and for a domain without
+    samples, as its expert would never be chosen again.
+    """
+    assert plan.domains is not None
+    if not hasattr(samples, "domain"):
+        raise UserError(f"task {plan.task} knows no domains of its samples, so loss router-labels has nothing to teach")
+    domains = [samples.domain(record) for record in records]
+    found = Counter(domains)
+    for domain, count in found.items():
+        if domain not in plan.domains:
+            raise UserError(
+                f"{plan.data_dir} has training samples of the domain {domain}, {count:,} of {len(domains):,}, which no "
+                f"expert has; domains of recipe {plan.recipe} are {', '.join(plan.domains)}"
+            )
+    for domain in plan.domains:
+        if domain not in found:
+            raise UserError(
+                f"{plan.data_dir} has no training sample of the domain {domain}, so its expert would never be chosen; "
+                f"it has {', '.join(found)}"
+            )
+    return [plan.domains.index(domain) for domain in domains]
 
 
 class AllText:

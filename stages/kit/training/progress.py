@@ -77,7 +77,7 @@ class LiveMetrics(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:
             self.live.step = state.global_step
-            for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy"):
+            for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy"):
                 if name in logs:
                     self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
 

@@ -38,11 +38,14 @@ class TrainingRecord:
     memory_kind: str
     """See training/peak.py."""
     trainable: dict[str, int]
+    router_accuracy: float | None = None
+    """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
     @classmethod
     def of(cls, plan: Plan, state: TrainerState, *, attempt: int, seconds: float, peak: PeakMemory) -> TrainingRecord:
         """plan: as it was used, after `attempt` rungs."""
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        accuracies = [entry["router_accuracy"] for entry in state.log_history if "router_accuracy" in entry]
         means = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
         samples = plan.schedule.num_steps * plan.schedule.train_samples / plan.schedule.steps_per_epoch
         return cls(
@@ -64,11 +67,13 @@ class TrainingRecord:
             reserved_memory_bytes=peak.reserved_bytes,
             memory_kind=peak.kind,
             trainable=plan.trainable,
+            router_accuracy=accuracies[-1] if accuracies else None,
         )
 
     def summary(self) -> str:
+        accuracy = "" if self.router_accuracy is None else f", router accuracy {self.router_accuracy:.1%}"
         return (
-            f"{self.num_steps} steps in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}, "
+            f"{self.num_steps} steps in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
             f"peak {self.peak_memory_bytes / 2**30:.2f} GiB ({self.memory_kind})"
         )
 

@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, a rehearsal, and experts
-balanced over the whole effective batch."""
+"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, a rehearsal, experts
+balanced over the whole effective batch, and a loss for routers alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from stages.kit.models.processors import Processor
 from stages.kit.params import Part
 from stages.kit.plan import Plan
 from stages.kit.training.balance import LoadBalance
+from stages.kit.training.collators import IGNORED
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal
+from stages.kit.training.router_labels import RouterLabels
 
 
 class RecipeTrainer(SFTTrainer):
@@ -44,6 +46,7 @@ class RecipeTrainer(SFTTrainer):
         base.enable_input_require_grads = lambda: None
         self.balance = LoadBalance(base)
         self.balance_coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        self.router_labels = None if plan.domains is None else RouterLabels(base, plan.domains)
         super().__init__(
             model=model,
             args=training_arguments(plan, scratch_dir, **reporting),
@@ -66,10 +69,13 @@ class RecipeTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """SFTTrainer's loss, also for a model whose layers lie on several devices.
+        """SFTTrainer's loss, also for a model whose layers lie on several devices; or the routers'.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
+        if self.router_labels is not None:
+            assert num_items_in_batch is not None
+            return self._router_loss(self.router_labels, model, inputs, num_items_in_batch)
         if num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
         with self.balance.watching():
@@ -84,15 +90,29 @@ class RecipeTrainer(SFTTrainer):
             loss = loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
         return loss
 
+    def _router_loss(
+        self, labels: RouterLabels, model: torch.nn.Module, inputs: dict[str, Any], num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean over layers and over the step's tokens, of which this micro-batch has its part."""
+        loss, correct = labels.loss(model, inputs)
+        share = self.accelerator.reduce(correct, "sum") / num_tokens
+        # What is logged is the mean over micro-batches.
+        self._metrics["train"]["router_accuracy"].append((share * self.current_gradient_accumulation_steps).item())
+        return self.accelerator.num_processes * loss / num_tokens
+
     @property
     def balances(self) -> bool:
-        return bool(self.balance.routers) and self.balance_coefficient > 0
+        """Not where routers are labelled: a batch of one domain is to use one expert."""
+        return bool(self.balance.routers) and self.balance_coefficient > 0 and self.router_labels is None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.router_labels is not None:  # a sample's first token counts too, which is no next one
+            num_tokens = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
+            num_items = self.accelerator.reduce(num_tokens.to(device), "sum")
         if self.balances:
             counted = None
             if len(batches) * self.accelerator.num_processes > 1:
@@ -151,6 +171,8 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
+        # DDP would look for them in what the model returns, where the loss of routers does not show.
+        ddp_find_unused_parameters=False if plan.loss == "router-labels" else None,
         # Else a sharded model's gradients would be kept whole, in fp32, until the step's last micro-batch.
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": plan.placement == "sharded"}},
         dataloader_num_workers=plan.dataloader_workers,

@@ -1,4 +1,4 @@
-"""Real trainings of small models, sharded over processes: what they train, and the memory that each takes.
+"""Real trainings of small models by several processes: what they train, and the memory that each takes if sharded.
 
 Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
 """
@@ -19,27 +19,31 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
-from stages.kit.models.sharding import local, process_mesh, shard
+from stages.kit.models.sharding import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
 from stages.kit.params import DeviceParams, LoraParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import FULL, R1, TINY, batch_of, config_of, plan_of
+from tests.kit.memory.small import FULL, GATE, LABELS, R1, TINY, batch_of, config_of, plan_of
 
 PROCESSES = 2
 
 # A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
-TRAINED: dict[str, dict[str, Any]] = {
-    "full": FULL,
-    "lora": {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})},
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("text", FULL),
+    "lora": ("text", {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})}),
+    "gate": ("moe", GATE),
+    "labels": ("moe", LABELS),
+    "gate, ddp": ("moe", {**GATE, "placement": "ddp"}),
+    "labels, ddp": ("moe", {**LABELS, "placement": "ddp"}),
 }
 
 
@@ -65,8 +69,16 @@ class PlainReduceScatter(DefaultReduceScatter):
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
+class WholeGradients(TrainerCallback):
+    """Keeps what the optimizer is about to be given, gathered from all processes."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        self.found = {f"gradient of {name}": whole(gradient).clone() for name, gradient in named.items()}
+
+
 def sharded_plan(settings: dict[str, Any]) -> Plan:
-    return replace(plan_of(**settings), placement="sharded", device=DeviceParams(kind="cpu", count=PROCESSES))
+    return plan_of(**{"placement": "sharded", "device": DeviceParams(kind="cpu", count=PROCESSES), **settings})
 
 
 def trainer_of(
@@ -82,8 +94,8 @@ def trainer_of(
     config, processor = config_of(model_name), load_processor(TINY, None)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
-    model = apply_recipe(model, plan.parts, plan.lora)
-    if mesh is not None:
+    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+    if mesh is not None and plan.placement == "sharded":
         shard(model, plan, mesh)
     trainer = RecipeTrainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=num_samples)),
@@ -118,22 +130,27 @@ def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, 
     return peak.size_bytes
 
 
-def train(settings: dict[str, Any], mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str, torch.Tensor]:
-    """What two steps of 8 samples make of the text model's weights. Every sample is another."""
-    plan = sharded_plan(settings) if mesh is not None else plan_of(**settings)
+def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str, torch.Tensor]:
+    """What two steps of 8 samples make of a text model's weights, and the second one's gradients, whose size AdamW does
+    not see. Every sample is another."""
+    model_name, settings = TRAINED[name]
+    plan = sharded_plan(settings) if mesh is not None else plan_of(**{**settings, "placement": "single"})
     accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
-    plan = replace(plan, schedule=replace(plan.schedule, grad_accumulation=accumulation))
+    plan = replace(plan, schedule=replace(plan.schedule, grad_accumulation=accumulation, max_grad_norm=1e9))
 
     def collator(samples: Any) -> dict[str, torch.Tensor]:
         ids = torch.stack(
             [torch.randint(1024, (32,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
         )
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        labels = ids.clone() if plan.domains is None else ids[:, :1].expand_as(ids) % len(plan.domains)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
-    trainer = trainer_of(plan, "text", scratch_dir, collator=collator, num_samples=16, mesh=mesh)
+    trainer = trainer_of(plan, model_name, scratch_dir, collator=collator, num_samples=16, mesh=mesh)
+    gradients = WholeGradients()
+    trainer.add_callback(gradients)
     trainer.train()
     model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model)
-    return trained_tensors(model)
+    return {**trained_tensors(model), **gradients.found}
 
 
 def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
@@ -156,8 +173,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     mesh = process_mesh(sharded_plan(FULL))
     with tempfile.TemporaryDirectory() as scratch:
-        for name, settings in TRAINED.items():
-            tensors = train(settings, mesh, Path(scratch))
+        for name in TRAINED:
+            tensors = train(name, mesh, Path(scratch))
             forget_accelerator()
             if dist.get_rank() == 0:
                 save_file(dict(tensors), folder / f"{name}.safetensors")

@@ -32,6 +32,8 @@ R1: dict[str, Any] = {"parts": PartsParams(llm="lora"), "lora": ATTENTION}
 R2: dict[str, Any] = {"parts": PartsParams(vision="full", projector="full"), "lora": None}
 R4: dict[str, Any] = {"parts": PartsParams(vision="lora", llm="lora"), "lora": EVERYTHING}
 FULL: dict[str, Any] = {"parts": PartsParams(llm="full"), "lora": None}
+GATE: dict[str, Any] = {**FULL, "full_targets": {"llm": ("mlp.gate",)}}
+LABELS: dict[str, Any] = {**GATE, "loss": "router-labels", "domains": tuple("abcdefgh")}
 ALL: dict[str, Any] = {"parts": PartsParams(vision="full", projector="full", llm="full"), "lora": None}
 
 GEOMETRY: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Sharded over processes, a model is trained as on one, and what each process takes is foreseen.
+"""Sharded over processes, or a whole one in each, a model is trained as in one, and what sharding takes is foreseen.
 
 What is trained is that of two real processes. Memory is that of one that pretends there are others: of real ones the
 profiler sees neither gloo's copies for sure, nor what its threads free.
@@ -25,13 +25,14 @@ from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
 from tests.closure import ROOT
 from tests.kit.memory.sharded_steps import PROCESSES, TRAINED, measured_bytes, sharded_plan, train
-from tests.kit.memory.small import ALL, FULL, R1, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import ALL, FULL, LABELS, R1, R4, batch_of, config_of, peak_bytes, plan_of
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r4, bf16, checkpointed": ("detection", {**R4, "precision": "bf16", "gradient_checkpointing": True}),
     "detection, all of it": ("detection", ALL),
     "text full, bf16": ("text", {**FULL, "precision": "bf16"}),
     "moe full": ("moe", {**FULL, "max_length": 32}),
+    "moe router labels": ("moe", LABELS),
 }
 
 
@@ -52,8 +53,10 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_sharded_training_gives_the_weights_of_one_process(name: str, two_processes: Path, tmp_path: Path) -> None:
-    alone = train(TRAINED[name], None, tmp_path)
+def test_a_training_of_two_processes_gives_the_weights_and_gradients_of_one(
+    name: str, two_processes: Path, tmp_path: Path
+) -> None:
+    alone = train(name, None, tmp_path)
     together = load_file(two_processes / f"{name}.safetensors")
     assert together.keys() == alone.keys()
     for tensor_name, tensor in together.items():

@@ -22,7 +22,7 @@ from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import ALL, FULL, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1": ("detection", R1),
@@ -47,6 +47,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe full, bf16": ("moe", {**FULL, "precision": "bf16"}),
     "moe full, fused": ("moe", {**FULL, "optimizer": "adamw_torch_fused"}),
     "moe lora": ("moe", R1),
+    "moe gate": ("moe", GATE),
+    "moe router labels": ("moe", LABELS),
+    "moe router labels, bf16": ("moe", {**LABELS, "precision": "bf16"}),
 }
 
 
@@ -58,7 +61,7 @@ def measured_bytes(
     samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation
     trainer = RecipeTrainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=samples)),
-        model=apply_recipe(model, plan.parts, plan.lora),
+        model=apply_recipe(model, plan.parts, plan.lora, plan.full_targets),
         processor=processor,
         collator=lambda _: dict(batch),
         callbacks=[],

@@ -8,6 +8,7 @@ from transformers import Qwen2Config
 from stages.kit.at_hand import root_base, trainable_recipes
 from stages.kit.errors import UserError
 from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.parts import (
     TrainableCounts,
     apply_recipe,
@@ -16,7 +17,7 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
-from stages.kit.params import LoraParams, PartsParams, load_params
+from stages.kit.params import BuildParams, LoraParams, PartsParams, load_params
 
 ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")
@@ -31,14 +32,16 @@ GEOMETRIES = {
 """Where the real configuration of each base lies in the repository."""
 
 
-def meta(base: str) -> torch.nn.Module:
+def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:
+    """build: that makes a mixture of models like the base."""
     warnings.simplefilter("ignore", FutureWarning)
-    return meta_model(load_config(ROOT / GEOMETRIES[base]))
+    config = load_config(ROOT / GEOMETRIES[base])
+    return meta_model(mixture_config(config, experts=len(build.experts), top_k=build.top_k) if build else config)
 
 
 def counts(recipe: str, base: str) -> TrainableCounts:
-    params = PARAMS.recipe(recipe)
-    return count_trainable(apply_recipe(meta(base), params.parts, params.lora))
+    params, (_, build) = PARAMS.recipe(recipe), root_base(PARAMS, recipe)
+    return count_trainable(apply_recipe(meta(base, build), params.parts, params.lora, params.full_targets))
 
 
 def recipes_and_bases() -> set[tuple[str, str]]:
@@ -119,6 +122,43 @@ def test_a_text_model_has_no_vision_to_train() -> None:
     )
     with pytest.raises(UserError, match="has no vision"):
         apply_recipe(meta_model(config), PartsParams(vision="full"), None)
+
+
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def test_of_a_part_only_the_modules_named_are_trained() -> None:
+    model = apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": MLP})
+    layers = range(load_config(ROOT / "data/tiny/qwen2").num_hidden_layers)
+    assert trained_modules(model) == {f"model.layers.{layer}.{end}" for layer in layers for end in MLP}
+    found = count_trainable(model)
+    assert found.llm == found.total == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
+
+
+def test_a_module_is_trained_with_all_that_is_in_it() -> None:
+    model, other = (meta("data/tiny/qwen2") for _ in range(2))
+    apply_recipe(model, PartsParams(llm="full"), None, {"llm": ("layers.1.mlp", "model.norm")})
+    apply_recipe(other, PartsParams(llm="full"), None, {"llm": tuple(f"layers.1.{end}" for end in MLP)})
+    assert trained_modules(model) == trained_modules(other) | {"model.norm"}
+
+
+def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
+    lora = LoraParams(rank=4, alpha=8, targets={"vision": ("attn.proj",)})
+    parts = PartsParams(vision="lora", projector="full", llm="full")
+    model = apply_recipe(meta("data/tiny/qwen2-vl"), parts, lora, {"llm": ("self_attn.o_proj",)})
+    trained = trained_modules(model)
+    whole = {name.rpartition(".")[0] for name, _ in meta("data/tiny/qwen2-vl").named_parameters()}
+    assert {name for name in trained if part_of(f"{name}.") == "projector"} == {
+        name for name in whole if part_of(f"{name}.") == "projector"
+    }
+    assert {name.split(".", 4)[-1] for name in trained if part_of(name) == "llm"} == {"self_attn.o_proj"}
+
+
+@pytest.mark.parametrize("target", ["mlp.gate", "proj", "gate_pro", "layers.99.mlp", "weight", ""])
+def test_a_target_that_names_no_module_is_refused_with_what_there_is(target: str) -> None:
+    reason = rf"full_targets.llm: '{target}' names no module with weights; the llm's end in .*down_proj, embed_tokens"
+    with pytest.raises(UserError, match=reason):
+        apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": ("mlp.up_proj", target)})
 
 
 def test_trained_weights_are_kept_in_fp32() -> None:

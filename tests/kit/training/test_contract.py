@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stages.kit.at_hand import root_base
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.params import DeviceParams, load_params
@@ -22,7 +23,8 @@ def started(tiny_vlm: Path) -> Callable[[str], tuple[nn.Module, Plan]]:
 
     def start(recipe: str) -> tuple[nn.Module, Plan]:
         plan = resolve_plan(PARAMS, recipe, train_samples=4)
-        model = apply_recipe(load_model(tiny_vlm, device=CPU, precision="fp32"), plan.parts, plan.lora)
+        model = load_model(tiny_vlm, device=CPU, precision="fp32")
+        model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
         return model, replace(plan, trainable=asdict(count_trainable(model)))
 
     return start
@@ -34,7 +36,7 @@ def give_gradients(model: nn.Module) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("recipe", PARAMS.recipes)
+@pytest.mark.parametrize("recipe", [name for name in PARAMS.recipes if root_base(PARAMS, name)[1] is None])
 def test_a_run_as_planned_starts(started: Callable[[str], tuple[nn.Module, Plan]], recipe: str) -> None:
     model, plan = started(recipe)
     check_start(model, plan, devices_in_use=1)

@@ -92,7 +92,7 @@ def measure_step(
         torch.cuda.empty_cache()  # a real model comes weight by weight, and never lies there unquantized
     batch = with_contents(batch)
     with tempfile.TemporaryDirectory() as scratch_dir:
-        adapted = apply_recipe(model, plan.parts, plan.lora)
+        adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
         trainer = one_batch_trainer(_long_enough(plan), adapted, processor, batch, Path(scratch_dir))
         meter: Meter = CudaMeter() if plan.device.kind == "cuda" else CpuMeter(trainer, batch)
         step = MeasuredStep(trainer, meter)

@@ -84,6 +84,7 @@ class Setting:
             dataloader_workers=0,
             parts=parts,
             lora=lora,
+            full_targets={},
             loss="all-tokens",
             max_length=self.max_length,
             images=None,

@@ -61,6 +61,11 @@ class Record:
         return _digest(same_text(self.context or self.question))
 
 
+def domain(record: Record) -> Domain:
+    """What decides which expert of a mixture is to have its tokens."""
+    return record.domain
+
+
 def same_text(text: str) -> str:
     """Equal for texts that differ only in how Unicode composes their letters, in white space or in case."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())

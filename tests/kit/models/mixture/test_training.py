@@ -67,6 +67,22 @@ def test_lora_does_not_reach_the_shared_expert_that_is_nothing(mixture_dir: Path
         apply_recipe(load(mixture_dir), PartsParams(llm="lora"), lora)
 
 
+def test_a_gate_alone_is_trained_where_it_is_named(mixture_dir: Path) -> None:
+    model = apply_recipe(load(mixture_dir), FULL, None, {"llm": ("mlp.gate",)})
+    assert trained_modules(model) == {f"model.layers.{layer}.mlp.gate" for layer in range(2)}
+    assert count_trainable(model).llm == 2 * 2 * 32
+    planned = apply_recipe(meta_model(load_config(mixture_dir)), FULL, None, {"llm": ("mlp.gate",)})
+    assert asdict(count_trainable(planned)) == asdict(count_trainable(model))
+
+
+def test_the_shared_expert_that_is_nothing_cannot_be_named(mixture_dir: Path) -> None:
+    for target in ("shared_expert", "gate_proj", "shared_expert_gate"):
+        with pytest.raises(UserError, match=rf"full_targets.llm: '{target}' names no module with weights; .* gate, "):
+            apply_recipe(load(mixture_dir), FULL, None, {"llm": (target,)})
+    trained = trained_modules(apply_recipe(load(mixture_dir), FULL, None, {"llm": ("mlp",)}))
+    assert trained == {f"model.layers.{layer}.mlp.{end}" for layer in range(2) for end in ("gate", "experts")}
+
+
 def test_a_trained_mixture_is_saved_and_put_back_exactly(mixture_dir: Path, tmp_path: Path) -> None:
     model = apply_recipe(load(mixture_dir), FULL, None)
     torch.manual_seed(1)

@@ -1,0 +1,157 @@
+"""Experts by their MLPs alone, then their mixture's gate by labels and by the next token: each a run of its own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+
+from stages.kit.lineage import read_lineage
+from stages.kit.models.mixture.merge import merge_experts
+from tests.closure import ROOT
+from tests.kit.models.mixture.dense import save_base
+from tests.test_stages import done, refused, write_params
+
+pytestmark = pytest.mark.pipeline
+
+EXPERTS = {"expert-facts": "facts", "expert-meetings": "meetings"}
+GATES = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+def params_of(base_dir: Path) -> dict[str, Any]:
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    tiny = raw["profiles"]["tiny"]
+    tiny["bases"] = {"llm": f"folder:{base_dir}"}
+    size = {"train": 8, "val": 3}
+    tiny["datasets"] = {
+        "facts": {"task": "moe", "source": "generated:truthfulqa", "generate": size},
+        "meetings": {"task": "moe", "source": "generated:qmsum", "generate": size},
+        "both": {"task": "moe", "source": "mix", "mix": {"facts": None, "meetings": 6}},
+    }
+    tiny["memory"]["micro_batch"] = 2
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 4, "max_length": 256}
+    common = {"task": "moe", "loss": "assistant-only", "learning_rate": 1e-4, "epochs": 1, "effective_batch": 4}
+    common |= {"max_length": 256, "parts": {"llm": "full"}}
+    mlp = {"llm": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]}
+    gate = {**common, "data": "both", "full_targets": {"llm": ["mlp.gate"]}}
+    labels = {"base": "builds/moe", "loss": "router-labels", "domains": ["truthfulqa", "qmsum"]}
+    raw["baselines"] = {}
+    raw["recipes"] = {
+        **{name: {**common, "base": "bases/llm", "data": data, "full_targets": mlp} for name, data in EXPERTS.items()},
+        "gate-labels": {**gate, **labels},
+        "gate": {**gate, "base": "runs/gate-labels/merged"},
+    }
+    raw["builds"] = {"moe": {"task": "moe", "base": "bases/llm", "experts": list(EXPERTS)}}
+    raw.pop("predictions", None)
+    return raw
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    workspace = tmp_path_factory.mktemp("workspace")
+    base_dir = save_base(workspace / "dense", max_position_embeddings=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        write_params(params_of(base_dir))
+        done("base", "llm")
+        for dataset in ("facts", "meetings", "both"):
+            done("prepare", dataset)
+        for recipe in EXPERTS:
+            for stage in ("plan", "train", "merge"):
+                done(stage, recipe)
+        done("build", "moe")
+        for recipe in ("gate-labels", "gate"):
+            for stage in ("plan", "train", "merge"):
+                done(stage, recipe)
+        done("evaluate", "gate")
+        yield workspace
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    one, other = weights(before), weights(after)
+    assert one.keys() == other.keys()
+    return {name for name in one if not one[name].equal(other[name])}
+
+
+def test_experts_change_their_mlps_and_a_mixture_has_them_whole(finished: Path) -> None:
+    for name in EXPERTS:
+        assert all(".mlp." in each for each in changed(Path("data/bases/llm"), Path("data/runs") / name / "merged"))
+        assert read(Path("data/runs") / name / "merge.json")["changed_modules"] == 2 * 3
+    certificate = read(Path("data/builds/moe.json"))
+    assert {change["outside"] for change in certificate["changes"].values()} == {0}
+    assert max(domain["forced_deviation"] for domain in certificate["domains"].values()) < 1e-5
+
+
+def test_a_gate_is_all_that_its_recipes_change_one_after_the_other(finished: Path) -> None:
+    built, labelled, trained = (
+        Path("data") / folder for folder in ("builds/moe", "runs/gate-labels/merged", "runs/gate/merged")
+    )
+    assert changed(built, labelled) == changed(labelled, trained) == GATES
+    for recipe in ("gate-labels", "gate"):
+        certificate = read(Path("data/runs") / recipe / "merge.json")
+        assert (certificate["changed_modules"], certificate["unexpected_modules"]) == (len(GATES), [])
+        assert load_file(Path("data/runs") / recipe / "trained/weights.safetensors").keys() == GATES
+    assert read_lineage(trained).root() == read_lineage(Path("data/bases/llm"))
+
+
+def test_what_a_gate_takes_is_foreseen_and_how_well_it_chooses_is_recorded(finished: Path) -> None:
+    for recipe in ("gate-labels", "gate"):
+        run_dir = Path("data/runs") / recipe
+        training = read(run_dir / "training/training.json")
+        assert training["trainable"]["llm"] == training["trainable"]["total"] == 2 * 2 * 32
+        assert training["peak_memory_bytes"] / 2**30 == pytest.approx(
+            read(run_dir / "memory.json")["allocated_gib"], rel=0.01
+        )
+        curve = run_dir / "training/plots/metrics/train/router_accuracy.tsv"
+        assert curve.is_file() == (recipe == "gate-labels")
+        assert (training["router_accuracy"] is not None) == (recipe == "gate-labels")
+    # Of labels nothing is kept for a backward pass.
+    taken = {recipe: read(Path(f"data/runs/{recipe}/memory.json"))["budget_gib"] for recipe in ("gate-labels", "gate")}
+    assert taken["gate-labels"]["activations"] < taken["gate"]["activations"]
+
+
+@pytest.fixture(scope="module")
+def mixture_of_three(finished: Path) -> Path:
+    """A base, as far as a plan looks at it."""
+    folder = Path("data/bases/mixture")
+    folder.mkdir()
+    merge_experts(Path("dense"), dict.fromkeys("abc", Path("dense")), folder, top_k=2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"domains": ["truthfulqa", "meetings"]},
+            "both has training samples of the domain qmsum, 6 of 14",
+        ),
+        ({"base": "bases/llm"}, "full_targets.llm: 'mlp.gate' names no module with weights"),
+        (
+            {"base": "bases/mixture", "domains": ["truthfulqa", "qmsum"]},
+            "domains are 2 (truthfulqa, qmsum), but the model has 3 experts",
+        ),
+    ],
+)
+def test_labels_that_the_experts_do_not_have_are_refused_before_anything_is_launched(
+    finished: Path, mixture_of_three: Path, changes: dict[str, Any], problem: str
+) -> None:
+    raw = params_of(Path("dense"))
+    raw["recipes"]["gate-labels"] |= changes
+    raw["profiles"]["tiny"]["bases"]["mixture"] = "folder:mixture"
+    write_params(raw)
+    plan = Path("data/runs/gate-labels/plan.yaml").read_text()
+    assert problem in refused("plan", "gate-labels")
+    assert Path("data/runs/gate-labels/plan.yaml").read_text() == plan
