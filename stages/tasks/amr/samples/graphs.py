@@ -156,8 +156,8 @@ def penman_lines(graph: Node) -> str:
 
 class Token(NamedTuple):
     kind: str
-    """open, close, variable, role, word, string, pointer; quote for one without a partner, stray for a colon or slash
-    that belongs to no role, variable or word."""
+    """open, close, variable, role, word, string, pointer; quote for one without a partner, stray for `:`, `/` or `#`
+    that belongs to no role, variable, pointer or word."""
     text: str
     line: int
     """Counted from 0."""
@@ -167,8 +167,8 @@ _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # A colon opens a role where a letter follows it; within 10:30 or http://x it is part of the word.
 _ROLE = r':[^\W\d_][^\s()":/~]*'
 _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
-# Neither role nor word: joined to the words around it, a broken answer such as (c / / x) would be a graph.
-_STRAY = r':[^\s()"]*|/+(?=[\s()":]|\Z)'
+# Joined to the words around it, this would make a graph of (c / / x), and of a comment behind a word (c / x # why).
+_STRAY = r':[^\s()"]*|[/#]+(?=[\s()":]|\Z)'
 _VARIABLE = r'[^\s()":/]+\s*/'
 _WITH_VARIABLES = re.compile(
     rf"(?P<string>{_STRING})|(?P<open>\()(?:\s*(?P<variable>{_VARIABLE}))?|(?P<close>\))|(?P<role>{_ROLE})"

@@ -67,6 +67,7 @@ def test_what_annotators_write_is_read(text: str, expected: Node) -> None:
         ("(a / b\n : agent c)", 1, ": is neither a role nor a word"),
         ("(a / b :c /:d e)", 0, "/ is neither a role nor a word"),
         ("(a / b :1 c)", 0, ":1 is neither a role nor a word"),
+        ("(a / b # lời\n :c d)", 0, "# is neither a role nor a word"),
         ("(a / b :c ::d e)", 0, "::d is neither a role nor a word"),
         ("(a / b " + ":c (d / e " * MAX_DEPTH + ")" * (MAX_DEPTH + 1), 0, "nested more than 100 deep"),
     ],
