@@ -32,9 +32,10 @@ FAST = (
     ),
     *(
         f"../tasks/{task}/{face}"
-        for task in ("detection", "moe")
+        for task in ("detection", "amr", "moe")
         for face in ("samples", "sources", "scoring", "report")
     ),
+    "../tasks/amr/predictions",
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 
