@@ -35,6 +35,7 @@ FAST = (
         for task in ("detection", "moe")
         for face in ("samples", "sources", "scoring", "report")
     ),
+    "../tasks/moe/lm_eval",
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 
