@@ -68,6 +68,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model.lm_head.weight.data[
             [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
         ] = 0
+        model.generation_config.update(do_sample=True, temperature=0.7, repetition_penalty=1.5)  # plays no part
         folder = Path("data/bases/moe")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
