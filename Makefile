@@ -5,7 +5,7 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev.
+# What `make setup` installs beside the project's own: dev, lm-eval.
 EXTRAS ?=
 # What demo and report are of: detection or amr.
 TASK ?= detection
@@ -35,7 +35,7 @@ help: ## List the targets
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
-setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS=dev, PYTHON=...)
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev lm-eval", PYTHON=...)
 	@docker/setup $(EXTRAS)
 
 .PHONY: setup-dev
@@ -73,6 +73,10 @@ plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out
 .PHONY: plan
 plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1; ALL=1 for every recipe)
 	@$(offline) $(python) -m stages.fit $(plan_options)
+
+.PHONY: lm-eval
+lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup EXTRAS=lm-eval (RUN=, BATCH_SIZE=)
+	@$(offline) $(python) -m stages.harness $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result

@@ -24,15 +24,14 @@ from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
-from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.memory.record import beside_measured, read_memory_record
-from stages.kit.models.certificate import certified_merge
+from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
-from stages.kit.params import Params, load_params, made_by
+from stages.kit.params import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card
@@ -50,7 +49,7 @@ def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
-    model_dir = certified_model(params, name)
+    model_dir, _ = certified_model(params, name)
     target = subject.target if name in params.baselines else read_plan(name).target
     profile, settings = params.active, params.active.evaluation
     batch_size = lowered_batch_size(settings.batch_size, attempt)
@@ -108,19 +107,6 @@ def memory_metrics(run_dir: Path) -> dict[str, float]:
         return {}
     planned = read_memory_record(run_dir / "memory.json")
     return beside_measured(planned, training.peak_memory_bytes, on_cpu=training.memory_kind == "cpu_allocated")
-
-
-def certified_model(params: Params, name: str) -> Path:
-    """The folder to evaluate: a baseline's base, or a recipe's merged model once its certificate holds."""
-    if name in params.baselines:
-        base = params.baselines[name].base
-        folder = Path("data") / base
-        lineage = verified_lineage(folder, mend=f"dvc repro -f -s {made_by(base)}")
-    else:
-        folder, lineage = certified_merge(name)
-    label = ", random weights" if lineage.of_random_weights() else ""
-    log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
-    return folder
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ FAST = (
         for face in ("samples", "sources", "scoring", "report")
     ),
     "../tasks/amr/predictions",
+    "../tasks/moe/lm_eval",
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("cpu", "cuda", "dev", "flash-attn", "installer")
+LOCKS = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PIN = re.compile(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", re.MULTILINE)
 
@@ -53,6 +53,7 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     # layers and optimizers; its own kernels find no CUDA there.
     cuda = re.compile(r"nvidia|cuda|triton|torch")
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
+    assert [package for package in locked("lm-eval") if cuda.match(package)] == [], "it is scored on the torch there is"
 
 
 def test_torch_as_the_cpu_lock_sees_it_is_the_torch_that_is_installed() -> None:

@@ -5,8 +5,10 @@ samples  records, what the model is asked and how it answers   (plan, train, mer
 scoring  compares answers with the truth                       (evaluate)
 report   columns and insights of the comparison                (compare)
 predictions  reads inputs without truth, writes answers        (predict)
+lm_eval  what lm-evaluation-harness is to score, and how       (harness)
 
-A task whose models only ever answer its own validation samples has no `predictions`.
+A task whose models only ever answer its own validation samples has no `predictions`, and only a task that the harness
+knows too has `lm_eval`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from types import ModuleType
 
 from stages.kit.errors import UserError
 
-FACES = ("sources", "samples", "scoring", "report", "predictions")
+FACES = ("sources", "samples", "scoring", "report", "predictions", "lm_eval")
 
 
 def load_task(task: str, face: str) -> ModuleType:

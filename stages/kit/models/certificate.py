@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,10 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short, verified_lineage
 from stages.kit.models.processors import Processor, encode
+from stages.kit.params import Params, made_by
 from stages.kit.publish import publish_text
+
+log = logging.getLogger(__name__)
 
 # How far merging may move the logits, as a share of how far training moved them: 0 is a perfect merge, 1 one that lost
 # all that was trained. Merging changes the order of additions (fp32), and rounds the merged weights once more (fp16: 11
@@ -88,6 +92,22 @@ def certified_merge(recipe: str) -> tuple[Path, Lineage]:
     folder = Path("data/runs") / recipe / "merged"
     lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{recipe}")
     require_certificate(folder.parent / "merge.json", lineage)
+    return folder, lineage
+
+
+def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
+    """The model to evaluate and where it comes from: a baseline's base, or a recipe's merged model.
+
+    Raises UserError where the folder has changed, and for a recipe without the certificate that holds.
+    """
+    if name in params.baselines:
+        base = params.baselines[name].base
+        folder = Path("data") / base
+        lineage = verified_lineage(folder, mend=f"dvc repro -f -s {made_by(base)}")
+    else:
+        folder, lineage = certified_merge(name)
+    label = ", random weights" if lineage.of_random_weights() else ""
+    log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder, lineage
 
 

@@ -50,7 +50,7 @@ def encode(
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
     """
-    texts = [_rendered(processor, shortened(processor, conversation, max_length)) for conversation in conversations]
+    texts = [rendered(processor, shortened(processor, conversation, max_length)) for conversation in conversations]
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
     if isinstance(processor, PreTrainedTokenizerBase):
         return dict(processor(texts, add_special_tokens=False, **options))
@@ -61,7 +61,7 @@ def encode(
 def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
     """How many tokens `encode` makes of a conversation; pictures are counted by their size alone."""
     conversation = shortened(processor, conversation, max_length)
-    text = _rendered(processor, conversation)
+    text = rendered(processor, conversation)
     length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
     if conversation.images:
         sizes = [(picture.height, picture.width) for picture in conversation.images]
@@ -105,8 +105,8 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
 
 
-def _rendered(processor: Processor, conversation: Conversation) -> str:
-    """What the model reads."""
+def rendered(processor: Processor, conversation: Conversation) -> str:
+    """What the model reads: the text that is tokenized, with a placeholder for each picture."""
     messages = conversation.messages
     if isinstance(processor, PreTrainedTokenizerBase):
         messages = [{**message, "content": _plain(message["content"])} for message in messages]

@@ -53,6 +53,7 @@ BOTH, PINNED, STAND_IN, NEITHER = [True, True], [True, False], [False, True], [F
         ("docker/cuda.lock", NEITHER, BOTH),
         ("docker/flash-attn.lock", NEITHER, PINNED),
         ("docker/dev.lock", NEITHER, NEITHER),
+        ("docker/lm-eval.lock", NEITHER, NEITHER),
         ("docker/images.yaml", NEITHER, NEITHER),  # what it says counts, not how
     ],
 )

@@ -1,0 +1,105 @@
+"""A second opinion on a model that is loaded here: EleutherAI's lm-evaluation-harness, the optional package lm-eval."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import chdir
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stages.kit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CUT_NOTHING = 2**30
+"""Tokens. The harness would cut a longer question at its beginning; what is to be cut was cut before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of the harness, and the one of ours that it is to agree with."""
+
+    heading: str
+    documents: str
+    """What it is of, as the task's `documents` names it."""
+    task: str
+    """As its YAML file names it."""
+    metric: str
+    ours: str = ""
+    """A key of metrics.json; empty where we have no such figure."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    value: float | None
+    """None where it is no number: probabilities of long answers may be too small for the harness to add them up."""
+    stderr: float | None
+    """Of the mean over questions; None for a single one."""
+
+
+def require_lm_eval() -> str:
+    """The version of lm-eval. Raises UserError where it is not installed."""
+    try:
+        return version("lm-eval")
+    except PackageNotFoundError:
+        raise UserError(
+            "lm-eval, EleutherAI's lm-evaluation-harness, is not installed; install it with: make setup EXTRAS=lm-eval"
+        ) from None
+
+
+def harness_scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    figures: Sequence[Figure],
+    *,
+    tasks_dir: Path,
+    documents_dir: Path,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[Score]:
+    """What the harness finds, figure by figure; a task of several figures is run once.
+
+    tasks_dir: holds the tasks' YAML files. documents_dir: where they find their documents; the working directory while
+    these are read. Nothing is fetched.
+    Log-probabilities are computed in fp32, whatever the model's precision.
+    """
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant: that the model comes loaded
+    manager = TaskManager(include_path=str(tasks_dir.resolve()), include_defaults=False)
+    with chdir(documents_dir):
+        loaded = manager.load(list(dict.fromkeys(figure.task for figure in figures)))
+    for task in loaded["tasks"].values():
+        if task.OUTPUT_TYPE == "generate_until":
+            task.set_config("generation_kwargs", {"max_gen_toks": max_new_tokens}, update=True)
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_length=_CUT_NOTHING,
+        softmax_dtype="float32",
+        add_bos_token=False,  # the chat template has put there what belongs there
+    )
+    with np.errstate(invalid="ignore"):  # 0/0, where probabilities are too small for a float
+        results = evaluate(lm=harness, task_dict=loaded, log_samples=False)["results"]
+    return [
+        Score(
+            value=_number(results[figure.task][f"{figure.metric},none"]),
+            stderr=_number(results[figure.task][f"{figure.metric}_stderr,none"]),
+        )
+        for figure in figures
+    ]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, float | int) and math.isfinite(value) else None
