@@ -2,7 +2,7 @@
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all that a report needs of the run to
-        data/report/TASK/runs/RECIPE/
+        data/report/TASK/runs/RECIPE/; what the process held to data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
 
@@ -25,6 +25,7 @@ from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
 from stages.kit.lineage import short, verified_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.memory.record import beside_measured, read_memory_record
 from stages.kit.models.certificate import certified_merge
@@ -83,6 +84,7 @@ def main(name: str, attempt: int) -> None:
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
+    write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
 
 

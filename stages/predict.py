@@ -39,13 +39,13 @@ def main(name: str, attempt: int) -> None:
     model_dir, _ = certified_merge(wanted.recipe)
     target = read_plan(wanted.recipe).target
 
-    answerer = load_answerer(
-        model_dir, params.active, load_task(wanted.task, "samples"), target=target, attempt=attempt
-    )
+    samples = load_task(wanted.task, "samples")
+    answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
     answers = answerer.answers(lambda index: task.conversation(inputs[index], target=target), len(inputs))
     submission = task.submission(inputs, answers, target=target)
     path = Path("data/predictions") / f"{name}.txt"
     publish_text(submission.text, path)
+    answerer.memory.finish("predict", name)
     log.info("%s: %d answers of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
 
 

@@ -13,6 +13,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory.ladder import lowered_batch_size
+from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.params import EvaluationParams, ProfileParams
@@ -27,6 +28,7 @@ class Answerer:
     batch_size: int
     """As used, which is less than the settings' where memory ran out."""
     settings: EvaluationParams
+    memory: MemoryLog
 
     def answers(self, ask: Callable[[int], Conversation], count: int) -> list[str]:
         """The answer to each of `count` unanswered conversations, in order (generation.py)."""
@@ -55,7 +57,9 @@ def load_answerer(
     if batch_size is None:
         raise UserError(f"a batch of {settings.batch_size} cannot be halved {attempt} times")
     see_only(device)
+    memory = MemoryLog(device)
     model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
+    memory.loaded()
     samples.check(model.config.model_type, target)
     return Answerer(
         model=model,
@@ -63,4 +67,5 @@ def load_answerer(
         complete=samples.completion(target),
         batch_size=batch_size,
         settings=settings,
+        memory=memory,
     )
