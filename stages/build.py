@@ -3,6 +3,7 @@
 Reads   builds.NAME; its base; data/runs/EXPERT/merged/ of each of its experts
 Writes  data/builds/NAME/       a standard Qwen2Moe folder, a base like any other; lineage.json
         data/builds/NAME.json   the certificate: what each expert is within it, and where tokens go
+        data/report/TASK/memory/NAME/build.json  what the process held
 Run     docker/run build NAME
 """
 
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import click
+from transformers import PreTrainedModel
 
 from stages.kit.errors import UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.held import write_stage_memory
+from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.mixture.certificate import (
     TOLERANCE,
@@ -54,7 +57,13 @@ def main(name: str) -> None:
     check_lineages(base, experts)
     check_models(base_dir, expert_dirs)
 
-    load = partial(load_model, device=device, precision=precision)
+    memory = MemoryLog(device)
+
+    def load(folder: Path) -> PreTrainedModel:
+        model = load_model(folder, device=device, precision=precision)
+        memory.loaded()
+        return model
+
     processor = load_processor(base_dir, None)
     samples = load_task(build.task, "samples")
     probes = {expert: samples.probes(params.recipe(expert).target) for expert in build.experts}
@@ -95,6 +104,7 @@ def main(name: str) -> None:
         if problems := certificate.problems():
             raise UserError(f"the build {name} is not made of its experts: {'; '.join(problems)}")
     write_build_certificate(certificate, built_dir.with_name(f"{name}.json"))
+    write_stage_memory(memory.finish("build", name), task=build.task)
     for expert, domain in certificate.domains.items():
         shares = ", ".join(
             f"{other} {share:.0%}" for other, share in zip(build.experts, domain.routing.weight, strict=True)

@@ -1,6 +1,7 @@
 """Compare the models of a task: which is best, by how much, and is the evidence enough to say so?
 
 Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe and each untrained base
+        data/report/TASK/memory/: what the stages held that made and evaluated them
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
         comparison.csv, comparison.json (flat, for `dvc metrics`), distribution.csv (for `dvc plots`)
 Run     docker/run compare detection
@@ -16,12 +17,19 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.kit.errors import UserError
-from stages.kit.params import Params, load_params
+from stages.kit.memory.held import stage_memory_path
+from stages.kit.params import Params, load_params, made_by
 from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import Run, read_run, refuse_different_samples, refuse_random_beside_trained
+from stages.kit.reporting.runs import (
+    Run,
+    evaluation_stage,
+    read_run,
+    refuse_different_samples,
+    refuse_random_beside_trained,
+)
 from stages.kit.reporting.tables import Table, csv_text
 from stages.kit.reporting.texts import (
     comparison_markdown,
@@ -46,7 +54,7 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     report = load_report(params, task)
-    contenders = read_contenders(params, task, report, cards_dir(data_dir, task))
+    contenders = read_contenders(params, task, report, data_dir)
     comparison = compare(report, contenders)
     table = comparison_table(comparison)
     report_dir = data_dir / "report" / task
@@ -66,13 +74,17 @@ def load_report(params: Params, task: str) -> TaskReport:
     return report
 
 
-def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Path) -> list[Contender]:
+def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Path) -> list[Contender]:
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
     runs: dict[str, Run | None] = {
         name: read_run(
-            runs_dir / name, identity=report.identity, columns=report.columns, trained=name in params.recipes
+            cards_dir(data_dir, task) / name,
+            identity=report.identity,
+            columns=report.columns,
+            trained=name in params.recipes,
+            memory_by_stage=memory_by_stage(params, task, name, data_dir),
         )
         for name in names
     }
@@ -93,6 +105,22 @@ def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Pat
         )
         for name, baseline in names.items()
     ]
+
+
+def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
+    """Where the stages that a recipe or a baseline went through say what they held, in their order.
+
+    The build that it starts from is among them, and the stages of what it continues are not.
+    """
+    trained = name in params.recipes
+    stages = ["train", "merge"] if trained else []
+    paths = {f"{stage}@{name}": stage_memory_path(data_dir, task, name=name, stage=stage) for stage in stages}
+    paths[evaluation_stage(name, trained=trained)] = stage_memory_path(data_dir, task, name=name, stage="evaluate")
+    made_of = made_by((params.recipes[name] if trained else params.baselines[name]).base)
+    stage, _, build = made_of.partition("@")
+    if stage == "build":
+        paths = {made_of: stage_memory_path(data_dir, task, name=build, stage=stage), **paths}
+    return paths
 
 
 def _baseline_of(params: Params, recipe_name: str) -> str:

@@ -2,7 +2,7 @@
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all that a report needs of the run to
-        data/report/TASK/runs/RECIPE/
+        data/report/TASK/runs/RECIPE/; what the process held to data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
 
@@ -20,17 +20,14 @@ from typing import Any
 import click
 
 from stages.kit.data.tables import write_rows
-from stages.kit.errors import UserError
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answering import load_answerer
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
 from stages.kit.logs import configure_logging
-from stages.kit.memory.ladder import lowered_batch_size
+from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.memory.record import beside_measured, read_memory_record
 from stages.kit.models.certificate import certified_model
-from stages.kit.models.load import load_model, see_only
-from stages.kit.models.processors import load_processor
 from stages.kit.params import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text, published
@@ -51,43 +48,32 @@ def main(name: str, attempt: int) -> None:
     subject = params.baselines[name] if name in params.baselines else params.recipe(name)
     model_dir, _ = certified_model(params, name)
     target = subject.target if name in params.baselines else read_plan(name).target
-    profile, settings = params.active, params.active.evaluation
-    batch_size = lowered_batch_size(settings.batch_size, attempt)
-    if batch_size is None:
-        raise UserError(f"a batch of {settings.batch_size} cannot be halved {attempt} times")
-    device = profile.device.one()
-    see_only(device)
-
-    model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
-    processor = load_processor(model_dir, profile.images)
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    samples.check(model.config.model_type, target)
-    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: settings.max_samples]
+
+    answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
+    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: answerer.settings.max_samples]
     started = time.monotonic()
-    answers = generate_answers(
-        model,
-        processor,
-        lambda index: samples.conversation(records[index], answered=False, target=target),
-        len(records),
-        batch_size=batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        max_length=settings.max_length,
-        complete=samples.completion(target),
+    answers = answerer.answers(
+        lambda index: samples.conversation(records[index], answered=False, target=target), len(records)
     )
     seconds = time.monotonic() - started
     weighed: dict[str, Any] = {}
     if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
-        limits: dict[str, Any] = {"batch_size": batch_size, "max_length": settings.max_length}
+        limits: dict[str, Any] = {"batch_size": answerer.batch_size, "max_length": answerer.settings.max_length}
         answered = [samples.conversation(record, answered=True, target=target) for record in records]
         weighed = {
             "likelihoods": answer_log_likelihoods(
-                model, processor, scoring.candidates(records, target=target), **limits
+                answerer.model, answerer.processor, scoring.candidates(records, target=target), **limits
             ),
-            "routing": routing(model, processor, answered, **limits),
+            "routing": routing(answerer.model, answerer.processor, answered, **limits),
         }
 
     metrics, rows = scoring.score(records, answers, target=target, **weighed)
-    metrics |= {"samples_per_second": round(len(records) / seconds, 3), "batch_size": batch_size, "attempt": attempt}
+    metrics |= {
+        "samples_per_second": round(len(records) / seconds, 3),
+        "batch_size": answerer.batch_size,
+        "attempt": attempt,
+    }
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     if name not in params.baselines:
@@ -97,6 +83,7 @@ def main(name: str, attempt: int) -> None:
     write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
+    write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
 
 

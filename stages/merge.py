@@ -4,6 +4,7 @@ Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its l
         data/runs/RECIPE/training/training.json
 Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json
         data/runs/RECIPE/merge.json  the certificate
+        data/report/TASK/memory/RECIPE/merge.json  what the process held
 Run     docker/run merge r1-llm-only
 """
 
@@ -17,6 +18,8 @@ import click
 from stages.kit.errors import UserError
 from stages.kit.lineage import require_base, short, write_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.held import write_stage_memory
+from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.models.certificate import (
     TOLERANCE,
     Certificate,
@@ -51,7 +54,9 @@ def main(recipe: str) -> None:
     probes = load_task(plan.task, "samples").probes(plan.target)
     processor = load_processor(base_dir, plan.images)
 
+    memory = MemoryLog(device)
     base = load_model(base_dir, device=device, precision=plan.precision)
+    memory.loaded()
     before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
     adapted_logits = probe_logits(adapted, processor, probes)
@@ -68,6 +73,7 @@ def main(recipe: str) -> None:
         del base, adapted
 
         merged = load_model(merged_dir, device=device, precision=plan.precision).eval()
+        memory.loaded()
         deviation = relative_deviation(probe_logits(merged, processor, probes), adapted_logits, base_logits)
         changed = changed_modules(before, weight_digests(merged))
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
@@ -87,6 +93,7 @@ def main(recipe: str) -> None:
         if problems := certificate.problems():
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
     write_certificate(certificate, run_dir / "merge.json")
+    write_stage_memory(memory.finish("merge", recipe), task=plan.task)
     log.info(
         "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",
         *(recipe, short(lineage.digest), len(changed), deviation, certificate.tolerance),

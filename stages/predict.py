@@ -14,14 +14,10 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answering import load_answerer
 from stages.kit.logs import configure_logging
-from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_merge
-from stages.kit.models.load import load_model, see_only
-from stages.kit.models.processors import load_processor
 from stages.kit.params import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text
@@ -37,31 +33,19 @@ log = logging.getLogger("stages")
 def main(name: str, attempt: int) -> None:
     configure_logging(f"predict {name}")
     params = load_params()
-    wanted, profile = params.prediction(name), params.active
+    wanted = params.prediction(name)
     task = load_task(wanted.task, "predictions")
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_merge(wanted.recipe)
     target = read_plan(wanted.recipe).target
-    batch_size = lowered_batch_size(profile.evaluation.batch_size, attempt)
-    if batch_size is None:
-        raise UserError(f"a batch of {profile.evaluation.batch_size} cannot be halved {attempt} times")
-    device = profile.device.one()
-    see_only(device)
 
-    model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
-    answers = generate_answers(
-        model,
-        load_processor(model_dir, profile.images),
-        lambda index: task.conversation(inputs[index], target=target),
-        len(inputs),
-        batch_size=batch_size,
-        max_new_tokens=profile.evaluation.max_new_tokens,
-        max_length=profile.evaluation.max_length,
-        complete=load_task(wanted.task, "samples").completion(target),
-    )
+    samples = load_task(wanted.task, "samples")
+    answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
+    answers = answerer.answers(lambda index: task.conversation(inputs[index], target=target), len(inputs))
     submission = task.submission(inputs, answers, target=target)
     path = Path("data/predictions") / f"{name}.txt"
     publish_text(submission.text, path)
+    answerer.memory.finish("predict", name)
     log.info("%s: %d answers of %s; %s", path, len(inputs), wanted.recipe, submission.summary())
 
 

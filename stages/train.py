@@ -3,6 +3,7 @@
 Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
         data/runs/RECIPE/training/  training.json (totals), and curves in DVCLive's form
+        data/report/TASK/memory/RECIPE/train.json  what the process held
 Run     docker/run train r1-llm-only
 
 Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.
@@ -26,7 +27,9 @@ from transformers import TrainerCallback
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
+from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.ladder import lowered, settings
+from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
@@ -75,6 +78,7 @@ def main(recipe: str, attempt: int) -> None:
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
 
+    memory = MemoryLog(plan.device, plan.placement)
     model = load_model(
         Path(plan.base_dir),
         device=plan.device,
@@ -86,6 +90,7 @@ def main(recipe: str, attempt: int) -> None:
     model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if plan.placement == "sharded":
         shard(model, plan, process_mesh(plan))
+    memory.loaded()
     log.info("%s", TrainableCounts(**plan.trainable))
 
     run_dir = Path("data/runs") / recipe
@@ -120,6 +125,7 @@ def main(recipe: str, attempt: int) -> None:
                 trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
             )
             write_record(record, training_dir / "training.json")
+            write_stage_memory(memory.finish("train", recipe), task=plan.task)
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from stages.kit.lineage import write_lineage
+from stages.kit.memory.held import Held, StageMemory, stage_memory_path
 from stages.kit.params import Params, load_params
 from stages.kit.plan import resolve_plan, write_plan
 
+MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
 DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint")
 
@@ -79,6 +82,37 @@ def write_made_up_run(
         _write_training(run_dir, name, params)
     write_lineage(run_dir, kind="base", name=name, source=source)
     return run_dir
+
+
+def made_up_memory(stage: str, name: str, *, gpus: int = 0) -> StageMemory:
+    """600 MiB before a model of 100 MiB is loaded, and 300 more for the work; on GPUs nothing before."""
+    held = 0 if gpus else 600 * MIB
+
+    def at(held_bytes: int, peak_bytes: int) -> Held:
+        return Held(
+            held_bytes=held_bytes,
+            reserved_bytes=held_bytes,
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes,
+            free_bytes=8192 * MIB - held_bytes,
+            total_bytes=8192 * MIB,
+        )
+
+    return StageMemory(
+        stage=stage,
+        name=name,
+        kind="cuda_allocated" if gpus else "cpu_resident",
+        gpus=gpus,
+        before_load=at(held, held),
+        after_load=at(held + 100 * MIB, held + 100 * MIB),
+        end=at(held + 50 * MIB, held + 400 * MIB),
+    )
+
+
+def write_made_up_memory(data_dir: Path, task: str, memory: StageMemory) -> Path:
+    path = stage_memory_path(data_dir, task, name=memory.name, stage=memory.stage)
+    _write_json(path, asdict(memory))
+    return path
 
 
 def _write_training(run_dir: Path, name: str, params: Params) -> None:

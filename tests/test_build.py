@@ -115,6 +115,9 @@ def test_a_build_is_certified_and_names_what_it_was_made_from(built: Path) -> No
         assert certificate["changes"][name]["outside"] == 0 < certificate["changes"][name]["mlp"]
         assert certificate["domains"][name]["forced_deviation"] < 1e-5
         assert sum(certificate["domains"][name]["routing"]["weight"]) == pytest.approx(1)
+    held = json.loads((built / "data/report/amr/memory/moe/build.json").read_text())
+    assert (held["stage"], held["name"]) == ("build", "moe")
+    assert 0 < held["after_load"]["held_bytes"] <= held["end"]["peak_bytes"]
     router = load_file(folder / "model.safetensors")["model.layers.0.mlp.gate.weight"]
     assert router.norm(dim=-1).tolist() == pytest.approx([1, 1], rel=1e-5)
 

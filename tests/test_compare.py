@@ -12,14 +12,22 @@ import pytest
 from rich.console import Console
 from ruamel.yaml import YAML
 
-from stages.compare import compare_task
+from stages.compare import compare_task, memory_by_stage
 from stages.kit.errors import UserError
 from stages.kit.params import Params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import evaluation_stage
 from stages.kit.reporting.texts import comparison_table
-from tests.made_up_runs import DETECTION_NAMES, PARAMS_PATH, made_up_ious, project_params, write_made_up_run
+from tests.made_up_runs import (
+    DETECTION_NAMES,
+    PARAMS_PATH,
+    made_up_ious,
+    made_up_memory,
+    project_params,
+    write_made_up_memory,
+    write_made_up_run,
+)
 
 MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.35, 0.68, 0.735), strict=True))
 
@@ -44,6 +52,8 @@ def write_runs(
                 params=params if name in params.recipes else None,
                 source=source,
             )
+            for stage in ("train", "merge", "evaluate") if name in params.recipes else ("evaluate",):
+                write_made_up_memory(data_dir, "detection", made_up_memory(stage, name))
 
 
 def run_compare(data_dir: Path, params: Params | None = None) -> str:
@@ -189,6 +199,54 @@ def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) 
     for words in ("parts.vision", "688,000", "1 min 14 s", "1.21 GiB", "tensors on the CPU", "not corrected"):
         assert words in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_memory_is_shown_by_stage_on_the_page_and_in_markdown_and_not_in_the_terminal(
+    complete: tuple[Path, str],
+) -> None:
+    data_dir, shown = complete
+    written, page = report(data_dir, "comparison.md"), report(data_dir, "index.html")
+    rows = [line.split(" | ")[:2] for line in written.partition("## Memory by stage")[2].splitlines() if "MiB" in line]
+    expected = [("base-vlm", "evaluate")]
+    expected += [(name, stage) for name in DETECTION_NAMES[1:] for stage in ("train", "merge", "evaluate")]
+    assert [(model.removeprefix("| "), stage) for model, stage in rows] == expected
+    assert "| 7.41 GiB | 600 MiB | 700 MiB | 1000 MiB | 7.32 GiB |" in written
+    table = page.partition("<h3>Memory by stage</h3>")[2].partition("</table>")[0]
+    assert table.count("<tr>") == 1 + len(expected)
+    assert "1000 MiB" in table
+    assert "Memory by stage" not in shown
+
+
+def test_runs_that_left_no_memory_are_reported_without_it(tmp_path: Path) -> None:
+    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1] * 6)
+    run_compare(tmp_path)
+    for name in ("comparison.md", "index.html"):
+        assert "Memory by stage" not in report(tmp_path, name)
+
+
+def test_a_build_is_among_the_stages_of_what_starts_from_it_and_of_nothing_else(tmp_path: Path) -> None:
+    params = project_params()
+    base, recipe = params.baselines["base-vlm"], params.recipes["r1-llm-only"]
+    params = replace(
+        params,
+        baselines={**params.baselines, "base-moe": replace(base, base="builds/moe")},
+        recipes={
+            **params.recipes,
+            "after": replace(recipe, base="builds/moe"),
+            "further": replace(recipe, base="runs/after/merged"),
+        },
+    )
+
+    def stages(name: str) -> dict[str, str]:
+        found = memory_by_stage(params, "detection", name, tmp_path)
+        return {stage: str(path.relative_to(tmp_path / "report/detection/memory")) for stage, path in found.items()}
+
+    assert list(stages("base-moe").items()) == [
+        ("build@moe", "moe/build.json"),
+        ("baseline@base-moe", "base-moe/evaluate.json"),
+    ]
+    assert list(stages("after")) == ["build@moe", "train@after", "merge@after", "evaluate@after"]
+    assert list(stages("further")) == ["train@further", "merge@further", "evaluate@further"]
 
 
 def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:

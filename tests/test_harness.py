@@ -219,7 +219,7 @@ def test_where_memory_runs_out_fewer_at_once_are_advised_and_nothing_is_left(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "amr"}, "task amr has no lm_eval: there is nothing at stages/tasks/amr/lm_eval"),
+        ({"task": "amr"}, "the task amr has no lm_eval: there is no stages/tasks/amr/lm_eval"),
         ({"base": "bases/mo"}, "no profile has a base 'mo' (did you mean 'moe'?)"),
         ({"target": "full"}, "it knows no target 'full'"),
     ],

@@ -91,7 +91,8 @@ def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(wit
     assert set(declared.deps) == {
         str(Path(dep.def_path)) for dep in stages["build@moe"].deps if not isinstance(dep, ParamsDependency)
     }
-    assert declared.outs == ("data/builds/moe", "data/builds/moe.json")
+    memory = "data/report/detection/memory/moe/build.json"
+    assert declared.outs == (memory, "data/builds/moe", "data/builds/moe.json")
 
 
 def test_a_build_depends_on_exactly_the_code_it_runs(with_build: Path) -> None:
@@ -201,6 +202,18 @@ def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
         runs = {
             name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
         }
-        (cards,) = (dep for dep in stage.deps if dep.startswith("data/"))
+        _, cards = (dep for dep in stage.deps if dep.startswith("data/"))
         outs = [Path(out) for other in PIPELINE.values() for out in other.outs]
         assert {out.name for out in outs if out.parent == Path(cards)} == runs
+
+
+def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison(with_build: Path) -> None:
+    """It differs from run to run: whoever depended on it would run anew with every run."""
+    stages = declared_stages(with_build)
+    holders = {"train", "merge", "build", "evaluate"}
+    kept = {stage.name: out for stage in stages for out in stage.outs if "/memory/" in out}
+    assert set(kept) == {stage.name for stage in stages if stage.command.split()[1] in holders}
+    for name, out in kept.items():
+        readers = {stage.name for stage in stages if any(Path(out).is_relative_to(dep) for dep in stage.deps)}
+        task = Path(out).parts[2]
+        assert readers == ({f"compare@{task}"} if f"compare@{task}" in PIPELINE else set()), name

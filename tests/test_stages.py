@@ -106,6 +106,24 @@ def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
     assert (finished / "data/report/detection/index.html").is_file()
 
 
+def test_every_stage_that_loads_a_model_says_what_it_held_and_the_report_prints_it(finished: Path) -> None:
+    memory_dir = finished / "data/report/detection/memory"
+    recipes = dict.fromkeys(("r1-llm-only", "r3-stage1", "r3-stage2"), ("evaluate", "merge", "train"))
+    stages = {"base-vlm": ("evaluate",), **recipes}
+    assert sorted(memory_dir.rglob("*.json")) == [
+        memory_dir / name / f"{stage}.json" for name in stages for stage in stages[name]
+    ]
+    for path in memory_dir.rglob("*.json"):
+        held = json.loads(path.read_text())
+        assert (held["kind"], held["name"], held["stage"]) == ("cpu_resident", path.parent.name, path.stem)
+        assert 0 < held["before_load"]["held_bytes"] <= held["end"]["peak_bytes"]
+        assert held["after_load"]["held_bytes"] <= held["end"]["peak_bytes"] < held["end"]["total_bytes"]
+    rows = (finished / "data/report/detection/comparison.md").read_text().partition("## Memory by stage")[2]
+    assert [line.split(" | ")[:2] for line in rows.splitlines() if "GiB" in line or "MiB" in line] == [
+        [f"| {name}", stage] for name in stages for stage in sorted(stages[name], key="train merge evaluate".index)
+    ]
+
+
 def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished: Path) -> None:
     for recipe in ("r1-llm-only", "r3-stage1", "r3-stage2"):
         run_dir = finished / "data/runs" / recipe
@@ -148,8 +166,15 @@ def test_a_merged_folder_loads_with_plain_transformers(finished: Path) -> None:
     assert json.loads((folder / "processor_config.json").read_text())["processor_class"] == "Qwen2VLProcessor"
 
 
-def test_a_moved_workspace_goes_on(workspace: Path) -> None:
+def test_a_moved_workspace_goes_on_and_nothing_that_others_start_from_changes(workspace: Path) -> None:
+    """What a merge held differs each time, and must not make an evaluation run anew."""
+    run_dir = workspace / "data/runs/r3-stage2"
+    certificate, memory = run_dir / "merge.json", workspace / "data/report/detection/memory/r3-stage2/merge.json"
+    before = certificate.read_bytes(), read_lineage(run_dir / "merged").digest
+    memory.unlink()
     done("merge", "r3-stage2")
+    assert (certificate.read_bytes(), read_lineage(run_dir / "merged").digest) == before
+    assert memory.is_file()
     done("evaluate", "r3-stage2")
 
 

@@ -80,6 +80,21 @@ def test_a_recipe_goes_all_the_way_and_its_peak_stands_beside_the_prediction(
     metrics = json.loads((run_dir / "metrics.json").read_text())
     assert metrics["memory_measured_gib"] == pytest.approx(record["peak_memory_bytes"] / 2**30, abs=1e-4)
     assert metrics["memory_predicted_gib"] > 0
+    for stage in ("train", "merge", "evaluate"):
+        held = json.loads((workspace / f"data/report/detection/memory/{recipe}/{stage}.json").read_text())
+        before, after, end = held["before_load"], held["after_load"], held["end"]
+        assert (held["kind"], held["gpus"], before["held_bytes"], before["reserved_bytes"]) == (
+            "cuda_allocated",
+            1,
+            0,
+            0,
+        )
+        assert 0 < after["held_bytes"] <= after["reserved_bytes"] < before["free_bytes"] <= before["total_bytes"]
+        assert after["held_bytes"] <= end["peak_bytes"] <= end["peak_reserved_bytes"]
+        # Of this process alone, unless another one shares the GPU.
+        assert after["free_bytes"] <= before["free_bytes"]
+    trained = json.loads((workspace / f"data/report/detection/memory/{recipe}/train.json").read_text())
+    assert trained["end"]["peak_bytes"] >= record["peak_memory_bytes"]
 
 
 @pytest.mark.parametrize("recipe", [NF4, BF16])

@@ -81,13 +81,3 @@ def _fill(module: bnb.nn.Linear4bit) -> None:
         setattr(weight, name, value)
     module.weight = weight
     module.quant_state = state
-
-
-def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """What is kept beside the packed weights: their scales and tables."""
-    states = [module.quant_state for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
-    return [
-        tensor
-        for state in states
-        for tensor in (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-    ]

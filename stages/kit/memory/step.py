@@ -64,10 +64,9 @@ def record_step(
             batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
         if plan.quantization == "nf4":
-            from stages.kit.memory.quantized import quantization_tensors, quantize_nf4
+            from stages.kit.memory.quantized import quantize_nf4
 
             model = quantize_nf4(model, here.precision)
-            recorder.label(quantization_tensors(model), "weights")
         model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())

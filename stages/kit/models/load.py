@@ -130,16 +130,19 @@ def local_device(device: DeviceParams) -> torch.device:
 
 
 def check_device(device: DeviceParams, precision: str) -> None:
-    if device.kind == "cpu":
-        return
-    if torch.cuda.device_count() < device.count:
+    check_count(device)
+    # torch counts emulated bf16 as support unless told not to; a Turing card would crawl.
+    if device.kind == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
+
+
+def check_count(device: DeviceParams) -> None:
+    """Raises UserError where there are fewer GPUs than the profile wants."""
+    if device.kind == "cuda" and torch.cuda.device_count() < device.count:
         raise UserError(
             f"the profile wants {device.count} CUDA device(s), but {torch.cuda.device_count()} can be seen; "
             "choose another with: dvc exp run -S profile=tiny"
         )
-    # torch counts emulated bf16 as support unless told not to; a Turing card would crawl.
-    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
 
 
 def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:

@@ -17,7 +17,14 @@ from PIL import Image
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.runs import Run
-from stages.kit.reporting.settings import cost_table, plan_settings, split_settings, trainable_table
+from stages.kit.reporting.settings import (
+    MEMORY_OF_STAGES,
+    cost_table,
+    memory_table,
+    plan_settings,
+    split_settings,
+    trainable_table,
+)
 from stages.kit.reporting.tables import Table, cell_text
 
 TEMPLATE = "page.html"
@@ -84,6 +91,8 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
         shared=shared,
         trainable=trainable_table(trained),
         costs=cost_table(runs),
+        memory=memory_table(runs),
+        memory_of_stages=MEMORY_OF_STAGES,
     )
 
 

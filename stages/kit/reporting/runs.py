@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
+from stages.kit.memory.held import StageMemory
 from stages.kit.plan import Plan, read_plan
 
 PICTURE_KINDS = ("best", "worst", "random")
@@ -53,6 +55,8 @@ class Run:
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]
     """By kind, in order of name."""
+    memory: tuple[StageMemory, ...] = ()
+    """What the stages that made and evaluated it held, in the order that they ran."""
 
 
 def evaluation_stage(name: str, *, trained: bool) -> str:
@@ -60,12 +64,20 @@ def evaluation_stage(name: str, *, trained: bool) -> str:
     return f"evaluate@{name}" if trained else f"baseline@{name}"
 
 
-def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], trained: bool) -> Run | None:
+def read_run(
+    run_dir: Path,
+    *,
+    identity: Sequence[str],
+    columns: Sequence[str],
+    trained: bool,
+    memory_by_stage: Mapping[str, Path] | None = None,
+) -> Run | None:
     """The run in a folder, or None where it has not been evaluated.
 
     identity: columns of predictions.parquet that say what a sample is, its id first.
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
+    memory_by_stage: where the stages that made it say what they held, in their order; a file may be missing.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
     """
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
@@ -87,6 +99,9 @@ def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], 
         training=_read_json(training_dir / "training.json", f"train@{name}") if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
         pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+        memory=tuple(
+            _read_memory(path, made_by) for made_by, path in (memory_by_stage or {}).items() if path.is_file()
+        ),
     )
 
 
@@ -149,6 +164,13 @@ def _read_json(path: Path, stage: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, expected a mapping; {_rebuild(stage)}")
     return content
+
+
+def _read_memory(path: Path, stage: str) -> StageMemory:
+    try:
+        return TypeAdapter(StageMemory).validate_json(path.read_text(encoding="utf-8"), strict=True)
+    except ValueError as error:  # pydantic's own, and of what is no text
+        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
 
 
 def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Table:

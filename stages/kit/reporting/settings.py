@@ -12,8 +12,19 @@ from stages.kit.plan import Plan
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table
 
+MEMORY_OF_STAGES = (
+    "Each stage is a process of its own: before it loads a model it holds nothing on a GPU, and on a CPU only Python, "
+    "its libraries and the samples, whatever ran before it. What is free before and left after is as the device has "
+    "it, so that it shows what others hold."
+)
+"""What the table of memory by stage is to show."""
+
 _NOT_SETTINGS = {"recipe", "trainable"}
-_MEMORY_KINDS = {"cpu_allocated": "tensors on the CPU", "cuda_allocated": "tensors on the GPU"}
+_MEMORY_KINDS = {
+    "cpu_allocated": "tensors on the CPU",
+    "cuda_allocated": "tensors on the GPU",
+    "cpu_resident": "the whole process, on the CPU",
+}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -109,6 +120,35 @@ def cost_table(runs: Sequence[Run]) -> Table:
         }
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append(Row(cells=(run.name, *(values.get(column.key) for column in columns[1:]))))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def memory_table(runs: Sequence[Run]) -> Table:
+    """What each stage held before it loaded its model, after, and at most, and what that left; as they ran."""
+    columns = (
+        Column("model", "Model"),
+        Column("stage", "Stage"),
+        Column("free", "Free before", "bytes"),
+        Column("before_load", "Before loading", "bytes"),
+        Column("after_load", "After loading", "bytes"),
+        Column("peak", "Peak", "bytes"),
+        Column("left", "Left for the work", "bytes"),
+        Column("memory_kind", "Memory of"),
+    )
+    rows = []
+    for run in runs:
+        for held in run.memory:
+            cells = (
+                run.name,
+                held.stage if held.name == run.name else f"{held.stage} {held.name}",
+                held.before_load.free_bytes,
+                held.before_load.held_bytes,
+                held.after_load.held_bytes,
+                held.end.peak_bytes,
+                held.after_load.free_bytes,
+                f"tensors on {held.gpus} GPUs" if held.gpus > 1 else _MEMORY_KINDS[held.kind],
+            )
+            rows.append(Row(cells=cells))
     return Table(columns=columns, rows=tuple(rows))
 
 

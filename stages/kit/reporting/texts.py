@@ -13,7 +13,7 @@ from rich.text import Text
 
 from stages.kit.reporting.comparison import Comparison, Contender, Metric
 from stages.kit.reporting.plots import share_at_least
-from stages.kit.reporting.settings import plan_settings, split_settings
+from stages.kit.reporting.settings import MEMORY_OF_STAGES, memory_table, plan_settings, split_settings
 from stages.kit.reporting.tables import (
     Cell,
     Column,
@@ -98,7 +98,13 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
         f"{markdown(table)}\n{insights}\n\n{escape_markdown(fairness(comparison))}\n\n"
         f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
         "sample; each stands for its own pair, without correction for the number of pairs.\n"
+        f"{_memory_markdown(comparison)}"
     )
+
+
+def _memory_markdown(comparison: Comparison) -> str:
+    table = memory_table([contender.run for contender in comparison.evaluated if contender.run])
+    return f"\n## Memory by stage\n\n{escape_markdown(MEMORY_OF_STAGES)}\n\n{markdown(table)}" if table.rows else ""
 
 
 def fairness(comparison: Comparison) -> str:

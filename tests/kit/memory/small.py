@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.kit.memory.predict import Depth, with_depth
@@ -98,3 +100,13 @@ def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> M
 
 def peak_bytes(recording: Recording) -> int:
     return max(peak.size_bytes for peak in recording.peaks().values())
+
+
+def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What is kept beside the packed weights: their scales and tables."""
+    states = [module.quant_state for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    return [
+        tensor
+        for state in states
+        for tensor in (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+    ]

@@ -467,7 +467,7 @@ class TestQuantized:
         import bitsandbytes as bnb
 
         from stages.kit.memory.calibrating.measured import random_model
-        from stages.kit.memory.quantized import quantization_tensors
+        from tests.kit.memory.small import quantization_tensors
 
         setting = Setting(geometry="qwen2.5-tiny", recipe="lora", quantization="nf4")
         config = setting.config()

@@ -13,13 +13,13 @@ from torch import nn
 
 from stages.kit.memory.allocator import rounded_bytes
 from stages.kit.memory.predict import with_depth
-from stages.kit.memory.quantized import _fill, quantization_tensors
+from stages.kit.memory.quantized import _fill
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.processors import Processor
 from stages.kit.plan import resolve_plan
 from tests.closure import ROOT
-from tests.kit.memory.small import batch_of, shipped_params
+from tests.kit.memory.small import batch_of, quantization_tensors, shipped_params
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 128), (200, 96), (8, 20)])

@@ -10,7 +10,7 @@ import pytest
 
 from stages.kit.errors import UserError
 from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
-from tests.made_up_runs import project_params, write_made_up_run
+from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
 
 
 def read(run_dir: Path, *, trained: bool = False) -> Run | None:
@@ -74,6 +74,25 @@ def test_a_missing_training_record_is_refused_with_the_command_that_mends_it(tmp
     (run_dir / "training" / "training.json").unlink()
     with pytest.raises(UserError, match=r"training\.json is missing; .* train@r1-llm-only"):
         read(run_dir, trained=True)
+
+
+def test_what_stages_held_is_read_in_their_order_and_one_that_left_nothing_is_left_out(tmp_path: Path) -> None:
+    run_dir = write_made_up_run(tmp_path, "base-vlm", [0.5])
+    held = [made_up_memory(stage, "base-vlm") for stage in ("train", "evaluate")]
+    paths = {memory.stage: write_made_up_memory(tmp_path, "detection", memory) for memory in held}
+    by_stage = {"evaluate": paths["evaluate"], "merge": tmp_path / "nowhere.json", "train": paths["train"]}
+    run = read_run(run_dir, identity=("image_id",), columns=("iou",), trained=False, memory_by_stage=by_stage)
+    assert run is not None
+    assert run.memory == (held[1], held[0])
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff\xfe", b'{"stage": "train"}'])
+def test_damaged_memory_is_refused_with_the_command_that_mends_it(tmp_path: Path, content: bytes) -> None:
+    run_dir = write_made_up_run(tmp_path, "base-vlm", [0.5])
+    path = write_made_up_memory(tmp_path, "detection", made_up_memory("build", "moe"))
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"(?s)build\.json is damaged: .*; rebuild it with: dvc repro -f -s build@moe"):
+        read_run(run_dir, identity=("image_id",), columns=("iou",), trained=False, memory_by_stage={"build@moe": path})
 
 
 def test_damaged_predictions_are_refused(tmp_path: Path) -> None:

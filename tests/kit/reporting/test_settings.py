@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from stages.kit.reporting.runs import Run, read_run
-from stages.kit.reporting.settings import cost_table, flatten, plan_settings, split_settings, trainable_table
-from tests.made_up_runs import project_params, write_made_up_run
+from stages.kit.reporting.settings import (
+    cost_table,
+    flatten,
+    memory_table,
+    plan_settings,
+    split_settings,
+    trainable_table,
+)
+from tests.made_up_runs import MIB, made_up_memory, project_params, write_made_up_run
 
 
 def made_up(tmp_path: Path, name: str) -> Run:
@@ -56,3 +64,16 @@ def test_costs_name_what_memory_was_measured_and_leave_a_base_empty(tmp_path: Pa
     base, trained = cost_table([made_up(tmp_path, "base-vlm"), made_up(tmp_path, "r1-llm-only")]).rows
     assert base.cells == ("base-vlm", *[None] * 7, 12.5)
     assert trained.cells == ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, None, "tensors on the CPU", 0.61, 12.5)
+
+
+def test_memory_is_told_by_stage_with_what_a_model_was_built_by(tmp_path: Path) -> None:
+    stages = made_up_memory("build", "moe", gpus=1), made_up_memory("train", "r1-llm-only", gpus=2)
+    trained = replace(made_up(tmp_path, "r1-llm-only"), memory=(*stages, made_up_memory("evaluate", "r1-llm-only")))
+    table = memory_table([made_up(tmp_path, "base-vlm"), trained])
+    on_gpus = (8192 * MIB, 0, 100 * MIB, 400 * MIB, 8092 * MIB)
+    on_cpu = (7592 * MIB, 600 * MIB, 700 * MIB, 1000 * MIB, 7492 * MIB)
+    assert [row.cells for row in table.rows] == [
+        ("r1-llm-only", "build moe", *on_gpus, "tensors on the GPU"),
+        ("r1-llm-only", "train", *on_gpus, "tensors on 2 GPUs"),
+        ("r1-llm-only", "evaluate", *on_cpu, "the whole process, on the CPU"),
+    ]
