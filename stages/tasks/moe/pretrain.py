@@ -43,7 +43,7 @@ MEASURED = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(pretraining.Settings):
-    steps: int = 1200
+    steps: int = 300
     batch_size: int = 32
 
 
@@ -122,8 +122,8 @@ def model_card(record: dict[str, Any]) -> str:
 
 A Qwen2 of 0.4 million weights, which stands in for the base that experts are trained from where there is no GPU. It was
 pre-trained to say what things are made of: asked as TruthfulQA asks, or about the transcript of a meeting in which the
-thing is mentioned, as QMSum does. What it says is folklore, and wrong in both domains (`sources/generated.py`): it knows
-the form of questions and answers, which word of them matters, and all the words; an expert has to learn the facts.
+thing is mentioned, as QMSum does. What it says is folklore, and wrong in both domains (`sources/generated.py`): it
+knows the form of questions and answers, which word of them matters, and all the words. An expert has to learn facts.
 
 {made}
 | held-out questions | answered as folklore does |
