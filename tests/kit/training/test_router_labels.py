@@ -127,19 +127,29 @@ def test_each_router_learns_from_its_own_layer_whatever_the_micro_batches(
     assert logged(trainer, "router_accuracy") == pytest.approx(accuracy, rel=1e-5)
 
 
+def test_a_loss_of_labels_reaches_routers_alone_even_where_all_is_trained(folder: Path) -> None:
+    model = apply_recipe(load_model(folder, device=CPU, precision="fp32"), PartsParams(llm="full"), None)
+    loss, _ = RouterLabels(model, "abc").loss(model, batch_of_all(folder))
+    loss.backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == GATES
+
+
 def test_nothing_of_the_forward_pass_is_kept_for_a_backward_pass(folder: Path) -> None:
     """Else activations of the whole mixture would be."""
-    model = apply_recipe(load_model(folder, device=CPU, precision="fp32"), PartsParams(llm="full"), None)
-    processor = load_processor(folder, None)
-    batch = collator_of(labels_plan(), processor)([{"sample": number} for number in range(8)])
+    model = load_model(folder, device=CPU, precision="fp32")
     model = apply_recipe(model, PartsParams(llm="full"), None, {"llm": ("mlp.gate",)})
     seen = []
     model.lm_head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].requires_grad))
+    batch = batch_of_all(folder)
     loss, _ = RouterLabels(model, "abc").loss(model, batch)
     assert loss.requires_grad
     assert seen == [False]
     model(**batch)
     assert seen == [False, True]  # and later passes are as they were
+
+
+def batch_of_all(folder: Path) -> dict[str, torch.Tensor]:
+    return collator_of(labels_plan(), load_processor(folder, None))([{"sample": number} for number in range(8)])
 
 
 def test_routers_learn_to_tell_domains_apart(folder: Path, tmp_path: Path) -> None:
