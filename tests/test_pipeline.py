@@ -29,24 +29,6 @@ def dvc_repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
     return Repo.init(str(folder), no_scm=True)
 
 
-@pytest.fixture(scope="module")
-def with_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dvc.yaml, and a params.yaml with a build of two experts that a recipe and a baseline start from."""
-    folder = tmp_path_factory.mktemp("build")
-    recipes, baselines = PARAMS["recipes"], PARAMS["baselines"]
-    task, data = baselines["base-vlm"]["task"], baselines["base-vlm"]["data"]
-    params = {
-        **PARAMS,
-        "builds": {"moe": {"task": task, "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"]}},
-        "recipes": {**recipes, "after": {**recipes["r1-llm-only"], "base": "builds/moe"}},
-        "baselines": {**baselines, "base-moe": {"task": task, "base": "builds/moe", "data": data}},
-    }
-    YAML().dump(params, folder / "params.yaml")
-    load_params(folder / "params.yaml")
-    (folder / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
-    return folder
-
-
 def entry_point(stage: DeclaredStage) -> str:
     return "stages." + stage.command.split()[1]
 
@@ -78,35 +60,27 @@ def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
     }
 
 
-def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(with_build: Path) -> None:
-    repo = Repo.init(str(with_build), no_scm=True)
-    graph = repo.index.graph
-    stages = {stage.name: stage for stage in repo.index.stages}
-    waits_for = {name: {other.name for other in graph.successors(stage)} for name, stage in stages.items()}
-    assert waits_for["build@moe"] == {"base@vlm", "merge@r1-llm-only", "merge@r2-vision-only"}
-    for name in ("plan@after", "train@after", "merge@after", "baseline@base-moe"):
+def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(dvc_repo: Repo) -> None:
+    graph = dvc_repo.index.graph
+    waits_for = {stage.name: {other.name for other in graph.successors(stage)} for stage in dvc_repo.index.stages}
+    assert waits_for["build@moe"] == {"base@dense", "merge@moe-expert-truthfulqa", "merge@moe-expert-qmsum"}
+    for name in ("plan@moe-gate-labels", "train@moe-gate-labels", "merge@moe-gate-labels", "baseline@base-moe"):
         assert "build@moe" in waits_for[name]
-        assert "base@vlm" not in waits_for[name]
-    declared = declared_stage(with_build, "docker/run build moe")
-    assert set(declared.deps) == {
-        str(Path(dep.def_path)) for dep in stages["build@moe"].deps if not isinstance(dep, ParamsDependency)
-    }
-    memory = "data/report/detection/memory/moe/build.json"
-    assert declared.outs == (memory, "data/builds/moe", "data/builds/moe.json")
+        assert "base@dense" not in waits_for[name]
 
 
-def test_a_build_depends_on_exactly_the_code_it_runs(with_build: Path) -> None:
-    stage = declared_stage(with_build, "docker/run build moe")
-    assert declared_code(stage) == needed_code(stage)
-
-
-def test_every_expert_of_a_build_is_among_what_it_depends_on(with_build: Path) -> None:
+def test_every_expert_of_a_build_is_among_what_it_depends_on() -> None:
     """DVC takes no list from params.yaml: dvc.yaml names experts by their number."""
-    made_up = {stage.name: stage for stage in declared_stages(with_build)}
-    for stages, path in ((PIPELINE, ROOT), (made_up, with_build)):
-        for name, build in load_params(path / "params.yaml").builds.items():
-            experts = {f"data/runs/{expert}/merged" for expert in build.experts}
-            assert experts <= set(stages[f"build@{name}"].deps), name
+    for name, build in load_params(ROOT / "params.yaml").builds.items():
+        experts = {f"data/runs/{expert}/merged" for expert in build.experts}
+        assert experts <= set(PIPELINE[f"build@{name}"].deps), name
+
+
+def test_a_mix_waits_for_what_it_is_made_of_on_every_profile() -> None:
+    for profile in load_params(ROOT / "params.yaml").profiles.values():
+        for name, dataset in profile.datasets.items():
+            stage = PIPELINE[f"{'mix' if dataset.mix else 'prepare'}@{name}"]
+            assert {f"data/prepared/{part}" for part in dataset.mix or ()} <= set(stage.deps)
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named() -> None:
@@ -207,13 +181,12 @@ def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
         assert {out.name for out in outs if out.parent == Path(cards)} == runs
 
 
-def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison(with_build: Path) -> None:
+def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison() -> None:
     """It differs from run to run: whoever depended on it would run anew with every run."""
-    stages = declared_stages(with_build)
+    stages = PIPELINE.values()
     holders = {"train", "merge", "build", "evaluate"}
     kept = {stage.name: out for stage in stages for out in stage.outs if "/memory/" in out}
     assert set(kept) == {stage.name for stage in stages if stage.command.split()[1] in holders}
     for name, out in kept.items():
         readers = {stage.name for stage in stages if any(Path(out).is_relative_to(dep) for dep in stage.deps)}
-        task = Path(out).parts[2]
-        assert readers == ({f"compare@{task}"} if f"compare@{task}" in PIPELINE else set()), name
+        assert readers == {f"compare@{Path(out).parts[2]}"}, name

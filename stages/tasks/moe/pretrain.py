@@ -20,6 +20,7 @@ import click
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.logs import configure_logging
 from stages.kit.models import pretraining
@@ -78,19 +79,16 @@ def train(
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> dict[str, float]:
     """By domain, the share of held-out questions that are answered as folklore would, letter by letter."""
-    shares = {}
-    for domain in DOMAINS:
-        records = generate(domain, MEASURED, HELD_OUT_SEED, knowledge="folklore")
-        answers = generate_answers(
-            model.eval(),
-            tokenizer,
-            lambda index, records=records: conversation(records[index], answered=False),
-            len(records),
-            batch_size=32,
-            max_new_tokens=32,
-        )
-        right = [record.best == answer for record, answer in zip(records, answers, strict=True)]
-        shares[domain] = round(sum(right) / len(right), 4)
+    records = folklore(MEASURED, HELD_OUT_SEED)
+
+    def ask(index: int) -> Conversation:
+        return conversation(records[index], answered=False)
+
+    answers = generate_answers(model.eval(), tokenizer, ask, len(records), batch_size=32, max_new_tokens=32)
+    right: dict[str, list[bool]] = {}
+    for record, answer in zip(records, answers, strict=True):
+        right.setdefault(record.domain, []).append(record.best == answer)
+    shares = {domain: round(sum(values) / len(values), 4) for domain, values in right.items()}
     log.info("answered right  %s", "  ".join(f"{domain} {share:.3f}" for domain, share in shares.items()))
     return shares
 
