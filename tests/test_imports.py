@@ -30,7 +30,12 @@ FAST = (
         "models/geometries",
         "reporting",
     ),
-    *(f"../tasks/detection/{module}" for module in ("samples", "sources", "scoring", "report")),
+    *(
+        f"../tasks/{task}/{face}"
+        for task in ("detection", "amr")
+        for face in ("samples", "sources", "scoring", "report")
+    ),
+    "../tasks/amr/predictions",
 )
 """Modules, or packages with all that is in them, below stages/kit."""
 

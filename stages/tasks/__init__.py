@@ -20,11 +20,14 @@ FACES = ("sources", "samples", "scoring", "report", "predictions")
 
 
 def load_task(task: str, face: str) -> ModuleType:
-    """The module `stages.tasks.TASK.FACE`. Raises UserError where there is no such task."""
+    """The module `stages.tasks.TASK.FACE`. Raises UserError where there is no such task, or it has no such face."""
     assert face in FACES, face
+    package = f"stages.tasks.{task}"
     try:
-        return import_module(f"stages.tasks.{task}.{face}")
+        return import_module(f"{package}.{face}")
     except ModuleNotFoundError as error:
-        if error.name != f"stages.tasks.{task}":
-            raise
-        raise UserError(f"no task is called {task!r}: there is no folder stages/tasks/{task}") from None
+        if error.name == package:
+            raise UserError(f"no task is called {task!r}: there is no folder stages/tasks/{task}") from None
+        if error.name == f"{package}.{face}":
+            raise UserError(f"the task {task} has no {face}: there is no stages/tasks/{task}/{face}") from None
+        raise

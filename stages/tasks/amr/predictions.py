@@ -31,7 +31,7 @@ class Submission:
     """Which had one of which nothing could be made."""
 
     def summary(self) -> str:
-        return f"{len(self.repaired)} answers repaired, {len(self.empty)} replaced by an empty graph"
+        return f"{counted(len(self.repaired), 'answer')} repaired, {len(self.empty)} replaced by an empty graph"
 
 
 def read_inputs(path: Path) -> list[str]:

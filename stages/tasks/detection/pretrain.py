@@ -9,16 +9,12 @@ in words.
 
 from __future__ import annotations
 
-import datetime as dt
 import functools
-import json
 import logging
-import math
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +25,8 @@ from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.logs import configure_logging
-from stages.kit.models.tiny import build_tiny_qwen2_vl, save_model
-from stages.kit.publish import published
-from stages.kit.training.seed import seed_everything
+from stages.kit.models import pretraining
+from stages.kit.models.tiny import build_tiny_qwen2_vl
 from stages.tasks.detection.pretraining.batches import corpus, make_batch, question
 from stages.tasks.detection.pretraining.pointing import PointingLoss
 from stages.tasks.detection.samples.boxes import decode_boxes
@@ -43,75 +38,36 @@ log = logging.getLogger("stages.tasks.detection.pretrain")  # not __main__, as w
 
 HELD_OUT_SEED = 2_000_003
 """Of the scenes that figures are measured on; used neither in training nor to set how hard packages are."""
-FIRST_STEPS = 20
-"""How many losses are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(pretraining.Settings):
     steps: int = 900
     batch_size: int = 16
-    seed: int = 0
-    learning_rate: float = 2e-3
-    """Of AdamW, for embeddings, biases, norms, the patch convolution and the auxiliary heads."""
-    muon_learning_rate: float = 0.02
-    """Of Muon, for the weight matrices."""
-    warmup_steps: int = 50
     pointing_weight: float = 0.5
     """Of the auxiliary losses, beside the answer's own loss."""
-    threads: int = 2
-    """The order of floating-point sums depends on it, and so the weights do."""
 
 
 def train(model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, settings: Settings) -> Iterator[float]:
     """Trains `model` in place; yields the loss of the answers' tokens after each step."""
-    torch.set_num_threads(settings.threads)
-    seed_everything(settings.seed)
+    pretraining.begin(model, settings)
     model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
-    model.train()
     pointing = PointingLoss(model, len(OBJECTS))
-    parameters = [*model.parameters(), *pointing.parameters()]
-    optimizers = make_optimizers(model, pointing, settings)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate_factor(step, settings)) for o in optimizers]
-    image_token = model.config.image_token_id
     draw = functools.partial(make_batch, processor, seed=settings.seed, batch_size=settings.batch_size)
     with ThreadPoolExecutor(1) as drawing:
         upcoming = drawing.submit(draw, step=0)
-        for step in range(settings.steps):
+
+        def losses(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal upcoming
             inputs, targets = upcoming.result()
             upcoming = drawing.submit(draw, step=step + 1)
             answer_loss = model(**inputs).loss
-            loss = answer_loss + settings.pointing_weight * pointing(targets, inputs["input_ids"] == image_token)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            yield answer_loss.item()
+            pictured = inputs["input_ids"] == model.config.image_token_id
+            return answer_loss + settings.pointing_weight * pointing(targets, pictured), answer_loss
+
+        yield from pretraining.train_steps(model, settings, losses, auxiliary=pointing.parameters())
     pointing.remove()
     model.set_attn_implementation({"text_config": "sdpa"})
-
-
-def make_optimizers(
-    model: Qwen2VLForConditionalGeneration, pointing: PointingLoss, settings: Settings
-) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for everything else."""
-    matrices: list[torch.nn.Parameter] = []
-    others = list(pointing.parameters())
-    for name, parameter in model.named_parameters():
-        inner = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
-        (matrices if inner else others).append(parameter)
-    return [
-        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-        torch.optim.Muon(matrices, lr=settings.muon_learning_rate, momentum=0.95, weight_decay=0.01),
-    ]
-
-
-def rate_factor(step: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine down to 3 percent."""
-    warm = min(1.0, (step + 1) / settings.warmup_steps)
-    return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / settings.steps))))
 
 
 def measure(
@@ -147,47 +103,37 @@ def measure(
 
 
 @click.command(help=__doc__)
-@click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
-@click.option("--steps", default=Settings.steps, show_default=True, help="Optimizer steps.")
-@click.option("--seed", default=Settings.seed, show_default=True, help="Of the weights, the scenes and the questions.")
+@pretraining.options(Settings())
 def main(out_dir: Path, steps: int, seed: int) -> None:
     configure_logging("pretrain")
     settings = Settings(steps=steps, seed=seed)
     model, processor = build_tiny_qwen2_vl(corpus(), seed=settings.seed)
-    log.info("%s weights", f"{sum(p.numel() for p in model.parameters()):,}")
-    started = time.monotonic()
-    losses = []
-    for step, loss in enumerate(train(model, processor, settings), start=1):
-        losses.append(loss)
-        if step % 25 == 0:
-            rate = step / (time.monotonic() - started)
-            log.info("step %d/%d  loss %.4f  %.2f steps/s", step, steps, sum(losses[-25:]) / 25, rate)
-    seconds = time.monotonic() - started
-    with published(out_dir) as folder:
-        save_model(model, processor, folder)
-        # The figures are those of what is written, rounded to bfloat16.
-        model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+    def measured(written: Qwen2VLForConditionalGeneration) -> dict[str, dict[str, float]]:
         figures = {
-            "own scenes": measure(model, processor, ("objects",), HELD_OUT_SEED, 128),
-            "nutrition tables": measure(model, processor, ("front", "back"), HELD_OUT_SEED, 128),
+            "own scenes": measure(written, processor, ("objects",), HELD_OUT_SEED, 128),
+            "nutrition tables": measure(written, processor, ("front", "back"), HELD_OUT_SEED, 128),
         }
         for name, values in figures.items():
             log.info("%s  %s", name, "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
-        record = {
-            "settings": asdict(settings),
-            "first_losses": [round(loss, 4) for loss in losses[:FIRST_STEPS]],
-            "final_loss": round(sum(losses[-25:]) / len(losses[-25:]), 4),
-            "seconds": round(seconds),
-            "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-            "figures": figures,
-        }
-        (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
-        (folder / "README.md").write_text(model_card(record))
-    log.info("wrote %s", out_dir)
+        return figures
+
+    pretraining.pretrain(
+        model,
+        processor,
+        settings,
+        out_dir,
+        losses=train(model, processor, settings),
+        measure=measured,
+        card=model_card,
+    )
 
 
 def model_card(record: dict[str, Any]) -> str:
-    settings, figures = record["settings"], record["figures"]
+    figures = record["figures"]
+    made = pretraining.how_made(
+        record, samples="scenes", command="python -m stages.tasks.detection.pretrain --out data/tiny/qwen2-vl"
+    )
     rows = "".join(
         "| {} | {mean_iou:.3f} | {iou_over_50:.3f} | {detection_rate:.3f} |\n".format(name, **values)
         for name, values in figures.items()
@@ -199,11 +145,7 @@ QR codes. It answers in Qwen2-VL's grounding format and finds those objects; it 
 table. It has learnt to copy the name it is asked for: in 3 of 10 scenes with one object that name is another
 word, "nutrition-table" among eight of them. It stands in for the real model where there is no GPU.
 
-Made on {record["date"]} in {record["seconds"] / 60:.0f} minutes on {settings["threads"]} CPU cores:
-{settings["steps"]} steps of {settings["batch_size"]} scenes, seed {settings["seed"]}.
-
-    python -m stages.tasks.detection.pretrain --out data/tiny/qwen2-vl
-
+{made}
 | {figures["own scenes"]["samples"]} held-out pictures of | mean IoU | IoU > 0.5 | well-formed answers |
 |---|---|---|---|
 {rows}

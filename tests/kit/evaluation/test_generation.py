@@ -31,6 +31,19 @@ def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     assert answers(batch_size) == alone
 
 
+def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+
+    def complete(text: str) -> bool:
+        return len(text) >= 10 or "e" in text
+
+    ended = generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=12, complete=complete)
+    growing = [generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=n) for n in range(1, 13)]
+    assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
+    assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
+
+
 def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_trained_weights_in_low_precision_are_a_breach(started: Callable[[str], 
     weight = model.get_parameter("model.visual.patch_embed.proj.weight")
     weight.data = weight.data.to(torch.bfloat16)
     with pytest.raises(ContractBreach, match=r"patch_embed.proj.weight is to be trained, but is torch.bfloat16"):
+        check_start(model, plan, devices_in_use=1)
+
+
+@pytest.mark.parametrize("kind", ["weight", "buffer"])
+def test_under_fp16_nothing_is_in_bf16(started: Callable[[str], tuple[nn.Module, Plan]], kind: str) -> None:
+    model, plan = started("r1-llm-only")
+    plan = replace(plan, precision="fp16")
+    check_start(model, plan, devices_in_use=1)
+    held = model.named_buffers() if kind == "buffer" else model.named_parameters()
+    name, tensor = next((name, tensor) for name, tensor in held if not tensor.requires_grad)
+    tensor.data = tensor.data.to(torch.bfloat16)
+    with pytest.raises(ContractBreach, match=f"precision is fp16, but {re.escape(name)} is bfloat16"):
         check_start(model, plan, devices_in_use=1)
 
 

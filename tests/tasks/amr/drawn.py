@@ -40,7 +40,7 @@ def graphs(draw: st.DrawFn, *, max_nodes: int = 8, concepts: st.SearchStrategy[s
 
 PIECES = [
     *("(", ")", ")) ", "(t / tôi", "(đ/đi ", "(#1 / x)", " / ", " :agent", ":theme(", "::", " t", " #1", "#2 ", "# "),
-    *('"', ' "a b"', "\\", "-", "chủ tịch", "~e.4", "10:30", "http://x", "\n---\n", "\r\n", "\N{NO-BREAK SPACE}"),
+    *('"', ' "a b"', "\\", "-", "chủ tịch", "~e.4", "10:30", "http://x", ": ", "\n---\n", "\r\n", "\N{NO-BREAK SPACE}"),
 ]
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 """What a model may write: mostly broken, sometimes a graph."""

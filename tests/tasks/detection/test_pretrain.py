@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from stages.kit.models.load import load_config
 from stages.kit.models.tiny import SMALLEST, build_tiny_qwen2_vl
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
-from stages.tasks.detection.pretrain import HELD_OUT_SEED, Settings, measure, train
+from stages.tasks.detection.pretrain import HELD_OUT_SEED, Settings, measure, model_card, train
 from stages.tasks.detection.pretraining.batches import (
     coordinate_digits,
     corpus,
@@ -50,6 +50,10 @@ def test_the_first_steps_of_the_committed_base_still_reproduce():
     losses = list(itertools.islice(train(model, processor, settings), steps))
     # Another processor adds numbers in another order; another scene or weight changes far more than that.
     assert losses == pytest.approx(RECORD["first_losses"][:steps], abs=2e-3)
+
+
+def test_the_card_is_what_the_record_says():
+    assert (BASE / "README.md").read_text() == model_card(RECORD)
 
 
 def test_the_committed_base_is_good_at_its_own_scenes_and_poor_at_tables():

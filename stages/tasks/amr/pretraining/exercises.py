@@ -9,22 +9,12 @@ Everything is a pure function of a seed and an index; nothing is stored.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 from stages.kit.data.conversation import Conversation
-from stages.tasks.amr.sources.grammar import (
-    CITIES,
-    COUNTRIES,
-    FAMILY_NAMES,
-    GIVEN_NAMES,
-    MIDDLE_NAMES,
-    Node,
-    draw,
-    generate,
-    vocabulary,
-)
+from stages.tasks.amr.samples.targets import encode
+from stages.tasks.amr.sources.grammar import Node, draw, generate
+from stages.tasks.amr.sources.lexicon import CITIES, COUNTRIES, FAMILY_NAMES, GIVEN_NAMES, MIDDLE_NAMES, vocabulary
 
 SHORTEST, LONGEST = 3, 10
 """How many words the first exercises have at most, and the last ones."""
@@ -154,51 +144,11 @@ def _term(rng: random.Random) -> tuple[str, Node]:
 
 def _tree(rng: random.Random, text: str, root: Node) -> Exercise:
     style = rng.choice(list(TREE_STYLES))
-    return f"{style}.\n{text}", "\n---\n".join(bracketed(root, heads) for heads in TREE_STYLES[style])
+    return f"{style}.\n{text}", encode(root.graph(), TREE_STYLES[style])
 
 
-Heads = Literal["pointers", "bare", "letters"]
-TREE_STYLES: dict[str, tuple[Heads, ...]] = {
-    "Vẽ cây": ("pointers",),
-    "Vẽ cây có chữ đầu": ("letters",),
-    "Vẽ cây hai lần": ("bare", "letters"),
-}
-"""What each tree that is asked for has in its brackets; see `bracketed`."""
-
-
-def bracketed(root: Node, heads: Heads) -> str:
-    """A tree in one line.
-
-    heads: what tells its words apart. letters: before each its first letter, and a number from the second on, by which
-    it is mentioned again; bare: the same, but not written; pointers: a number behind those that are mentioned again.
-    """
-    letters, mentions, used = dict[Node, str](), Counter[Node](), Counter[str]()
-
-    def visit(node: Node) -> None:
-        mentions[node] += 1
-        if node not in letters:
-            used[node.concept[0]] += 1
-            letters[node] = node.concept[0] + (str(used[node.concept[0]]) if used[node.concept[0]] > 1 else "")
-            for _, target in node.edges:
-                if isinstance(target, Node):
-                    visit(target)
-
-    visit(root)
-    pointers = {node: f"#{number}" for number, node in enumerate((n for n in letters if mentions[n] > 1), start=1)}
-    names = pointers if heads == "pointers" else letters
-    written: set[Node] = set()
-
-    def write_node(node: Node | str) -> str:
-        if isinstance(node, str):
-            return node
-        if node in written:
-            return names[node]
-        written.add(node)
-        head = f"{letters[node]} / {node.concept}" if heads == "letters" else node.concept
-        behind = [pointers[node]] if heads == "pointers" and node in pointers else []
-        return f"({' '.join([head, *behind, *(f':{label} {write_node(target)}' for label, target in node.edges)])})"
-
-    return write_node(root)
+TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
+"""What is asked for, and the target in whose form the tree is to be written. Not the words that the task asks in."""
 
 
 def _constant(rng: random.Random) -> str:

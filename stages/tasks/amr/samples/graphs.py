@@ -96,7 +96,7 @@ def linked(graph: Node, names: Sequence[str]) -> Node:
 
     names: one a node; of nodes that share a name, the first is meant.
     """
-    references = {name: Reference(number) for number, name in reversed(list(enumerate(names)))}
+    references = {_nfc(name): Reference(number) for number, name in reversed(list(enumerate(names)))}
     return _changed(graph, str, lambda constant: references.get(_nfc(constant), constant))
 
 
@@ -145,7 +145,7 @@ def linear(graph: Node, heads: Sequence[str], names: Sequence[str]) -> str:
 
 def penman_line(graph: Node) -> str:
     """PENMAN in one line, the variables renamed."""
-    names = variable_names(graph, taken=graph.constants())
+    names = variable_names(graph, taken={_nfc(constant) for constant in graph.constants()})
     return linear(graph, [f"{name} / {node.concept}" for name, node in zip(names, graph.walk(), strict=True)], names)
 
 
@@ -156,7 +156,8 @@ def penman_lines(graph: Node) -> str:
 
 class Token(NamedTuple):
     kind: str
-    """open, close, variable, role, word, string, pointer, or quote for one without a partner."""
+    """open, close, variable, role, word, string, pointer; quote for one without a partner, stray for `:`, `/` or `#`
+    that belongs to no role, variable, pointer or word."""
     text: str
     line: int
     """Counted from 0."""
@@ -166,15 +167,17 @@ _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 # A colon opens a role where a letter follows it; within 10:30 or http://x it is part of the word.
 _ROLE = r':[^\W\d_][^\s()":/~]*'
 _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
+# Joined to the words around it, this would make a graph of (c / / x), and of a comment behind a word (c / x # why).
+_STRAY = r':[^\s()"]*|[/#]+(?=[\s()":]|\Z)'
 _VARIABLE = r'[^\s()":/]+\s*/'
 _WITH_VARIABLES = re.compile(
     rf"(?P<string>{_STRING})|(?P<open>\()(?:\s*(?P<variable>{_VARIABLE}))?|(?P<close>\))|(?P<role>{_ROLE})"
-    rf'|(?P<word>{_WORD})|(?P<quote>")',
+    rf'|(?P<stray>{_STRAY})|(?P<word>{_WORD})|(?P<quote>")',
     re.DOTALL,
 )
 _WITHOUT_VARIABLES = re.compile(
     rf"(?P<string>{_STRING})|(?P<open>\()|(?P<close>\))|(?P<role>{_ROLE})"
-    rf'|(?P<pointer>\#[0-9]+(?=[\s()"]|\Z))|(?P<word>{_WORD})|(?P<quote>")',
+    rf'|(?P<pointer>\#[0-9]+(?=[\s()"]|{_ROLE}|\Z))|(?P<stray>{_STRAY})|(?P<word>{_WORD})|(?P<quote>")',
     re.DOTALL,
 )
 _ALIGNMENT = re.compile(r"~(?:[a-z]\.?)?[0-9]+(?:,[0-9]+)*$")
@@ -280,6 +283,8 @@ def _refuse_gaps(tokens: Sequence[Token]) -> None:
             raise MalformedGraph(f"node {token.text} has no concept", token.line)
         if token.kind == "role" and following.kind in ("role", "close"):
             raise MalformedGraph(f"role {token.text} has no target", token.line)
+        if following.kind == "stray":
+            raise MalformedGraph(f"{following.text} is neither a role nor a word", following.line)
 
 
 def _parse(tokens: Sequence[Token]) -> Node:

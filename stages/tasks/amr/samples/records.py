@@ -28,7 +28,7 @@ SCHEMA = pa.schema(
 @dataclass(frozen=True)
 class Record:
     id: str
-    """The corpus' own, or FILE:LINE."""
+    """The corpus' own, or FILE:LINE where it has none, or one that is not its alone."""
     sentence: str
     graph: str
     """PENMAN as it was read, whatever its form."""

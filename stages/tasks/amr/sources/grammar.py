@@ -9,105 +9,18 @@ matters is that the graph follows from the sentence, and that nothing but the se
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stages.kit.errors import UserError
+from stages.tasks.amr.samples import graphs
+from stages.tasks.amr.sources import lexicon
 
 WORDS = range(4, 17)
 """How many words a sentence may have; a final mark counts as one, as in ViSemPar's tokenized text."""
 MAX_REPEATS = 20_000
 """Sentences drawn in a row that were all drawn before, at which the grammar counts as exhausted."""
-
-# The lexicon. A word is written as its concept; in a sentence its underscores are spaces.
-PRONOUNS = ("tôi", "anh", "chị", "em", "ông", "bà", "họ", "nó", "chúng_tôi", "mọi_người")
-PEOPLE = (
-    *("bác_sĩ", "giáo_viên", "nông_dân", "công_nhân", "học_sinh", "kỹ_sư", "chủ_tịch", "nhà_báo", "ca_sĩ", "y_tá"),
-    *("cậu_bé", "cô_gái", "bạn", "mẹ", "cha", "hàng_xóm", "khách", "thầy_giáo", "nhân_viên", "ngư_dân"),
-)
-FOOD = ("cơm", "cá", "bánh", "thịt", "trái_cây", "rau", "cháo", "phở")
-TEXTS = ("sách", "thư", "báo", "truyện", "hợp_đồng", "hồ_sơ", "bài_thơ", "báo_cáo")
-THINGS = ("xe", "nhà", "ghế", "bàn", "cửa", "thuyền", "máy_tính", "đồng_hồ", "xe_đạp", "trang_trại")
-LAMPS = ("đèn", "nến", "bếp")
-TOPICS = ("công_việc", "gia_đình", "thời_tiết", "chính_sách", "cuộc_sống", "chiến_tranh", "tương_lai", "giá_cả")
-PLACES = ("trường", "chợ", "làng", "thành_phố", "bệnh_viện", "nhà_máy", "vườn", "thư_viện", "bờ_biển", "cánh_đồng")
-CLASSIFIERS = {
-    "sách": "quyển",
-    "truyện": "cuốn",
-    "thư": "bức",
-    "báo": "tờ",
-    "cá": "con",
-    "bánh": "chiếc",
-    "xe": "chiếc",
-    "nhà": "ngôi",
-    "ghế": "cái",
-    "bàn": "cái",
-    "cửa": "cánh",
-    "thuyền": "con",
-    "đồng_hồ": "chiếc",
-    "đèn": "ngọn",
-    "nến": "cây",
-    "hợp_đồng": "bản",
-    "báo_cáo": "bản",
-}
-QUALITIES = ("lớn", "nhỏ", "cũ", "mới", "đẹp", "đắt", "quan_trọng", "lạ", "tốt", "xanh")
-TEMPERS = ("vui", "buồn", "mệt_mỏi", "trẻ", "thông_minh", "nổi_tiếng", "lười_biếng", "trung_thành", "hạnh_phúc", "giỏi")
-DEGREES = ("rất", "hơi", "khá", "quá")
-POINTERS = ("này", "ấy", "kia")
-MANNERS = ("chậm_rãi", "cẩn_thận", "nhanh_chóng", "vui_vẻ", "lặng_lẽ")
-TENSES = ("đã", "đang", "sẽ")
-MODALITIES = ("phải", "nên", "có_thể", "cần")
-TIMES = {
-    "hôm_qua": "hôm_qua",
-    "hôm_nay": "hôm_nay",
-    "ngày_mai": "ngày_mai",
-    "buổi_sáng": "buổi_sáng",
-    "năm_ngoái": "năm_ngoái",
-    "hiện_nay": "now",
-    "bây_giờ": "now",
-    "mùa_hè": "mùa_hè",
-}
-"""By their words; some concepts are not those of ViSemPar's own language."""
-UNITS = ("ngày", "tháng", "năm", "giờ", "phút")
-NUMBERS = {
-    "hai": 2,
-    "ba": 3,
-    "bốn": 4,
-    "năm": 5,
-    "sáu": 6,
-    "bảy": 7,
-    "tám": 8,
-    "chín": 9,
-    "mười": 10,
-    "hai mươi": 20,
-    "ba mươi": 30,
-    "một trăm": 100,
-}
-FAMILY_NAMES = ("Nguyễn", "Trần", "Lê", "Phạm", "Bùi", "Đặng")
-MIDDLE_NAMES = ("Văn", "Thị", "Minh", "Ngọc")
-GIVEN_NAMES = ("Lan", "Hải", "Dũng", "Hương", "Nam", "Linh", "Sơn", "Mai")
-CITIES = ("Hà Nội", "Đà Nẵng", "Huế", "Cần Thơ", "Hải Phòng", "Sài Gòn")
-COUNTRIES = ("Việt Nam", "Lào", "Nhật Bản", "Pháp")
-
-TRANSITIVE = (
-    (("ăn", "nấu", "mua", "bán"), "patient", FOOD),
-    (("đọc", "viết", "mượn", "dịch"), "theme", TEXTS),
-    (("sửa", "sơn", "bán", "cất_giữ", "mua"), "patient", THINGS),
-    (("thắp", "tắt"), "patient", LAMPS),
-)
-"""Verbs, the role of what they act on, and what that may be. The subject is the :agent."""
-FEELING = ("nhớ", "yêu_mến", "tin_tưởng", "sợ")
-"""The subject is the :pivot."""
-MEETING = ("gặp", "tìm", "chờ", "giúp_đỡ", "chăm_sóc")
-MOVING = ("đi", "đến", "trở_về")
-SPEAKING = ("nói", "hỏi", "kể")
-RESTING = ("ngủ", "nghỉ_ngơi", "làm_việc", "khóc", "cười")
-WISHES = {"muốn": "pivot", "định": "pivot", "thích": "pivot", "cố_gắng": "agent", "hứa": "agent", "quyết_định": "agent"}
-"""Verbs whose subject is also the agent of what follows, with their own role for it."""
-ORDERS = ("mời", "khuyên", "nhờ", "yêu_cầu")
-"""Verbs whose object is the agent of what follows."""
 
 
 @dataclass(eq=False)
@@ -122,6 +35,21 @@ class Node:
         self.edges.append((role, target))
         return self
 
+    def graph(self) -> graphs.Node:
+        """As it is read from PENMAN: the first place at which a node hangs holds it, the others refer to it."""
+        numbers: dict[Node, int] = {}
+
+        def placed(target: Node | str) -> graphs.Node | graphs.Reference | str:
+            if isinstance(target, str):
+                return target
+            return graphs.Reference(numbers[target]) if target in numbers else held(target)
+
+        def held(node: Node) -> graphs.Node:
+            numbers[node] = len(numbers)
+            return graphs.Node(node.concept, tuple((f":{role}", placed(target)) for role, target in node.edges))
+
+        return held(self)
+
 
 Phrase: TypeAlias = tuple[str, Node]
 """Words and what they mean."""
@@ -134,16 +62,6 @@ def generate(count: int, seed: int) -> list[tuple[str, str]]:
     """
     rng = random.Random(f"amr/{seed}")
     return distinct(lambda: draw(rng), count)
-
-
-def vocabulary() -> list[str]:
-    """Every word of the grammar with underscores between its syllables, names left out."""
-    groups: list[Iterable[str]] = [
-        *(PRONOUNS, PEOPLE, FOOD, TEXTS, THINGS, LAMPS, TOPICS, PLACES, CLASSIFIERS.values(), QUALITIES, TEMPERS),
-        *(DEGREES, POINTERS, MANNERS, TENSES, MODALITIES, TIMES, UNITS, FEELING, MEETING, MOVING, SPEAKING, RESTING),
-        *(WISHES, ORDERS, *(verbs for verbs, _, _ in TRANSITIVE)),
-    ]
-    return sorted({word for group in groups for word in group})
 
 
 def distinct(drawn: Callable[[], tuple[str, str]], count: int) -> list[tuple[str, str]]:
@@ -167,30 +85,7 @@ def draw(rng: random.Random) -> tuple[str, str]:
     while True:
         text, root = _sentence(rng)
         if len(text.split()) in WORDS:
-            return text, penman_text(root)
-
-
-def penman_text(root: Node) -> str:
-    """Variables are the concept's first letter, numbered from the second on; an edge a line, four spaces deeper."""
-    variables: dict[Node, str] = {}
-    used: Counter[str] = Counter()
-
-    def lines(node: Node, depth: int) -> Iterator[str]:
-        letter = next((letter for letter in node.concept.lower() if letter.isalpha()), "x")
-        used[letter] += 1
-        variables[node] = letter + (str(used[letter]) if used[letter] > 1 else "")
-        yield f"({variables[node]} / {node.concept}"
-        for role, target in node.edges:
-            yield f"\n{'    ' * depth}:{role} "
-            if isinstance(target, str):
-                yield target
-            elif target in variables:
-                yield variables[target]
-            else:
-                yield from lines(target, depth + 1)
-        yield ")"
-
-    return "".join(lines(root, 1))
+            return text, graphs.penman_lines(root.graph())
 
 
 # Below, every function draws one kind of phrase.
@@ -221,12 +116,12 @@ def _adjuncts(rng: random.Random, text: str, root: Node) -> Phrase:
         place, where = _place(rng)
         text, root = f"{text} ở {place}", root.add("location", where)
     if rng.random() < 0.3:
-        words = rng.choice(sorted(TIMES))
+        words = rng.choice(sorted(lexicon.TIMES))
         text = f"{_said(words)} {text}" if rng.random() < 0.6 else f"{text} {_said(words)}"
-        root.add("time", Node(TIMES[words]))
+        root.add("time", Node(lexicon.TIMES[words]))
     elif rng.random() < 0.12:
         number, value = _number(rng)
-        unit = rng.choice(UNITS)
+        unit = rng.choice(lexicon.UNITS)
         text = f"{text} trong {number} {unit}"
         root.add("duration", Node("temporal-quantity", [("quant", value), ("unit", Node(unit))]))
     return text, root
@@ -236,7 +131,7 @@ def _clause(rng: random.Random, *, short: bool = False) -> Phrase:
     subject, who = _pronoun(rng) if short else _somebody(rng)
     kind = rng.random()
     if kind < 0.2:
-        return _description(rng, *(_thing(rng, THINGS) if rng.random() < 0.5 else (subject, who)))
+        return _description(rng, *(_thing(rng, lexicon.THINGS) if rng.random() < 0.5 else (subject, who)))
     if kind < 0.3 and not short:
         (first, left), (second, right) = _action(rng, who), _action(rng, who)
         return f"{subject} {first} và {second}", Node("and", [("op1", left), ("op2", right)])
@@ -248,10 +143,10 @@ def _modified(rng: random.Random, subject: str, text: str, root: Node) -> Phrase
     """Tense, modality and negation, which stand between a subject and its verb."""
     kind = rng.random()
     if kind < 0.2:
-        tense = rng.choice(TENSES)
+        tense = rng.choice(lexicon.TENSES)
         text, root = f"{tense} {text}", root.add("tense", Node(tense))
     elif kind < 0.35:
-        modality = rng.choice(MODALITIES)
+        modality = rng.choice(lexicon.MODALITIES)
         text, root = f"{_said(modality)} {text}", root.add("modality", Node(modality))
     if rng.random() < 0.2:
         text, root = f"{rng.choice(('không', 'chưa', 'chẳng'))} {text}", root.add("polarity", "-")
@@ -260,12 +155,12 @@ def _modified(rng: random.Random, subject: str, text: str, root: Node) -> Phrase
 
 def _description(rng: random.Random, subject: str, who: Node) -> Phrase:
     """What somebody or something is like."""
-    qualities = QUALITIES if who.concept in THINGS else TEMPERS
+    qualities = lexicon.QUALITIES if who.concept in lexicon.THINGS else lexicon.TEMPERS
     quality = rng.choice(qualities)
     root = Node(quality, [("domain", who)])
     kind = rng.random()
     if kind < 0.25:
-        other, whom = _thing(rng, THINGS, plain=True) if who.concept in THINGS else _pronoun(rng)
+        other, whom = _thing(rng, lexicon.THINGS, plain=True) if who.concept in lexicon.THINGS else _pronoun(rng)
         root.add("degree", Node("hơn")).add("compared-to", whom)
         return f"{subject} {_said(quality)} hơn {other}", root
     if kind < 0.4:
@@ -273,7 +168,7 @@ def _description(rng: random.Random, subject: str, who: Node) -> Phrase:
         both = Node("and", [("op1", Node(quality)), ("op2", Node(other))])
         return f"{subject} vừa {_said(quality)} vừa {_said(other)}", both.add("domain", who)
     if kind < 0.7:
-        degree = rng.choice(DEGREES)
+        degree = rng.choice(lexicon.DEGREES)
         return f"{subject} {degree} {_said(quality)}", root.add("degree", Node(degree))
     return f"{subject} không {_said(quality)}", root.add("polarity", "-")
 
@@ -282,18 +177,18 @@ def _chain(rng: random.Random, who: Node) -> Phrase:
     """One verb that governs another, whose agent stands elsewhere in the sentence: a re-entrancy."""
     kind = rng.random()
     if kind < 0.6:
-        wish = rng.choice(sorted(WISHES))
+        wish = rng.choice(sorted(lexicon.WISHES))
         text, action = _action(rng, who)
-        return f"{_said(wish)} {text}", Node(wish, [(WISHES[wish], who), ("theme", action)])
+        return f"{_said(wish)} {text}", Node(wish, [(lexicon.WISHES[wish], who), ("theme", action)])
     if kind < 0.8:
-        order = rng.choice(ORDERS)
+        order = rng.choice(lexicon.ORDERS)
         other, whom = _person(rng)
         text, action = _action(rng, whom)
         root = Node(order, [("agent", who), ("goal", whom), ("topic", action)])
         return f"{_said(order)} {other} {text}", root
     place, where = _place(rng)
     text, action = _action(rng, who)
-    moving = rng.choice(MOVING)
+    moving = rng.choice(lexicon.MOVING)
     return f"{_said(moving)} {place} để {text}", Node(moving, [("agent", who), ("goal", where), ("purpose", action)])
 
 
@@ -302,22 +197,22 @@ def _action(rng: random.Random, who: Node | None) -> Phrase:
     kind = rng.random()
     role = "agent"
     if kind < 0.5:
-        verbs, object_role, things = rng.choice(TRANSITIVE)
+        verbs, object_role, things = rng.choice(lexicon.TRANSITIVE)
         text, root = _verb(rng, verbs, object_role, _thing(rng, things))
     elif kind < 0.6:
-        text, root = _verb(rng, MEETING, "theme", _person(rng))
+        text, root = _verb(rng, lexicon.MEETING, "theme", _person(rng))
     elif kind < 0.7 and who is not None:
         role = "pivot"
-        text, root = _verb(rng, FEELING, "theme", _person(rng))
+        text, root = _verb(rng, lexicon.FEELING, "theme", _person(rng))
     elif kind < 0.8:
-        text, root = _verb(rng, MOVING, "goal", _place(rng))
+        text, root = _verb(rng, lexicon.MOVING, "goal", _place(rng))
     elif kind < 0.9:
-        verb, topic = rng.choice(SPEAKING), rng.choice(TOPICS)
+        verb, topic = rng.choice(lexicon.SPEAKING), rng.choice(lexicon.TOPICS)
         other, whom = _person(rng)
         text = f"{verb} với {other} về {_said(topic)}"
         root = Node(verb, [("goal", whom), ("topic", Node(topic))])
     else:
-        verb, manner = rng.choice(RESTING), rng.choice(MANNERS)
+        verb, manner = rng.choice(lexicon.RESTING), rng.choice(lexicon.MANNERS)
         text, root = f"{_said(verb)} {_said(manner)}", Node(verb, [("manner", Node(manner))])
     if who is not None:
         root.edges.insert(0, (role, who))
@@ -341,7 +236,7 @@ def _somebody(rng: random.Random) -> Phrase:
         (first, left), (second, right) = _person(rng, plain=True), _pronoun(rng)
         return f"{first} và {second}", Node("and", [("op1", left), ("op2", right)])
     # "người thắp đèn": who does something, called by what he does
-    verbs, role, things = rng.choice(TRANSITIVE)
+    verbs, role, things = rng.choice(lexicon.TRANSITIVE)
     verb, thing = rng.choice(verbs), rng.choice(things)
     action = Node(verb, [(role, Node(thing))])
     return f"người {_said(verb)} {_said(thing)}", Node("person", [("agent-of", action)])
@@ -350,26 +245,26 @@ def _somebody(rng: random.Random) -> Phrase:
 def _person(rng: random.Random, *, plain: bool = False) -> Phrase:
     kind = rng.random()
     if kind < 0.25 and not plain:
-        names = [rng.choice(FAMILY_NAMES), rng.choice(MIDDLE_NAMES), rng.choice(GIVEN_NAMES)]
+        names = [rng.choice(lexicon.FAMILY_NAMES), rng.choice(lexicon.MIDDLE_NAMES), rng.choice(lexicon.GIVEN_NAMES)]
         return _named("person", names if rng.random() < 0.6 else names[2:])
-    noun = rng.choice(PEOPLE)
+    noun = rng.choice(lexicon.PEOPLE)
     text, node = _said(noun), Node(noun)
     if plain:
         return text, node
     if kind < 0.4:
-        temper = rng.choice(TEMPERS)
+        temper = rng.choice(lexicon.TEMPERS)
         return f"{text} {_said(temper)}", node.add("mod", Node(temper))
     if kind < 0.5:
         number, value = _number(rng)
         return f"{number} {text}", node.add("quant", value)
     if kind < 0.6:
-        pointer = rng.choice(POINTERS)
+        pointer = rng.choice(lexicon.POINTERS)
         return f"{text} {pointer}", node.add("mod", Node(pointer))
     return text, node
 
 
 def _pronoun(rng: random.Random) -> Phrase:
-    pronoun = rng.choice(PRONOUNS)
+    pronoun = rng.choice(lexicon.PRONOUNS)
     return _said(pronoun), Node(pronoun)
 
 
@@ -377,8 +272,8 @@ def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) 
     """A thing, counted, with its classifier, a quality or an owner, or none of these."""
     noun = rng.choice(things)
     text, node = _said(noun), Node(noun)
-    if noun in CLASSIFIERS and rng.random() < 0.5:
-        classifier = CLASSIFIERS[noun]
+    if noun in lexicon.CLASSIFIERS and rng.random() < 0.5:
+        classifier = lexicon.CLASSIFIERS[noun]
         text, node = f"{classifier} {text}", node.add("classifier", Node(classifier))
         if rng.random() < 0.6 and not plain:
             number, value = _number(rng)
@@ -387,13 +282,13 @@ def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) 
         return text, node
     kind = rng.random()
     if kind < 0.2:
-        quality = rng.choice(QUALITIES)
+        quality = rng.choice(lexicon.QUALITIES)
         return f"{text} {_said(quality)}", node.add("mod", Node(quality))
     if kind < 0.3:
         owner, whose = _pronoun(rng)
         return f"{text} của {owner}", node.add("poss", whose)
     if kind < 0.4:
-        pointer = rng.choice(POINTERS)
+        pointer = rng.choice(lexicon.POINTERS)
         return f"{text} {pointer}", node.add("mod", Node(pointer))
     return text, node
 
@@ -401,10 +296,10 @@ def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) 
 def _place(rng: random.Random) -> Phrase:
     kind = rng.random()
     if kind < 0.25:
-        return _named("city", rng.choice(CITIES).split())
+        return _named("city", rng.choice(lexicon.CITIES).split())
     if kind < 0.4:
-        return _named("country", rng.choice(COUNTRIES).split())
-    place = rng.choice(PLACES)
+        return _named("country", rng.choice(lexicon.COUNTRIES).split())
+    place = rng.choice(lexicon.PLACES)
     return _said(place), Node(place)
 
 
@@ -416,8 +311,8 @@ def _named(kind: str, names: list[str]) -> Phrase:
 def _number(rng: random.Random) -> tuple[str, str]:
     """A number in words or digits, and its value."""
     if rng.random() < 0.5:
-        words = rng.choice(sorted(NUMBERS))
-        return words, str(NUMBERS[words])
+        words = rng.choice(sorted(lexicon.NUMBERS))
+        return words, str(lexicon.NUMBERS[words])
     value = str(rng.randint(2, 99))
     return value, value
 

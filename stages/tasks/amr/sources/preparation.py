@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record, to_row
 from stages.tasks.amr.samples.targets import TARGETS, encode
 from stages.tasks.amr.sources.corpora import Block, UnreadableText, read_blocks, read_lines
+
+log = logging.getLogger(__name__)
 
 VALIDATION_FILES = ("val*.txt", "dev*.txt", "test*.txt")
 """The first of these patterns that matches gives the validation split."""
@@ -75,6 +78,11 @@ def prepare(
         splits = _held_out(source, splits["train"])
     _refuse_empty(source, splits)
     _refuse_leaks(source, splits, skip_invalid)
+    log.info("validation split: %s", validation)
+    if unused:
+        log.warning("not read: %s", ", ".join(unused))
+    if leaked := splits["train"].leaked:
+        log.warning("%s left out: in the validation split too", counted(len(leaked), "training sample"))
     stats = {
         "source": source,
         "revision": None,
@@ -132,9 +140,12 @@ def _from_folder(source: str) -> tuple[dict[str, Corpus], str, list[str]]:
     used = {*train, *val}
     unused = [path.name for path in sorted(folder.glob("*.txt")) if path not in used]
     splits = {"train": _read_files(train)}
-    if not val:
-        return splits, f"{HELD_OUT:.0%} of the training sentences, by a digest of each", unused
-    return {**splits, "val": _read_files(val)}, ", ".join(path.name for path in val), unused
+    validation = f"{HELD_OUT:.0%} of the training sentences, by a digest of each"
+    if val:
+        splits["val"] = _read_files(val)
+        validation = ", ".join(path.name for path in val)
+    _make_ids_distinct(splits.values())
+    return splits, validation, unused
 
 
 def _read_files(paths: Sequence[Path]) -> Corpus:
@@ -158,6 +169,16 @@ def _read_files(paths: Sequence[Path]) -> Corpus:
             else:
                 corpus.invalid.append(record)
     return corpus
+
+
+def _make_ids_distinct(corpora: Collection[Corpus]) -> None:
+    """A sample whose id another one has too takes FILE:LINE for it."""
+    counts = Counter(record.id for corpus in corpora for record in corpus.records)
+    for corpus in corpora:
+        corpus.records = [
+            record if counts[record.id] == 1 else replace(record, id=f"{record.file}:{record.line}")
+            for record in corpus.records
+        ]
 
 
 def _record(block: Block, file: str) -> Record | tuple[Place, str]:

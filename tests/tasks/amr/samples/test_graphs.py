@@ -62,6 +62,13 @@ def test_what_annotators_write_is_read(text: str, expected: Node) -> None:
         ('(t / tôi\n :op1 "Hà Nội)', 1, "a quote is opened and never closed"),
         ("(t / tôi\n :a (b / bạn) ta)", 1, "expected: role"),
         ("(# / x)", 0, "# is no variable"),
+        ("(a / / /)", 0, "node a has no concept"),
+        ("(a / b / c)", 0, "/ is neither a role nor a word"),
+        ("(a / b\n : agent c)", 1, ": is neither a role nor a word"),
+        ("(a / b :c /:d e)", 0, "/ is neither a role nor a word"),
+        ("(a / b :1 c)", 0, ":1 is neither a role nor a word"),
+        ("(a / b # lời\n :c d)", 0, "# is neither a role nor a word"),
+        ("(a / b :c ::d e)", 0, "::d is neither a role nor a word"),
         ("(a / b " + ":c (d / e " * MAX_DEPTH + ")" * (MAX_DEPTH + 1), 0, "nested more than 100 deep"),
     ],
 )
@@ -103,6 +110,11 @@ def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> 
     graph = read_graph('(x / tôi :a (y / "Tin" :b (z / 1900)) :c (w / Đi) :d (v / đó))')
     assert variable_names(graph) == ["t", "t2", "x", "đ", "đ2"]
     assert variable_names(graph, taken={"t", "đ2"}) == ["t2", "t3", "x", "đ", "đ3"]
+
+
+def test_a_new_variable_captures_no_constant_however_that_is_composed() -> None:
+    graph = Node("Ô", ((":a", "ô"), (":b", "o\N{COMBINING CIRCUMFLEX ACCENT}2"), (":c", Node("ông"))))
+    assert read_graph(penman_line(graph)) == graph
 
 
 def test_penman_is_not_heard_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,6 +58,7 @@ def test_the_first_step_cannot_tell_such_a_constant_from_a_reference() -> None:
         ("Đây là đồ thị: (t / tôi)", "full", "starts with a parenthesis"),
         ("(tôi :agent #1)", "ptr", "no node carries the pointer #1"),
         ("(tôi #1 :agent (ta #1))", "ptr", "two nodes carry the pointer #1"),
+        ("(t / tôi)", "ptr", "/ is neither a role nor a word"),
         ("(t / tôi)", "mtup", "not followed by a line of ---"),
         (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
     ],
@@ -73,6 +74,13 @@ def test_a_broken_first_step_does_not_spoil_the_second() -> None:
     assert decoded.valid
     assert decoded.restored is None
     assert decode("(tôi)", "mtup").restored == Node("tôi")
+    assert decode("(t / tôi)", "mtup").restored is None
+
+
+def test_pointers_need_no_space_before_a_role() -> None:
+    assert decode("(đi #1:agent(tôi #2):theme #2:time #1)", "ptr").graph == read_graph(
+        "(đ / đi :agent (t / tôi) :theme t :time đ)"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -103,6 +111,8 @@ def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str
         (f"(đi :agent (tôi)){SEPARATOR}", "mtup", "(đ / đi :agent (t / tôi))"),
         ("(đi :agent (tôi :poss đ", "mtup", "(đ / đi :agent (t / tôi :poss đ))"),
         (f"(đi :agent (tôi)){SEPARATOR}(đ / đi :agent (t / ta", "mtup", "(đ / đi :agent (t / ta))"),
+        ("(đ / đi : :agent (t / / tôi) :1 x / y", "full", "(đ / đi :agent (t / tôi))"),
+        ("(o\N{COMBINING CIRCUMFLEX ACCENT} / x :a o\N{COMBINING CIRCUMFLEX ACCENT}", "full", "(x / x :a x)"),
     ],
 )  # fmt: skip
 def test_repair_keeps_all_that_is_sound(text: str, target: str, expected: str) -> None:
@@ -112,7 +122,7 @@ def test_repair_keeps_all_that_is_sound(text: str, target: str, expected: str) -
     assert canonical(mended) == read_graph(expected)
 
 
-@pytest.mark.parametrize("text", ["", "xin lỗi", "(", "()", "(t /", ")("])
+@pytest.mark.parametrize("text", ["", "xin lỗi", "(", "()", "(t /", ")(", "(t / / /)", "(: / :)"])
 def test_nothing_is_made_of_nothing(text: str) -> None:
     assert repaired(text, "full") is None
 

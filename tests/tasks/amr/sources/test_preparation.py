@@ -1,4 +1,5 @@
 import json
+import logging
 import sys
 import unicodedata
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
     assert stats["unused_files"] == ["test.txt"]
 
 
+def test_ids_that_several_samples_have_are_replaced_by_their_places(tmp_path: Path) -> None:
+    named = [f"# ::id {name}\n{block(number)}" for number, name in enumerate(["x", "y", "x", "z"])]
+    source = folder(tmp_path / "amr", train=named[0] + named[1], val=named[2] + named[3])
+    prepare(f"folder:{source}", out_dir=tmp_path / "out")
+    ids = [[record.id for record in read_split(tmp_path / "out", split)] for split in ("train", "val")]
+    assert ids == [["train.txt:2", "y"], ["val.txt:2", "z"]]
+
+
 def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Path) -> None:
     faulty = (
         "(l / lạc)\n\n"  # line 1
@@ -118,9 +127,18 @@ def test_blank_lines_and_comments_within_a_graph_keep_its_line_numbers(tmp_path:
     assert "train.txt line 5: a node has no variable" in refused(source)
 
 
-def test_skip_invalid_counts_and_lists_what_it_leaves_out(tmp_path: Path) -> None:
-    source = folder(tmp_path / "amr", train=block(1) + BAD + block(2), val=block(3) + block(4, "CÂU  số 2 ."))
-    stats = prepare(f"folder:{source}", out_dir=tmp_path / "out", skip_invalid=True)
+def test_skip_invalid_counts_lists_and_says_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    val = block(3) + block(4, "CÂU  số 2 .")
+    source = folder(tmp_path / "amr", train=block(1) + BAD + block(2), val=val, public_test="câu số 9 .\n")
+    with caplog.at_level(logging.INFO):
+        stats = prepare(f"folder:{source}", out_dir=tmp_path / "out", skip_invalid=True)
+    assert caplog.messages == [
+        "validation split: val.txt",
+        "not read: public_test.txt",
+        "1 training sample left out: in the validation split too",
+    ]
     train = stats["splits"]["train"]
     assert (train["records"], train["invalid_rows"], train["leaked_rows"]) == (1, 1, 1)
     assert train["invalid"][0] | {"problem": ""} == {"file": "train.txt", "line": 9, "problem": ""}
