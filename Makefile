@@ -105,7 +105,7 @@ test-gpu: setup-dev ## Run the tests that need a GPU
 .PHONY: smoke
 smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman)
 	@TARGET=cpu $(python) -m stages.kit.containers.build image
-	@$(offline) $(python) -m pytest -m engine tests/smoke $(ARGS)
+	@$(offline) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which

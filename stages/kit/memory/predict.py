@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration
 from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.memory.recording import Peak, Recording
+from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
 from stages.kit.models.processors import Processor
 from stages.kit.params import DeviceParams
@@ -62,7 +64,11 @@ def predict(
     """
     depth = depth_of(config)
     depths = [depth] if exact else sample_depths(config)
-    recorded = {each: _peaks(record_step(plan, with_depth(config, each), processor, batch)) for each in depths}
+
+    def peaks_of(depth: Depth) -> Peaks:
+        return _peaks(record_step(plan, with_depth(config, depth), processor, batch))
+
+    recorded = dict(zip(depths, side_by_side([partial(peaks_of, each) for each in depths]), strict=True))
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
     phases = {phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()}
     return _on_a_device(replace(peaks, phases=phases), plan.device, calibration, placement=plan.placement)
