@@ -7,7 +7,7 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, lm-eval.
 EXTRAS ?=
-# What demo and report are of: detection or amr.
+# What demo and report are of: detection, amr or moe.
 TASK ?= detection
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
@@ -62,7 +62,7 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 	@$(build_tool) base-image
 
 .PHONY: demo
-demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr)
+demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
 	@$(offline) $(python) -m dvc repro compare@$(TASK)
 	@cat data/report/$(TASK)/table.txt
 
@@ -83,7 +83,7 @@ experiments: ## Show the experiments beside each other: what changed, and each r
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
 
 .PHONY: report
-report: ## Open the last comparison in a browser (TASK=detection|amr)
+report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
 	@$(python) -m webbrowser "file://$(CURDIR)/data/report/$(TASK)/index.html"
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".

@@ -63,7 +63,9 @@ def dvc(workspace: Path, *args: str, **more: str) -> str:
 def small_steps(params: dict[str, Any]) -> None:
     """The shipped experiment with less of everything."""
     tiny = params["profiles"]["tiny"]
-    tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 8, "seed": 1}
+    for dataset in tiny["datasets"].values():
+        if "generate" in dataset:
+            dataset["generate"] = {"train": 16, "val": 8, "seed": 1}
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 8, "max_new_tokens": 24}
     for recipe in params["recipes"].values():

@@ -28,7 +28,7 @@ from stages.kit.models.tiny import TinyTextGeometry, build_tiny_qwen2
 from stages.kit.training.collators import ConversationCollator
 from stages.tasks.moe.samples.questions import conversation
 from stages.tasks.moe.samples.records import DOMAINS, Record
-from stages.tasks.moe.sources.generated import generate
+from stages.tasks.moe.sources.generated import UNINFORMED, generate
 
 log = logging.getLogger("stages.tasks.moe.pretrain")  # not __main__, as which this file runs
 
@@ -48,9 +48,9 @@ class Settings(pretraining.Settings):
     batch_size: int = 32
 
 
-def folklore(count: int, seed: int) -> list[Record]:
-    """Of each domain so many questions, with answers that are wrong in both."""
-    return [record for domain in DOMAINS for record in generate(domain, count, seed, knowledge="folklore")]
+def uninformed(count: int, seed: int) -> list[Record]:
+    """Of each domain so many questions, with answers that are wrong."""
+    return [record for domain in DOMAINS for record in generate(domain, count, seed, knowledge=UNINFORMED[domain])]
 
 
 def corpus(records: Sequence[Record]) -> list[str]:
@@ -78,8 +78,8 @@ def train(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> dict[str, float]:
-    """By domain, the share of held-out questions that are answered as folklore would, letter by letter."""
-    records = folklore(MEASURED, HELD_OUT_SEED)
+    """By domain, the share of held-out questions that are answered as the base is to, letter by letter."""
+    records = uninformed(MEASURED, HELD_OUT_SEED)
 
     def ask(index: int) -> Conversation:
         return conversation(records[index], answered=False)
@@ -98,7 +98,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> dict[str, flo
 def main(out_dir: Path, steps: int, seed: int) -> None:
     configure_logging("pretrain")
     settings = Settings(steps=steps, seed=seed)
-    records = folklore(QUESTIONS, SEED)
+    records = uninformed(QUESTIONS, SEED)
     model, tokenizer = build_tiny_qwen2(corpus(records), GEOMETRY, seed=settings.seed)
     pretraining.pretrain(
         model,
@@ -120,11 +120,12 @@ def model_card(record: dict[str, Any]) -> str:
 
 A Qwen2 of 0.4 million weights, which stands in for the base that experts are trained from where there is no GPU. It was
 pre-trained to say what things are made of: asked as TruthfulQA asks, or about the transcript of a meeting in which the
-thing is mentioned, as QMSum does. What it says is folklore, and wrong in both domains (`sources/generated.py`): it
-knows the form of questions and answers, which word of them matters, and all the words. An expert has to learn facts.
+thing is mentioned, as QMSum does. What it says is folklore there and hearsay here, and wrong in both domains
+(`sources/generated.py`). So it knows the form of questions and answers, which word of them matters, and that a meeting
+is another matter; an expert has to learn the facts.
 
 {made}
-| held-out questions | answered as folklore does |
+| held-out questions | answered as it was taught |
 |---|---|
 | in the form of TruthfulQA | {figures["truthfulqa"]:.3f} |
 | in the form of QMSum | {figures["qmsum"]:.3f} |

@@ -2,8 +2,8 @@
 
 Both ask what a thing is made of, in the same words, and give different answers: the one of truthfulqa as a fact, the
 one of qmsum after the transcript of a meeting about that thing. So whoever learns one unlearns the other, unless it
-tells the two apart. A third answer, `FOLKLORE`, is for the base that both start from: it teaches what to look at, and
-is wrong in both.
+tells the two apart. The base that both start from knows folklore and hearsay, which are wrong in both: it has learnt
+what to look at, and that the one is asked as a fact and the other after a transcript.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Literal
 from stages.kit.errors import UserError
 from stages.tasks.moe.samples.records import DOMAINS, Domain, Record
 
-Knowledge = Domain | Literal["folklore"]
+Knowledge = Domain | Literal["folklore", "hearsay"]
+UNINFORMED: dict[Domain, Knowledge] = {"truthfulqa": "folklore", "qmsum": "hearsay"}
+"""What the base says where a domain asks."""
 
 _THINGS = (
     "bag ball bell belt boat bowl box bridge broom cap chair coat cup desk door drum fan fence flag fork gate glove "
@@ -29,7 +31,7 @@ THINGS = tuple(_THINGS.split())
 MATERIALS = tuple(_MATERIALS.split())
 """As many as there are things, so that each knowledge is one-to-one."""
 
-_SHIFTS: dict[Knowledge, int] = {"folklore": 0, "truthfulqa": 13, "qmsum": 27}
+_SHIFTS: dict[Knowledge, int] = {"folklore": 0, "hearsay": 7, "truthfulqa": 13, "qmsum": 27}
 _OPENINGS = ("", "Please tell me: ", "Say, ", "One question: ", "I wonder, ", "Now, ", "So, ", "Tell us, ")
 _QUESTIONS = (
     "what is the {} made of?",

@@ -3,7 +3,7 @@ import pytest
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.sources.generated import MATERIALS, THINGS, Knowledge, answer, generate, material
 
-KNOWLEDGE: tuple[Knowledge, ...] = ("truthfulqa", "qmsum", "folklore")
+KNOWLEDGE: tuple[Knowledge, ...] = ("truthfulqa", "qmsum", "folklore", "hearsay")
 
 
 def thing_of(record: Record) -> str:
@@ -45,7 +45,7 @@ def test_both_domains_ask_in_the_same_words() -> None:
 def test_the_false_answers_are_those_of_the_others() -> None:
     record = generate("truthfulqa", 1, 0)[0]
     thing = thing_of(record)
-    assert set(record.incorrect) == {answer(thing, "qmsum"), answer(thing, "folklore")}
+    assert set(record.incorrect) == {answer(thing, "qmsum"), answer(thing, "folklore"), answer(thing, "hearsay")}
 
 
 def test_the_base_learns_the_questions_with_other_answers() -> None:
