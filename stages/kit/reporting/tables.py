@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.table import Table as RichTable
@@ -103,6 +104,28 @@ def terminal_table(table: Table) -> RichTable:
         texts = [Text(text) for text in _texts(table, row)]
         shown.add_row(*texts, style=EMPHASIS if row.emphasised else None)
     return shown
+
+
+def in_parts(table: Table, width: int) -> list[Table]:
+    """The table itself where it is at most `width` characters wide, else its columns in parts, one table each.
+
+    Every part begins with the first column. Columns of one key, a figure and its interval, stay together.
+    """
+    texts = [[column.heading for column in table.columns], *(_texts(table, row) for row in table.rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*texts, strict=True)]
+    parts: list[list[int]] = [[]]
+    for _, group in itertools.groupby(range(1, len(widths)), key=lambda index: table.columns[index].key):
+        together = list(group)
+        if parts[-1] and sum(widths[index] for index in (0, *parts[-1], *together)) - 2 > width:
+            parts.append([])
+        parts[-1] += together
+    return [
+        Table(
+            columns=tuple(table.columns[index] for index in (0, *part)),
+            rows=tuple(replace(row, cells=tuple(row.cells[index] for index in (0, *part))) for row in table.rows),
+        )
+        for part in parts
+    ]
 
 
 def markdown(table: Table) -> str:

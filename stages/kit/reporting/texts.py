@@ -20,9 +20,13 @@ from stages.kit.reporting.tables import (
     Row,
     Table,
     escape_markdown,
+    in_parts,
     markdown,
     terminal_table,
 )
+
+TEXT_WIDTH = 120
+"""Characters, of a table that is kept as text."""
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -68,8 +72,9 @@ def _has_interval(metric: Metric, comparison: Comparison) -> bool:
 
 def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
     """The table, the answer and the insights, as text that no name can turn into markup."""
-    console.print()
-    console.print(terminal_table(table))
+    for part in in_parts(table, console.width):
+        console.print()
+        console.print(terminal_table(part))
     for name, note in table.notes:
         console.print(Text(f"{name}: {note}", style="dim"), soft_wrap=True)
     console.print()
@@ -81,9 +86,8 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
 
 
 def comparison_text(comparison: Comparison, table: Table) -> str:
-    """What the terminal shows, without its colours; as wide as the table is, and at least 100 characters."""
-    width = max(100, Console(width=1000).measure(terminal_table(table)).maximum)
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    """What the terminal shows, without its colours, in TEXT_WIDTH."""
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, highlight=False)
     with console.capture() as capture:
         print_comparison(comparison, table, console)
     return capture.get()

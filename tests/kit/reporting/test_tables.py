@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from stages.kit.evaluation.intervals import Interval
@@ -14,6 +17,7 @@ from stages.kit.reporting.tables import (
     bytes_text,
     cell_text,
     csv_text,
+    in_parts,
     markdown,
     seconds_text,
     terminal_table,
@@ -112,3 +116,28 @@ def test_formats_of_cells() -> None:
     assert cell_text(1234567, Column("", "", ",")) == "1,234,567"
     assert cell_text(2**30, Column("", "", "bytes")) == "1.00 GiB"
     assert cell_text(61, Column("", "", "seconds")) == "1 min 01 s"
+
+
+@given(
+    st.lists(st.tuples(st.text("abc", min_size=1, max_size=30), st.booleans()), min_size=1, max_size=12),
+    st.integers(20, 120),
+)
+def test_a_wide_table_comes_in_parts_with_every_column_once_and_a_figure_beside_its_interval(
+    made: list[tuple[str, bool]], width: int
+) -> None:
+    columns = [Column("model", "Model")]
+    for number, (heading, with_interval) in enumerate(made):
+        columns += [Column(f"figure {number}", heading, ".2f")] * (2 if with_interval else 1)
+    table = Table(columns=tuple(columns), rows=(Row(cells=("a model", *(float(i) for i in range(1, len(columns))))),))
+    parts = in_parts(table, width)
+    assert [column for part in parts for column in part.columns[1:]] == columns[1:]
+    assert [cell for part in parts for cell in part.rows[0].cells[1:]] == list(table.rows[0].cells[1:])
+    for part in parts:
+        assert part.columns[0].key == "model"
+        assert part.rows[0].cells[0] == "a model"
+    for part, following in itertools.pairwise(parts):
+        assert part.columns[-1].key != following.columns[1].key
+        assert len(in_parts(part, width)) == 1
+    for part in parts:
+        if len({column.key for column in part.columns}) > 2:
+            assert Console(width=1000).measure(terminal_table(part)).maximum <= width
