@@ -16,6 +16,7 @@ PUBLISHED = {
     "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
     "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
+    "Qwen/Qwen2-1.5B-Instruct": "qwen2-1.5b",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
 }
 """The geometry of each of these repositories of the hub."""
