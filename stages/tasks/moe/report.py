@@ -128,6 +128,12 @@ REPORT = TaskReport(
             )
             for domain, name in (("truthfulqa", "TruthfulQA"), ("qmsum", "QMSum"))
         ),
+        Question(
+            "Fine-tuning on TruthfulQA alone against the gated mixture, on QMSum",
+            "moe-finetune-alone",
+            "moe-gate",
+            metric="perplexity_qmsum",
+        ),
         Question("A trained gate against the merge as it is", "moe-gate", "base-moe"),
         Question("The gated mixture against one dense model", "moe-gate", "moe-dense"),
         Question("The fine-tuned mixture against one dense model", "moe-finetune", "moe-dense"),
