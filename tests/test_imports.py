@@ -27,7 +27,9 @@ FAST = (
         "containers",
         "data",
         "evaluation/intervals",
+        "models/certificate",
         "models/geometries",
+        "models/mixture/certificate",
         "reporting",
     ),
     *(
