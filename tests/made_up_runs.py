@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stages.kit.lineage import write_lineage
+from stages.kit.lineage import LINEAGE_FILE, write_lineage
 from stages.kit.params import Params, load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
 DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint")
@@ -78,6 +79,7 @@ def write_made_up_run(
     if params is not None:
         _write_training(run_dir, name, params)
     write_lineage(run_dir, kind="base", name=name, source=source)
+    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)
     return run_dir
 
 

@@ -19,6 +19,7 @@ from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
 from stages.kit.plan import Plan, read_plan
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""
@@ -78,7 +79,7 @@ def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], 
     return Run(
         name=name,
         stage=stage,
-        random_weights=read_lineage(run_dir).of_random_weights(),
+        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE).of_random_weights(),
         metrics=_read_json(metrics_path, stage),
         samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),

@@ -76,7 +76,10 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(
+            f"stages/kit/{name}.py"
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+        ),
     ):
         shutil.copy(ROOT / path, workspace / path)
     return workspace
@@ -201,7 +204,7 @@ def test_outputs_are_taken_from_a_stage_that_ended_well(
     plan = workspace / "data/runs/r1-llm-only/plan.yaml"
     monkeypatch.setenv("FAKE_WRITES", str(plan))
     monkeypatch.setenv("FAKE_CODE", code)
-    assert ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace)) == int(code)
+    assert ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace)).code == int(code)
     assert plan.exists() == taken
 
 
