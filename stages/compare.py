@@ -1,6 +1,7 @@
 """Compare the models of a task: which is best, by how much, and is the evidence enough to say so?
 
 Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe and each untrained base
+        data/provenance/TASK/: the records that the launcher left of how they were made
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
         comparison.csv, comparison.json (flat, for `dvc metrics`), distribution.csv (for `dvc plots`)
 Run     docker/run compare detection
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from stages.kit.errors import UserError
 from stages.kit.params import Params, load_params
+from stages.kit.provenance import records_dir
 from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
@@ -46,7 +48,7 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     report = load_report(params, task)
-    contenders = read_contenders(params, task, report, cards_dir(data_dir, task))
+    contenders = read_contenders(params, task, report, data_dir)
     comparison = compare(report, contenders)
     table = comparison_table(comparison)
     report_dir = data_dir / "report" / task
@@ -66,13 +68,18 @@ def load_report(params: Params, task: str) -> TaskReport:
     return report
 
 
-def read_contenders(params: Params, task: str, report: TaskReport, runs_dir: Path) -> list[Contender]:
+def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Path) -> list[Contender]:
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
+    runs_dir, records = cards_dir(data_dir, task), records_dir(data_dir, task)
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
     runs: dict[str, Run | None] = {
         name: read_run(
-            runs_dir / name, identity=report.identity, columns=report.columns, trained=name in params.recipes
+            runs_dir / name,
+            identity=report.identity,
+            columns=report.columns,
+            trained=name in params.recipes,
+            records_dir=records,
         )
         for name in names
     }

@@ -108,6 +108,11 @@ class Provenance:
         return [path for path in self.changed if path != "params.yaml"]
 
 
+def records_dir(data_dir: Path, task: str) -> Path:
+    """Of the runs that the comparison of a task shows."""
+    return data_dir / Path(PROVENANCE_DIR).name / task
+
+
 def write_provenance(provenance: Provenance, path: Path) -> None:
     publish_text(json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n", path)
 

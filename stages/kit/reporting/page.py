@@ -16,6 +16,7 @@ from PIL import Image
 
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
+from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.settings import cost_table, plan_settings, split_settings, trainable_table
 from stages.kit.reporting.tables import Table, cell_text
@@ -63,7 +64,7 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
     )
     environment.globals["cell_text"] = cell_text
     environment.filters["typeset"] = typeset
-    runs = [contender.run for contender in comparison.evaluated if contender.run]
+    runs = comparison.runs
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
     differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
@@ -84,6 +85,8 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
         shared=shared,
         trainable=trainable_table(trained),
         costs=cost_table(runs),
+        origins=origins_table(runs),
+        origin_warnings=origin_warnings(runs),
     )
 
 

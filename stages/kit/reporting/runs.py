@@ -19,6 +19,7 @@ from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
 from stages.kit.plan import Plan, read_plan
+from stages.kit.provenance import Provenance, provenance_of_run
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 PICTURE_KINDS = ("best", "worst", "random")
@@ -54,6 +55,8 @@ class Run:
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]
     """By kind, in order of name."""
+    provenance: tuple[Provenance, ...] = ()
+    """Of the stages that made it, as far as they left records."""
 
 
 def evaluation_stage(name: str, *, trained: bool) -> str:
@@ -61,12 +64,20 @@ def evaluation_stage(name: str, *, trained: bool) -> str:
     return f"evaluate@{name}" if trained else f"baseline@{name}"
 
 
-def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], trained: bool) -> Run | None:
+def read_run(
+    run_dir: Path,
+    *,
+    identity: Sequence[str],
+    columns: Sequence[str],
+    trained: bool,
+    records_dir: Path | None = None,
+) -> Run | None:
     """The run in a folder, or None where it has not been evaluated.
 
     identity: columns of predictions.parquet that say what a sample is, its id first.
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
+    records_dir: where the provenance of the task's runs lies.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
     """
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
@@ -88,6 +99,7 @@ def read_run(run_dir: Path, *, identity: Sequence[str], columns: Sequence[str], 
         training=_read_json(training_dir / "training.json", f"train@{name}") if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
         pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+        provenance=tuple(provenance_of_run(records_dir, name)) if records_dir else (),
     )
 
 
