@@ -74,6 +74,10 @@ plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out
 plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1; ALL=1 for every recipe)
 	@$(offline) $(python) -m stages.fit $(plan_options)
 
+.PHONY: verify
+verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 mends DVC's cache)
+	@$(python) -m stages.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
+
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
