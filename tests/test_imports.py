@@ -23,6 +23,7 @@ FAST = (
         "memory/out_of_memory",
         "params",
         "plan",
+        "provenance",
         "publish",
         "containers",
         "data",
@@ -31,6 +32,7 @@ FAST = (
         "models/geometries",
         "models/mixture/certificate",
         "reporting",
+        "verification",
     ),
     *(
         f"../tasks/{task}/{face}"

@@ -65,7 +65,7 @@ def first_difference(one: Path, other: Path) -> str:
             return _in_parquet(one, other)
         if one.suffix == ".json":
             return next(_in_json(without_measured(one), without_measured(other), ""), "spaces, or the order of keys")
-        return _in_lines(one.read_text(encoding="utf-8"), other.read_text(encoding="utf-8"))
+        return _in_lines(one.read_bytes().decode("utf-8"), other.read_bytes().decode("utf-8"))
     except (ValueError, KeyError, TypeError, OSError):  # pyarrow's errors are some of these
         return _in_bytes(one, other)
 

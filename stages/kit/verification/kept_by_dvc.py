@@ -32,7 +32,7 @@ def check_outputs(holdings: Holdings, damages: Damages) -> tuple[Restorable, int
         if unlike or wrong:
             found = [*unlike, *_in_cache(holdings, wrong)]
             can_be_had = holdings.expected(output) is not None and all(elsewhere.values()) and holdings.store.has_cache
-            mend = _bring_back(output, wrong, unlike) if can_be_had else _make_anew(holdings, damages, output, wrong)
+            mend = _bring_back(output, wrong) if can_be_had else _make_anew(holdings, damages, output, wrong)
             damages.add(output.path, found, mend)
     return restorable, absent
 
@@ -134,11 +134,11 @@ def _elsewhere(holdings: Holdings, digest: str, here: dict[str, str]) -> Path | 
     return content if found == digest else None
 
 
-def _bring_back(output: Recorded, wrong: list[str], unlike: list[str]) -> str:
-    """From the workspace to the cache, and from there to the workspace. DVC itself would do neither: it takes for
+def _bring_back(output: Recorded, wrong: list[str]) -> str:
+    """First from the workspace to the cache, then from there to the workspace. DVC alone would do neither: it takes for
     unchanged what has the time and size that it knows."""
     path = shlex.quote(output.path)
-    return " && ".join([*([RESTORE] if wrong else []), *([f"rm -rf {path}", f"dvc checkout {path}"] if unlike else [])])
+    return RESTORE if wrong else f"rm -rf {path} && dvc checkout {path}"
 
 
 def _make_anew(holdings: Holdings, damages: Damages, output: Recorded, wrong: list[str]) -> str:

@@ -29,14 +29,20 @@ def check_lineages(holdings: Holdings, damages: Damages) -> None:
             damages.blame(shown, "has files that cannot be read")
         elif now != lineage.digest:
             damages.blame(shown, f"its lineage has content {short(lineage.digest)}, but it holds {short(now)}")
-    for folder in holdings.lineages:
+    sound = [folder for folder in holdings.lineages if not damages.touch(holdings.shown(folder))]
+    for folder in sorted(sound, key=lambda folder: _generation(holdings.lineage(folder))):
         _check_parents(holdings, damages, folder)
+
+
+def _generation(lineage: Lineage | None) -> int:
+    """How far it is from its root: what is wrong with a parent is found before what was made of it is looked at."""
+    parents = lineage.parents.values() if lineage is not None else ()
+    return 1 + max((_generation(parent.lineage) for parent in parents), default=0)
 
 
 def _check_parents(holdings: Holdings, damages: Damages, folder: Path) -> None:
     shown, lineage = holdings.shown(folder), holdings.lineage(folder)
-    if lineage is None or damages.touch(shown):
-        return
+    assert lineage is not None, folder
     if not lineage.parents and (lineage.kind != "base" or not lineage.source):
         damages.blame(shown, "its lineage ends without saying where it comes from")
     for role, parent in lineage.parents.items():

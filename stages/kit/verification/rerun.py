@@ -109,23 +109,19 @@ def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
         yield "there is no record of how the workspace's own came about"
         return
     facts = {
-        "code of the stage": (before.code, now.code),
+        "the code of the stage": (before.code, now.code),
         "settings": (before.params, now.params),
-        "plan": (before.plan, now.plan),
+        "the plan": (before.plan, now.plan),
+        **{path: (before.inputs.get(path), digest) for path, digest in now.inputs.items()},
         "locked packages": (before.lock, now.lock),
-        "engine": (before.engine, now.engine),
-        "image": (before.image_digest, now.image_digest),
-        "device": (before.device, now.device),
-        "environment": (before.environment, now.environment),
-        "packages": (before.machine and before.machine.packages, now.machine and now.machine.packages),
-        "Python": (before.machine and before.machine.python, now.machine and now.machine.python),
-        "system": (before.machine and before.machine.system, now.machine and now.machine.system),
+        "the image": (before.image_digest, now.image_digest),
+        "variables of the environment": (before.environment, now.environment),
+        "the machine": (before.machine, now.machine),
     }
-    facts |= {f"input {path}": (before.inputs.get(path), now.inputs[path]) for path in now.inputs}
-    for what, (one, other) in facts.items():
+    yield from (what for what, (one, other) in facts.items() if one != other)
+    for one, other in ((before.engine, now.engine), (before.device, now.device)):
         if one != other:
-            shown = f": {one} against {other}" if isinstance(one, str) and isinstance(other, str) else ""
-            yield f"{what}{shown}"
+            yield f"{one} against {other}"
 
 
 def _launch(aside_dir: Path, arguments: list[str], stage: DeclaredStage) -> int:

@@ -5,7 +5,6 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime
 from importlib.machinery import ModuleSpec
@@ -22,13 +21,12 @@ from stages.kit.containers.machine import cuda_of_torch, installed_packages, thi
 from stages.kit.containers.pipeline import declared_stages
 from stages.kit.containers.witness import code_digest, git_state, used_params
 from stages.kit.errors import UserError
-from stages.kit.lineage import content_digest, write_lineage
+from stages.kit.lineage import content_digest
 from stages.kit.params import load_params
-from stages.kit.plan import read_plan, resolve_plan, write_plan
+from stages.kit.plan import read_plan
 from stages.kit.provenance import Provenance, provenance_of_run, read_provenance
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
-
-ROOT = Path(__file__).parents[3]
+from tests.kit.containers.small_checkout import small_checkout
 
 RECORD = "data/provenance/detection/train@r1-llm-only.json"
 
@@ -57,30 +55,7 @@ stages:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """A checkout with one commit, whose train stage is STAGE."""
-    workspace = tmp_path / "a workspace"
-    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
-        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
-    for path in (
-        "params.yaml",
-        "stages/__init__.py",
-        *(
-            f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
-        ),
-    ):
-        shutil.copy(ROOT / path, workspace / path)
-    (workspace / "stages/train.py").write_text(STAGE)
-    (workspace / "dvc.yaml").write_text(PIPELINE)
-    (workspace / ".gitignore").write_text("/data/\n/.venv\n__pycache__\n")
-    (workspace / ".venv").symlink_to(sys.prefix)
-    base = workspace / "data/bases/vlm"
-    base.mkdir(parents=True)
-    (base / "config.json").write_text("{}")
-    write_lineage(base, kind="base", name="vlm", source={"random": "tiny"})
-    params = load_params(workspace / "params.yaml")
-    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
-    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
     git(workspace, "init", "--quiet")
     git(workspace, "add", "--all")
     git(workspace, "commit", "--quiet", "--message", "start")
