@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import _thread
 import hashlib
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -47,11 +48,12 @@ def test_an_interrupt_does_not_wait_for_the_other_files(tmp_path: Path, monkeypa
     for path in paths:
         path.write_bytes(b"x" * 10_000)
     read: list[int] = []
+    main_thread = threading.get_ident()
 
     def interrupted(count: int) -> None:
         read.append(count)
         if len(read) == 10:
-            _thread.interrupt_main()  # as Ctrl-C does
+            signal.pthread_kill(main_thread, signal.SIGINT)  # as Ctrl-C does
         time.sleep(0.001)
 
     with pytest.raises(KeyboardInterrupt):
