@@ -82,6 +82,8 @@ def report_rerun(again: Rerun) -> int:
     click.echo(f"{again.stage} came out DIFFERENT: {len(comparison.different)} of {size}; the workspace's comes first")
     for name, where in comparison.different.items():
         click.echo(f"  {name}: {where}")
+    if comparison.same_trace:
+        click.echo("the training itself took the same course, step by step")
     for what in again.unlike:
         click.echo(f"the two runs were not alike: {what}")
     if not again.unlike:

@@ -31,6 +31,8 @@ class Comparison:
     """Those that are but for what is measured."""
     different: Mapping[str, str]
     """What is first unlike in each other one; a trace of a training comes first."""
+    same_trace: bool
+    """Whether a training took the same course to its last step, bit for bit; False for another stage too."""
     size_bytes: int
     """Of all that was compared, on one side."""
 
@@ -51,7 +53,13 @@ def compare_outputs(ours: Path, theirs: Path, outputs: tuple[str, ...]) -> Compa
         else:
             different[name] = first_difference(one, other)
     traces_first = dict(sorted(different.items(), key=lambda item: not is_trace(ours / item[0])))
-    return Comparison(equal=tuple(equal), measured=tuple(measured), different=traces_first, size_bytes=size_bytes)
+    return Comparison(
+        equal=tuple(equal),
+        measured=tuple(measured),
+        different=traces_first,
+        same_trace=any(is_trace(ours / name) for name in equal),
+        size_bytes=size_bytes,
+    )
 
 
 def first_difference(one: Path, other: Path) -> str:

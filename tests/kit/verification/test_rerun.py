@@ -140,6 +140,18 @@ def test_the_command_ends_with_1_where_bytes_differ(workspace: Path, monkeypatch
     assert "the two runs were not alike: variables of the environment" in different.output
 
 
+def test_a_file_that_was_damaged_after_a_training_is_told_from_a_training_that_went_otherwise(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "data/runs/r1-llm-only/trained/weights.bin").write_text("damaged")
+    monkeypatch.chdir(workspace)
+    different = CliRunner().invoke(main, ["--rerun", NAME])
+    assert different.exit_code == 1
+    assert "DIFFERENT: 1 of 3 files" in different.output
+    assert "the training itself took the same course, step by step" in different.output
+    assert "the two runs were alike in all that is recorded of them" in different.output
+
+
 def test_a_stage_that_fails_when_it_is_run_again_is_no_comparison(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
