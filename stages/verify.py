@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from stages.kit.errors import counted
+from stages.kit.errors import UserError, counted
 from stages.kit.reporting.tables import bytes_text
 from stages.kit.verification.rerun import Rerun, rerun
 from stages.kit.verification.verify import Verification, restore, verify
@@ -33,6 +33,8 @@ def main(stage: str | None, restores: bool) -> None:
     if stage is not None and restores:
         raise click.UsageError("--rerun and --restore are two things; ask for one")
     workspace_dir = Path.cwd()
+    if not any((workspace_dir / name).exists() for name in ("dvc.yaml", "data")):
+        raise UserError("there is neither dvc.yaml nor data here; run from the top of the repository")
     if stage is not None:
         sys.exit(report_rerun(rerun(workspace_dir, stage)))
     verification, seconds = timed(workspace_dir)

@@ -88,7 +88,10 @@ class Witness:
             driver=driver_version() if names else None,
             environment=numeric_settings(self.stage_run.caller),
         )
-        write_provenance(provenance, self.path)
+        try:
+            write_provenance(provenance, self.path)
+        except OSError as error:
+            raise UserError(f"the record of {self.stage.name} cannot be written to {self.path}: {error}") from None
 
 
 def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, list[str]]:
@@ -158,12 +161,12 @@ def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Pl
 
 
 def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
-    """By path. What is missing is left out; the stage, or DVC, names it."""
+    """By path. What is missing or cannot be read is left out; the stage, or DVC, names it."""
     found = {}
     for path in paths:
         try:
             found[path] = content_digest(workspace_dir / path)
-        except UserError:
+        except (UserError, OSError):
             continue
     return found
 

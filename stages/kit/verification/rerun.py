@@ -64,6 +64,8 @@ def rerun(workspace_dir: Path, name: str) -> Rerun:
 
 def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
     """Raises UserError where dvc.yaml has none of that name."""
+    if not (workspace_dir / "dvc.yaml").exists():
+        raise UserError("dvc.yaml is missing; run from the top of the repository")
     stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
     if name not in stages:
         near = get_close_matches(name, list(stages), n=1)

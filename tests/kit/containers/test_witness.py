@@ -140,6 +140,13 @@ def test_a_stage_that_fails_leaves_no_record(workspace: Path) -> None:
     assert train(workspace, code=3, OMP_CODE="3") is None
 
 
+def test_a_record_that_cannot_be_written_fails_the_stage(workspace: Path) -> None:
+    """DVC would miss an output; so does who runs the stage by hand."""
+    place = workspace / "data/provenance"
+    place.write_text("no folder")
+    assert train(workspace, 1) is None
+
+
 def test_gpus_and_driver_are_named(workspace: Path, tmp_path: Path) -> None:
     driver: FakeNvml = build_fake_nvml(tmp_path / "driver")
     driver.set_gpus(

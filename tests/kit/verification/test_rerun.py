@@ -22,6 +22,7 @@ import json, os, pathlib, random, time
 
 assert pathlib.Path("data/bases/vlm/config.json").read_text() == "{}"
 assert not pathlib.Path("data/runs/r1-llm-only/trained").exists()
+assert os.environ.get("DVC_ROOT", "") != "not this one"
 shift = float(os.environ.get("OMP_SHIFT", 0))
 losses = [1 / step + shift * (step > 2) for step in range(1, 6)]
 run = pathlib.Path("data/runs/r1-llm-only")
@@ -89,7 +90,10 @@ def everything(workspace: Path) -> dict[str, bytes]:
     return {str(path.relative_to(workspace)): path.read_bytes() for path in kept if ".venv" not in path.parts}
 
 
-def test_a_stage_comes_out_the_same_and_the_workspace_stays_as_it_was(workspace: Path) -> None:
+def test_a_stage_comes_out_the_same_and_the_workspace_stays_as_it_was(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_ROOT", "not this one")
     before = everything(workspace)
     again = rerun(workspace, NAME)
     assert again.comparison.different == {}
@@ -169,6 +173,11 @@ def test_what_is_not_here_cannot_be_compared(workspace: Path) -> None:
         UserError, match=r"(?s)these are not here:\n  data/runs/r1-llm-only/training\n.*dvc repro train@r1"
     ):
         rerun(workspace, NAME)
+
+
+def test_outside_of_a_workspace_there_is_nothing_to_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"dvc\.yaml is missing; run from the top"):
+        rerun(tmp_path, NAME)
 
 
 def test_an_unknown_stage_is_refused_and_the_nearest_named(workspace: Path) -> None:

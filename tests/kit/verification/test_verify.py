@@ -251,6 +251,16 @@ def test_what_is_missing_in_the_cache_and_damaged_here_is_made_anew(workspace: P
     mend(workspace, command)
 
 
+def test_what_lies_in_the_cache_alone_is_looked_at_too(workspace: Path) -> None:
+    damaged = cached(workspace, Path("data/runs/r1/merged/model.safetensors"))
+    shutil.rmtree(workspace / "data/runs/r1/merged")
+    (workspace / "data/runs/r1/merge.json").unlink()
+    flip(damaged)
+    path, found, command = only_damage(workspace)
+    assert (path, found) == ("data/runs/r1/merged", f"damaged in DVC's cache: {damaged.relative_to(workspace)}")
+    assert command == f"rm -f {damaged.relative_to(workspace)} && dvc repro -f -s merge@r1"
+
+
 def test_an_object_of_another_experiment_is_simply_removed(workspace: Path) -> None:
     stray = workspace / ".dvc/cache/files/md5/ab" / ("0" * 30)
     stray.parent.mkdir(exist_ok=True)
@@ -415,10 +425,13 @@ def test_what_a_killed_stage_was_writing_is_nobodys_damage(workspace: Path) -> N
     assert verify(workspace).damages == ()
 
 
-def test_an_empty_workspace_has_nothing_to_verify(tmp_path: Path) -> None:
+def test_an_empty_workspace_has_nothing_to_verify_and_another_folder_is_none(tmp_path: Path) -> None:
     found = verify(tmp_path)
     assert found.damages == ()
     assert found.tally() == ""
+    refused = command_line(tmp_path)
+    assert refused.returncode == 1
+    assert "run from the top of the repository" in refused.stderr
 
 
 @pytest.mark.parametrize("text", ["", "stages: [1", "schema: '2.0'\n", "\x00"])
