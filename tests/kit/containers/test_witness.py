@@ -140,6 +140,16 @@ def test_a_stage_that_fails_leaves_no_record(workspace: Path) -> None:
     assert train(workspace, code=3, OMP_CODE="3") is None
 
 
+def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
+    """DVC may be writing there at the same time."""
+    os.utime(workspace / "stages/train.py", (10**9, 10**9))  # as it was, but git has to look
+    before = (workspace / ".git/index").read_bytes()
+    commit, changed = git_state(workspace, ["stages"])
+    assert commit is not None
+    assert changed == []
+    assert (workspace / ".git/index").read_bytes() == before
+
+
 def test_a_record_that_cannot_be_written_fails_the_stage(workspace: Path) -> None:
     """DVC would miss an output; so does who runs the stage by hand."""
     place = workspace / "data/provenance"

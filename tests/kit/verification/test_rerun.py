@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,16 +70,23 @@ stages:
 """
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """With r1-llm-only trained by the launcher."""
-    for name in list(os.environ):
-        if name.startswith(("OMP_", "DVC_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("BAKEOFF_ENGINE", "process")
-    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=TRAIN, base=BASE)
-    launch(workspace, "train", "r1-llm-only")
-    return workspace
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("OMP_", "DVC_")):
+                patch.delenv(name)
+        patch.setenv("BAKEOFF_ENGINE", "process")
+        place = tmp_path_factory.mktemp("trained") / "a workspace"
+        workspace = small_checkout(place, pipeline=PIPELINE, train=TRAIN, base=BASE)
+        launch(workspace, "train", "r1-llm-only")
+        yield workspace
+
+
+@pytest.fixture
+def workspace(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "a moved workspace", symlinks=True))
 
 
 def launch(workspace: Path, *args: str) -> None:
