@@ -92,7 +92,7 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
         name=name,
         command=entry["cmd"].removeprefix("exec "),
         params=tuple(entry.get("params", [])),
-        deps=tuple(entry["deps"]),
+        deps=tuple(entry.get("deps", [])),
         # An output with options is a mapping of one key.
         outs=tuple(next(iter(out)) if isinstance(out, dict) else out for out in outs),
     )
