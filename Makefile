@@ -78,6 +78,10 @@ plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, 
 lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup EXTRAS=lm-eval (RUN=, BATCH_SIZE=)
 	@$(offline) $(python) -m stages.harness $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
+.PHONY: verify
+verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 mends DVC's cache)
+	@$(python) -m stages.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
+
 .PHONY: experiments
 experiments: ## Show the experiments beside each other: what changed, and each recipe's result
 	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
@@ -128,7 +132,8 @@ lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package i
 
 .PHONY: clean
 clean: ## Remove results and tool caches; .venv and DVC's cache stay
-	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/report
+	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/provenance data/report
+	rm -rf .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

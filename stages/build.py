@@ -22,14 +22,10 @@ from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.models.load import load_model, see_only
-from stages.kit.models.mixture.certificate import (
-    TOLERANCE,
-    BuildCertificate,
-    measure_domains,
-    write_build_certificate,
-)
+from stages.kit.models.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
+from stages.kit.models.mixture.domains import measure_domains
 from stages.kit.models.mixture.experts import check_lineages, check_models
-from stages.kit.models.mixture.merge import Change, merge_experts
+from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import mean_hidden_states
 from stages.kit.models.processors import load_processor
 from stages.kit.params import load_params, made_by

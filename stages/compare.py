@@ -2,6 +2,7 @@
 
 Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe and each untrained base
         data/report/TASK/memory/: what the stages held that made and evaluated them
+        data/provenance/TASK/: the records that the launcher left of how they were made
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
         comparison.csv, comparison.json (flat, for `dvc metrics`), distribution.csv (for `dvc plots`)
 Run     docker/run compare detection
@@ -19,6 +20,7 @@ from rich.text import Text
 from stages.kit.errors import UserError
 from stages.kit.memory.held import stage_memory_path
 from stages.kit.params import Params, load_params, made_by
+from stages.kit.provenance import records_dir
 from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
@@ -85,6 +87,7 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Pat
             columns=report.columns,
             trained=name in params.recipes,
             memory_by_stage=memory_by_stage(params, task, name, data_dir),
+            records_dir=records_dir(data_dir, task),
         )
         for name in names
     }

@@ -20,18 +20,10 @@ from stages.kit.lineage import require_base, short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.models.certificate import (
-    TOLERANCE,
-    Certificate,
-    changed_modules,
-    probe_logits,
-    relative_deviation,
-    same_inputs,
-    weight_digests,
-    write_certificate,
-)
+from stages.kit.models.certificate import TOLERANCE, Certificate, write_certificate
 from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
+from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.plan import read_plan

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +14,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stages.kit.lineage import write_lineage
+from stages.kit.lineage import LINEAGE_FILE, write_lineage
 from stages.kit.memory.held import Held, StageMemory, stage_memory_path
 from stages.kit.params import Params, load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.provenance import Machine, Provenance, records_dir, write_provenance
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
@@ -80,7 +83,7 @@ def write_made_up_run(
             _write_picture(run_dir / "pictures" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
-    write_lineage(run_dir, kind="base", name=name, source=source)
+    write_model_lineage(run_dir, name, source=source)
     return run_dir
 
 
@@ -113,6 +116,45 @@ def write_made_up_memory(data_dir: Path, task: str, memory: StageMemory) -> Path
     path = stage_memory_path(data_dir, task, name=memory.name, stage=memory.stage)
     _write_json(path, asdict(memory))
     return path
+
+
+def write_model_lineage(run_dir: Path, name: str, *, source: dict[str, str] | None = None) -> None:
+    """As a card has it of the model that was evaluated."""
+    write_lineage(run_dir, kind="base", name=name, source=source)
+    (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)
+
+
+def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
+    """What the launcher leaves of `train@NAME` or `baseline@NAME`, of the task detection."""
+    trained = stage.startswith("train")
+    base = "data/bases/vlm"
+    record = Provenance(
+        stage=stage,
+        command=f"docker/run {stage.replace('@', ' ')}",
+        started="2026-11-21T09:00:00+00:00",
+        ended="2026-11-21T09:01:14+00:00",
+        seconds=74.2,
+        commit="c0ffee" * 6 + "c0ff",
+        changed=[],
+        code="5" * 64,
+        experiment=None,
+        params={},
+        plan={"base_dir": base} if trained else None,
+        seed=42 if trained else None,
+        attempt=0,
+        inputs={base: "ba5e" * 16, "data/prepared/nutrition-tables/train.parquet": "da7a" * 16},
+        outputs={},
+        engine="docker",
+        image="bakeoff:cpu-0123456789ab",
+        image_digest="sha256:" + "1" * 64,
+        lock="10c4" * 16,
+        machine=Machine(
+            python="3.12.14", packages={}, cuda=None, system="Linux-6.1", cpu="A CPU", cores=2, memory_gib=16.0
+        ),
+        gpus=[],
+        driver=None,
+    )
+    write_provenance(replace(record, **changes), records_dir(data_dir, "detection") / f"{stage}.json")
 
 
 def _write_training(run_dir: Path, name: str, params: Params) -> None:

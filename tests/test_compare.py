@@ -26,6 +26,7 @@ from tests.made_up_runs import (
     made_up_memory,
     project_params,
     write_made_up_memory,
+    write_made_up_record,
     write_made_up_run,
 )
 
@@ -347,3 +348,23 @@ def test_one_sample_makes_a_report_that_decides_nothing(tmp_path: Path) -> None:
     shown = run_compare(tmp_path)
     assert "r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
     assert "does not single out one model" in report(tmp_path, "index.html")
+
+
+def test_what_the_runs_were_made_of_is_shown_and_what_stands_against_comparing_them(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    run_compare(tmp_path)
+    assert "Where it comes from" not in report(tmp_path, "index.html")
+    for name in MEANS:
+        write_made_up_record(tmp_path, f"{'baseline' if name == 'base-vlm' else 'train'}@{name}")
+    shown = run_compare(tmp_path)
+    assert "commits" not in shown
+    assert "c0ffeec0ffee" in report(tmp_path, "index.html")
+    write_made_up_record(tmp_path, "train@r4-joint", commit="b" * 40, changed=["stages/train.py"])
+    shown = run_compare(tmp_path)
+    for warning in (
+        "The commits of the runs differ, though the code that made them is the same: c0ffeec0ffee",
+        "r4-joint was made with changes that no commit has: stages/train.py",
+    ):
+        assert warning in shown
+        assert warning in report(tmp_path, "comparison.md").replace("\\", "")
+        assert warning in report(tmp_path, "index.html")

@@ -23,12 +23,16 @@ FAST = (
         "memory/out_of_memory",
         "params",
         "plan",
+        "provenance",
         "publish",
         "containers",
         "data",
         "evaluation/intervals",
+        "models/certificate",
         "models/geometries",
+        "models/mixture/certificate",
         "reporting",
+        "verification",
     ),
     *(
         f"../tasks/{task}/{face}"

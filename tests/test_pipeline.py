@@ -176,9 +176,23 @@ def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
         runs = {
             name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
         }
-        _, cards = (dep for dep in stage.deps if dep.startswith("data/"))
         outs = [Path(out) for other in PIPELINE.values() for out in other.outs]
-        assert {out.name for out in outs if out.parent == Path(cards)} == runs
+        records, _, cards = map(Path, stage.inputs("data"))
+        assert {out.name for out in outs if out.parent == cards} == runs
+        assert {out.stem.partition("@")[2] for out in outs if out.parent == records} == runs
+
+
+def test_every_stage_has_a_record_of_its_own_which_the_launcher_writes() -> None:
+    for name, stage in PIPELINE.items():
+        assert stage.provenance is not None, name
+        assert Path(stage.provenance).name == f"{name}.json"
+        assert stage.provenance not in stage.written
+
+
+def test_no_stage_but_a_comparison_depends_on_what_holds_times() -> None:
+    """A rerun that gives the same bytes has another record, and must not rerun what comes after it."""
+    for name, stage in PIPELINE.items():
+        assert bool(stage.inputs("data/provenance")) == (entry_point(stage) == "stages.compare"), name
 
 
 def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import stages.evaluate
 import stages.train
 from stages.kit.containers import launch
-from stages.kit.containers.stage_run import StageRun
+from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.kit.evaluation import generation
 from stages.kit.params import load_params
@@ -84,13 +84,15 @@ def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 class Engine:
     """Runs stages in this process; those of the first attempts run out of memory, each at its place."""
 
+    name = "here"
+    image = None
     sealed = False
 
     def __init__(self, *places: Callable[[pytest.MonkeyPatch], None]) -> None:
         self.places = places
         self.said = ""
 
-    def run(self, stage_run: StageRun) -> int:
+    def run(self, stage_run: StageRun) -> Ended:
         stage, *args = stage_run.command
         with pytest.MonkeyPatch.context() as patch:
             if stage_run.attempt < len(self.places):
@@ -98,7 +100,7 @@ class Engine:
             result = CliRunner().invoke(getattr(stages, stage).main, args)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         self.said += result.output
-        return result.exit_code
+        return Ended(code=result.exit_code)
 
 
 def at_load(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +134,8 @@ def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> i
         caller={},
         terminal=False,
     )
-    return launch.run_down_the_ladder(engine, stage_run, load_params())
+    ended, _ = launch.run_down_the_ladder(engine, stage_run, load_params())
+    return ended.code
 
 
 def change_plan(workspace: Path, *, schedule: dict[str, int], **changes: Any) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from stages.kit.memory.calibration import load_calibration
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests.closure import ROOT
 
 pytestmark = pytest.mark.pipeline
@@ -355,7 +356,8 @@ def test_a_base_of_random_weights_goes_all_the_way_and_is_labelled_so(random_bas
     done("compare", "detection")
     assert read_lineage(Path("data/bases/vlm")).source == {"random": "qwen2-vl-tiny", "seed": "0"}
     for name in ("base-vlm", "r1-llm-only"):
-        assert read_lineage(Path("data/report/detection/runs") / name).of_random_weights()
+        card_dir = Path("data/report/detection/runs") / name
+        assert read_lineage(card_dir, name=MODEL_LINEAGE_FILE).of_random_weights()
         assert f"{name}: random weights" in Path("data/report/detection/table.txt").read_text()
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stages.kit.errors import UserError
@@ -62,15 +62,39 @@ def folder_digest(folder: Path) -> str:
 
     Independent of where the folder lies, of times and of modes. Raises UserError for a missing or empty folder.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LINEAGE_FILE)
+    files = digested_files(folder)
     if not files:
         raise UserError(f"{folder} is missing or empty")
+    return combined_digest({path.relative_to(folder).as_posix(): file_digest(path) for path in files})
+
+
+def digested_files(folder: Path) -> list[Path]:
+    """The files that a folder's digest is over."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != LINEAGE_FILE]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of what it holds."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def combined_digest(files: Mapping[str, str]) -> str:
+    """A folder's digest from its files': SHA-256 by path below the folder, slashes between its parts."""
     total = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    for name in sorted(files, key=PurePosixPath):
+        total.update(f"{name}\0{files[name]}\n".encode())
     return total.hexdigest()
+
+
+def content_digest(path: Path) -> str:
+    """Of a file or a folder. A model folder's is its lineage's, which whoever reads the model compares with the files.
+
+    Raises UserError for a missing or empty folder, or a damaged lineage.json.
+    """
+    if path.is_file():
+        return file_digest(path)
+    return read_lineage(path).digest if (path / LINEAGE_FILE).is_file() else folder_digest(path)
 
 
 def write_lineage(
@@ -96,9 +120,12 @@ def write_lineage(
     return lineage
 
 
-def read_lineage(folder: Path) -> Lineage:
-    """The recorded lineage, not yet compared with the files. Raises UserError where there is none."""
-    path = folder / LINEAGE_FILE
+def read_lineage(folder: Path, *, name: str = LINEAGE_FILE) -> Lineage:
+    """The recorded lineage, not yet compared with the files. Raises UserError where there is none.
+
+    name: of the file, where it is a copy that tells of another folder.
+    """
+    path = folder / name
     try:
         return _parse(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

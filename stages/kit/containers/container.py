@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import TypeAdapter
+
 from stages.kit.containers.client import Client
 from stages.kit.containers.environment import TMP_DIR, container_environment
 from stages.kit.containers.images import image_references
@@ -22,8 +24,9 @@ from stages.kit.containers.mounts import make_places, mounts
 from stages.kit.containers.outputs import Outputs, claimed_outputs
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage
 from stages.kit.containers.process import forwarded_signals
-from stages.kit.containers.stage_run import StageRun
+from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
+from stages.kit.provenance import Machine
 
 CLIENTS = ("docker", "podman")
 
@@ -71,8 +74,16 @@ class ContainerEngine:
             raise NotUsable(f"{program} does not work here ({problem})")
         raise NotUsable(f"{program} has no image {references[0]}; build it with: make image TARGET={target}")
 
-    def run(self, stage_run: StageRun) -> int:
-        """Run the stage to its end and return its exit code; where it is 0, its outputs are in the workspace.
+    @property
+    def name(self) -> str:
+        return "podman" if self.client.is_podman else "docker"
+
+    @property
+    def image(self) -> tuple[str, str]:
+        return self.reference, self.image_id
+
+    def run(self, stage_run: StageRun) -> Ended:
+        """Run the stage to its end; where its exit code is 0, its outputs are in the workspace.
 
         SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end. Killed, the launcher is missed by the
         first process of the container, which then ends the stage.
@@ -87,9 +98,10 @@ class ContainerEngine:
                 code = self._run_container(stage_run, stage, outputs, options)
                 if code == 0:
                     outputs.take(places)
+                machine = _told(outputs.ready_path)
         except OSError as error:  # no space, no permission, a read-only file system
             raise UserError(f"the outputs of {stage.name} cannot be handled: {error}") from error
-        return code
+        return Ended(code=code, machine=machine)
 
     def _run_container(
         self, stage_run: StageRun, stage: DeclaredStage, outputs: Outputs, mount_options: Iterable[str]
@@ -159,6 +171,14 @@ class _Container:
         """Wait for the end of a container whose client ended before it: killed, or its terminal closed."""
         if self.client.answers("kill", "--signal", "TERM", self.name):
             self.client.ask("wait", self.name)
+
+
+def _told(ready_path: Path) -> Machine | None:
+    """What the container told of itself; its stage could have written there too."""
+    try:
+        return TypeAdapter(Machine).validate_json(ready_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _environment_options(stage_run: StageRun, *, terminal: bool) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from stages.kit.containers.container import CLIENTS, ContainerEngine, NotUsable
 from stages.kit.containers.process import ProcessEngine
-from stages.kit.containers.stage_run import StageRun
+from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
 
 ENGINES = (*CLIENTS, "process", "auto")
@@ -18,12 +18,22 @@ class Engine(Protocol):
     """Runs stages, each in a process that did not exist before."""
 
     @property
+    def name(self) -> str:
+        """One of ENGINES, but not auto."""
+        ...
+
+    @property
+    def image(self) -> tuple[str, str] | None:
+        """What stages run in: its name, and its digest; None for no image."""
+        ...
+
+    @property
     def sealed(self) -> bool:
         """Whether it takes away the network from stages that need none."""
         ...
 
-    def run(self, stage_run: StageRun) -> int:
-        """Run it to its end, leave nothing running; return the exit code, 128 + n where signal n ended it."""
+    def run(self, stage_run: StageRun) -> Ended:
+        """Run it to its end, leave nothing running."""
         ...
 
 

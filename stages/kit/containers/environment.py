@@ -18,10 +18,13 @@ OF_THE_MACHINE = frozenset(
 )
 """Passed to processes on it, and without meaning in a container."""
 
-PASSED = frozenset(
+DEVICES = frozenset(
+    {"CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE"}
+)
+"""By name, because NVIDIA_API_KEY is a secret."""
+
+PASSED = DEVICES | frozenset(
     {
-        # Devices. By name, because NVIDIA_API_KEY is a secret.
-        *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE"),
         # Terminal, language, clock.
         *("TZ", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "LANG", "LANGUAGE"),
         # What DVC tells its stages. By name, because DVC_STUDIO_TOKEN is a secret.
@@ -29,8 +32,10 @@ PASSED = frozenset(
     }
 )
 
-PASSED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "PYTORCH_")
-"""Language and threads. None of these families holds a secret."""
+NUMERIC_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "PYTORCH_")
+"""Threads and kernels. None of these families holds a secret."""
+
+PASSED_PREFIXES = ("LC_", *NUMERIC_PREFIXES)
 
 PROXIES = frozenset(
     {
@@ -121,6 +126,15 @@ def container_environment(
     proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
     given = _given(network=network, terminal=terminal) | CONTAINER | proxies
     return sorted(passed.keys() - given.keys()), given
+
+
+def numeric_settings(caller: Mapping[str, str]) -> dict[str, str]:
+    """The caller's variables that reach a stage and may change how numbers are added up."""
+    return {
+        name: value
+        for name, value in sorted(caller.items())
+        if (name in DEVICES or name.startswith(NUMERIC_PREFIXES)) and name not in SET
+    }
 
 
 def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, network: bool) -> dict[str, str]:

@@ -105,6 +105,20 @@ def read_gpus() -> tuple[GpuState, ...]:
         raise UserError(f"NVIDIA's driver does not answer ({error}); see what it says to: nvidia-smi") from error
 
 
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, e.g. "580.95.05"; None where it does not tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
 @contextmanager
 def leased_gpus(
     count: int,

@@ -5,13 +5,16 @@ container go on. The launcher therefore holds a lock (flock) for as long as it l
 """
 
 import fcntl
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from stages.kit.containers.machine import this_machine
 from stages.kit.containers.oom_kills import OF_THIS_CONTAINER, oom_kills
 from stages.kit.containers.process import forwarded_signals, run_stage
 from stages.kit.errors import OUT_OF_MEMORY
@@ -20,7 +23,8 @@ LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
 
 READY = Path("/run/bakeoff/ready")
-"""Written to when signals are no longer lost: the first process of a container ignores what it does not handle."""
+"""Written to when signals are no longer lost: the first process of a container ignores what it does not handle. What is
+written is the machine that the stage runs on, for its provenance."""
 
 GRACE_S = 120
 """What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
@@ -28,8 +32,9 @@ GRACE_S = 120
 
 def main() -> None:
     killed_before = oom_kills(OF_THIS_CONTAINER)
+    machine = json.dumps(asdict(this_machine()))
     with forwarded_signals() as signals:
-        READY.write_text("ready")
+        READY.write_text(machine, encoding="utf-8")
         threading.Thread(target=end_with_launcher, daemon=True).start()
         code = run_stage(sys.argv[1:], Path.cwd(), os.environ, signals)
     # Whatever the kernel killed in here was the stage, or worked for it and made it fail.

@@ -17,7 +17,8 @@ import click
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.parent_death import end_with_own_parent
-from stages.kit.containers.stage_run import STAGES, StageRun
+from stages.kit.containers.stage_run import STAGES, Ended, StageRun
+from stages.kit.containers.witness import Witness
 from stages.kit.errors import OUT_OF_MEMORY, UserError
 from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.memory.record import read_memory_record
@@ -66,25 +67,29 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             caller=os.environ,
             terminal=sys.stderr.isatty(),
         )
-        code = run_down_the_ladder(engine, stage_run, params)
-    sys.exit(code)
+        witness = Witness.called(stage_run, params, engine)
+        ended, attempt = run_down_the_ladder(engine, stage_run, params)
+        if ended.code == 0 and witness is not None:
+            witness.testify(ended, attempt=attempt, gpus=gpus)
+    sys.exit(ended.code)
 
 
-def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> int:
-    """Run the stage, and again with the next rung's settings each time it runs out of memory; returns its exit code.
+def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> tuple[Ended, int]:
+    """Run the stage, and again with the next rung's settings each time it runs out of memory.
 
-    Raises UserError where it ran out of memory with nothing left to give up.
+    Returns how the last attempt ended, and its number. Raises UserError where memory ran out with nothing left to give
+    up.
     """
-    code = engine.run(stage_run)
-    if code != OUT_OF_MEMORY:
-        return code
+    ended = engine.run(stage_run)
+    if ended.code != OUT_OF_MEMORY:
+        return ended, 0
     what = " ".join((stage_run.stage, *stage_run.args))
     changes = ladder(stage_run, params)
     for attempt, change in enumerate(changes, start=1):
         say(f"{what} ran out of memory; it starts anew with {change}")
-        code = engine.run(replace(stage_run, attempt=attempt))
-        if code != OUT_OF_MEMORY:
-            return code
+        ended = engine.run(replace(stage_run, attempt=attempt))
+        if ended.code != OUT_OF_MEMORY:
+            return ended, attempt
     raise out_of_rungs(what, changes, budget(stage_run))
 
 

@@ -103,7 +103,8 @@ def claimed_outputs(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Outpu
 
     Raises UserError where another launcher runs the same stage in this workspace.
     """
-    outputs = Outputs(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.outs)
+    run_dir = workspace_dir / ASIDE_DIR / stage.name
+    outputs = Outputs(workspace_dir=workspace_dir, run_dir=run_dir, declared=stage.written)
     outputs.run_dir.mkdir(parents=True, exist_ok=True)
     # The lock file stays: were it removed, two launchers could each lock one of its name.
     with outputs.lock_path.open("a") as lock:

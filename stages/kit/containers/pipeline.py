@@ -9,6 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
+from stages.kit.provenance import PROVENANCE_DIR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +27,34 @@ class DeclaredStage:
     outs: tuple[str, ...]
     """Likewise; metrics and plots are outputs too."""
 
+    @property
+    def provenance(self) -> str | None:
+        """The output that the launcher writes, and not the stage itself."""
+        return next((out for out in self.outs if out.startswith(f"{PROVENANCE_DIR}/")), None)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The outputs that the stage itself writes."""
+        return tuple(out for out in self.outs if out != self.provenance)
+
+    def inputs(self, folder: str) -> tuple[str, ...]:
+        """What it depends on below a folder of the workspace, itself included."""
+        return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
+
 
 def declared_stage(workspace_dir: Path, command: str) -> DeclaredStage:
     """The stage of dvc.yaml that runs this command. Raises UserError where there is none."""
+    if (found := stage_that_runs(workspace_dir, command)) is not None:
+        return found
     stages = declared_stages(workspace_dir)
-    for stage in stages:
-        if stage.command == command:
-            return stage
     alike = [stage.command for stage in stages if stage.command.split()[:2] == command.split()[:2]]
     raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
+
+
+def stage_that_runs(workspace_dir: Path, command: str) -> DeclaredStage | None:
+    """Likewise; None where there is none, or no dvc.yaml."""
+    stages = declared_stages(workspace_dir) if (workspace_dir / "dvc.yaml").exists() else []
+    return next((stage for stage in stages if stage.command == command), None)
 
 
 def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
@@ -72,7 +92,7 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
         name=name,
         command=entry["cmd"].removeprefix("exec "),
         params=tuple(entry.get("params", [])),
-        deps=tuple(entry["deps"]),
+        deps=tuple(entry.get("deps", [])),
         # An output with options is a mapping of one key.
         outs=tuple(next(iter(out)) if isinstance(out, dict) else out for out in outs),
     )

@@ -12,9 +12,10 @@ from types import FrameType
 from typing import Protocol
 
 from stages.kit.containers.environment import stage_environment
+from stages.kit.containers.machine import this_machine
 from stages.kit.containers.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.containers.parent_death import end_with_parent
-from stages.kit.containers.stage_run import StageRun
+from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import OUT_OF_MEMORY
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -63,10 +64,12 @@ class ForwardedSignals:
 class ProcessEngine:
     """Runs a stage with the launcher's own interpreter; can take away neither the network nor the disk."""
 
+    name = "process"
+    image = None
     sealed = False
 
-    def run(self, stage_run: StageRun) -> int:
-        """Run the stage to its end and return its exit code, 128 + n where signal n ended it.
+    def run(self, stage_run: StageRun) -> Ended:
+        """Run the stage to its end.
 
         SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started and left
         behind is killed. One that the kernel killed for want of memory ran out of memory.
@@ -76,12 +79,13 @@ class ProcessEngine:
         )
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
+        machine = this_machine()
         killed_before = oom_kills(OF_THE_MACHINE)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
         if code == 128 + signal.SIGKILL and oom_kills(OF_THE_MACHINE) > killed_before:
             code = OUT_OF_MEMORY
-        return signals.code_of_stage(code)
+        return Ended(code=signals.code_of_stage(code), machine=machine)
 
 
 def run_stage(

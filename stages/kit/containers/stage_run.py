@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.kit.provenance import Machine
+
 STAGES = ("base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
 
 
@@ -41,3 +43,13 @@ class StageRun:
     def network(self) -> bool:
         """An engine that cannot take the network away tells the libraries."""
         return self.hub_dir is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a stage ended."""
+
+    code: int
+    """128 + n where signal n ended it."""
+    machine: Machine | None = None
+    """What it ran on; None where nobody told."""

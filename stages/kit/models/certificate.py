@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short, verified_lineage
-from stages.kit.models.processors import Processor, encode
 from stages.kit.params import Params, made_by
 from stages.kit.publish import publish_text
 
@@ -67,15 +60,20 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
     publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
-def require_certificate(path: Path, merged: Lineage) -> None:
-    """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    mend = f"rebuild it with: dvc repro merge@{merged.name}"
+def read_certificate(path: Path, *, mend: str) -> Certificate:
+    """As it was written, whatever it certifies. mend: for the message of the UserError where there is none to read."""
     try:
-        certificate = Certificate(**json.loads(path.read_text(encoding="utf-8")))
+        return Certificate(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path} is missing, and no model is evaluated without its certificate; {mend}") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}; {mend}") from None
+
+
+def require_certificate(path: Path, merged: Lineage) -> None:
+    """Raises UserError unless `path` certifies exactly the content that `merged` records."""
+    mend = f"rebuild it with: dvc repro merge@{merged.name}"
+    certificate = read_certificate(path, mend=mend)
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"
@@ -109,49 +107,3 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder, lineage
-
-
-@torch.inference_mode()
-def probe_logits(model: nn.Module, processor: Processor, probes: Sequence[Conversation]) -> list[torch.Tensor]:
-    """For each probe the logits (T, vocabulary) in fp32, one by one, so that padding plays no part."""
-    device = next(model.parameters()).device
-    logits = []
-    for probe in probes:
-        inputs = {name: tensor.to(device) for name, tensor in encode(processor, [probe], padding_side="right").items()}
-        logits.append(model(**inputs, use_cache=False).logits[0].float().cpu())
-    return logits
-
-
-def relative_deviation(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
-    """Root mean square of merged - adapted over that of adapted - base: 0 for a perfect merge, 1 for a lost one.
-
-    Infinite or NaN where training moved no logit at all.
-    """
-    ours, wanted, before = torch.cat(merged), torch.cat(adapted), torch.cat(base)
-    return ((ours - wanted).square().mean().sqrt() / (wanted - before).square().mean().sqrt()).item()
-
-
-def weight_digests(model: nn.Module) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes by name, in little memory."""
-    return {
-        name: hashlib.sha256(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
-        for name, parameter in model.named_parameters()
-    }
-
-
-def changed_modules(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    """Modules any of whose parameters differ, or are only on one side."""
-    return {name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-
-
-def same_inputs(
-    ours: Processor,
-    theirs: Processor,
-    probes: Sequence[Conversation],
-) -> bool:
-    """Whether two processors make the same tensors of the probes."""
-    for probe in probes:
-        a, b = (encode(processor, [probe], padding_side="right") for processor in (ours, theirs))
-        if a.keys() != b.keys() or any(not torch.equal(a[name], b[name]) for name in a):
-            return False
-    return True

@@ -11,6 +11,9 @@ from pathlib import Path
 from stages.kit.lineage import LINEAGE_FILE
 from stages.kit.publish import published
 
+MODEL_LINEAGE_FILE = "model_lineage.json"
+"""The lineage of the model evaluated. Not under its own name: that would say what is in the card."""
+
 CARD_FILES = (
     "metrics.json",
     "pictures",
@@ -29,7 +32,7 @@ def cards_dir(data_dir: Path, task: str) -> Path:
 def write_card(run_dir: Path, card_dir: Path, *, model_dir: Path) -> None:
     """Copy what a report needs of a run, in the run folder's own layout, and the lineage of the model evaluated."""
     with published(card_dir) as folder:
-        shutil.copyfile(model_dir / LINEAGE_FILE, folder / LINEAGE_FILE)
+        shutil.copyfile(model_dir / LINEAGE_FILE, folder / MODEL_LINEAGE_FILE)
         for name in CARD_FILES:
             source, target = run_dir / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

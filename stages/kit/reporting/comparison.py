@@ -168,6 +168,10 @@ class Comparison:
         return tuple(contender for contender in self.contenders if contender.run)
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(contender.run for contender in self.contenders if contender.run)
+
+    @property
     def missing(self) -> tuple[Contender, ...]:
         return tuple(contender for contender in self.contenders if not contender.run)
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
+from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.settings import (
     MEMORY_OF_STAGES,
@@ -70,7 +71,7 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
     )
     environment.globals["cell_text"] = cell_text
     environment.filters["typeset"] = typeset
-    runs = [contender.run for contender in comparison.evaluated if contender.run]
+    runs = comparison.runs
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
     differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
@@ -93,6 +94,8 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
         costs=cost_table(runs),
         memory=memory_table(runs),
         memory_of_stages=MEMORY_OF_STAGES,
+        origins=origins_table(runs),
+        origin_warnings=origin_warnings(runs),
     )
 
 

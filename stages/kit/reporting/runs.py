@@ -21,6 +21,8 @@ from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
 from stages.kit.memory.held import StageMemory
 from stages.kit.plan import Plan, read_plan
+from stages.kit.provenance import Provenance, provenance_of_run
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""
@@ -57,6 +59,8 @@ class Run:
     """By kind, in order of name."""
     memory: tuple[StageMemory, ...] = ()
     """What the stages that made and evaluated it held, in the order that they ran."""
+    provenance: tuple[Provenance, ...] = ()
+    """Of the stages that made it, as far as they left records."""
 
 
 def evaluation_stage(name: str, *, trained: bool) -> str:
@@ -71,6 +75,7 @@ def read_run(
     columns: Sequence[str],
     trained: bool,
     memory_by_stage: Mapping[str, Path] | None = None,
+    records_dir: Path | None = None,
 ) -> Run | None:
     """The run in a folder, or None where it has not been evaluated.
 
@@ -78,6 +83,7 @@ def read_run(
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
     memory_by_stage: where the stages that made it say what they held, in their order; a file may be missing.
+    records_dir: where the provenance of the task's runs lies.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
     """
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
@@ -90,7 +96,7 @@ def read_run(
     return Run(
         name=name,
         stage=stage,
-        random_weights=read_lineage(run_dir).of_random_weights(),
+        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE).of_random_weights(),
         metrics=_read_json(metrics_path, stage),
         samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
@@ -102,6 +108,7 @@ def read_run(
         memory=tuple(
             _read_memory(path, made_by) for made_by, path in (memory_by_stage or {}).items() if path.is_file()
         ),
+        provenance=tuple(provenance_of_run(records_dir, name)) if records_dir else (),
     )
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.kit.reporting.comparison import Comparison, Contender, Metric
+from stages.kit.reporting.origins import origin_warnings
 from stages.kit.reporting.plots import share_at_least
 from stages.kit.reporting.settings import MEMORY_OF_STAGES, memory_table, plan_settings, split_settings
 from stages.kit.reporting.tables import (
@@ -81,7 +82,8 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
     console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
     for insight in comparison.insights:
         console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
-    console.print(Text(fairness(comparison)), soft_wrap=True)
+    for line in (fairness(comparison), *origin_warnings(comparison.runs)):
+        console.print(Text(line), soft_wrap=True)
     console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
 
 
@@ -97,9 +99,10 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
     insights = "\n".join(
         f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
+    fair = escape_markdown(" ".join((fairness(comparison), *origin_warnings(comparison.runs))))
     return (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
-        f"{markdown(table)}\n{insights}\n\n{escape_markdown(fairness(comparison))}\n\n"
+        f"{markdown(table)}\n{insights}\n\n{fair}\n\n"
         f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
         "sample; each stands for its own pair, without correction for the number of pairs.\n"
         f"{_memory_markdown(comparison)}"
@@ -113,8 +116,7 @@ def _memory_markdown(comparison: Comparison) -> str:
 
 def fairness(comparison: Comparison) -> str:
     """In what the recipes differ, which is all that a difference between their results can come from."""
-    runs = [contender.run for contender in comparison.evaluated if contender.run]
-    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in runs if run.plan})
+    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in comparison.runs if run.plan})
     names = ", ".join(str(row.cells[0]) for row in differing.rows)
     if not names:
         return "The recipes differ in no setting."
@@ -143,10 +145,9 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
 def distribution_csv(comparison: Comparison) -> str:
     """For `dvc plots`: by score reached, the share of samples of each model that reach it."""
     grid = np.linspace(0, 1, 41)
-    runs = [contender.run for contender in comparison.evaluated if contender.run]
-    shares = [share_at_least(run.columns[comparison.report.score], grid) for run in runs]
+    shares = [share_at_least(run.columns[comparison.report.score], grid) for run in comparison.runs]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["score_at_least", *(run.name for run in runs)])
+    writer.writerow(["score_at_least", *(run.name for run in comparison.runs)])
     writer.writerows([f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True))
     return text.getvalue()

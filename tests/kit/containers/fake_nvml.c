@@ -76,6 +76,12 @@ int nvmlShutdown(void) { return SUCCESS; }
 
 const char *nvmlErrorString(int code) { (void)code; return "fake error"; }
 
+int nvmlSystemGetDriverVersion(char *version, unsigned length) {
+    FAIL_IF_TOLD_TO;
+    snprintf(version, length, "580.95.05");
+    return SUCCESS;
+}
+
 int nvmlDeviceGetCount_v2(unsigned *count) {
     FAIL_IF_TOLD_TO;
     *count = num_gpus;

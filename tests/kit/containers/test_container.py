@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from stages.kit.containers import inside
 from stages.kit.containers.container import ContainerEngine, NotUsable
 from stages.kit.containers.engines import choose_engine
 from stages.kit.containers.images import image_references
+from stages.kit.containers.machine import this_machine
 from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
+from stages.kit.provenance import Machine
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,9 +52,10 @@ if sys.argv[1] == "run":
         above = [(target, source) for source, target in mounts.items() if path.startswith(target + "/")]
         target, source = max(above)
         pathlib.Path(source + path.removeprefix(target)).write_text("written")
+    (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
+    ready.write_text(os.environ.get("FAKE_TELLS", ""))
     if os.environ.get("FAKE_WAITS"):
         time.sleep(0.3)
-        (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
         (here / "waits").touch()
         ready.write_text("ready")
         while not (here / "killed").exists():
@@ -76,7 +82,10 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(
+            f"stages/kit/{name}.py"
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+        ),
     ):
         shutil.copy(ROOT / path, workspace / path)
     return workspace
@@ -201,8 +210,33 @@ def test_outputs_are_taken_from_a_stage_that_ended_well(
     plan = workspace / "data/runs/r1-llm-only/plan.yaml"
     monkeypatch.setenv("FAKE_WRITES", str(plan))
     monkeypatch.setenv("FAKE_CODE", code)
-    assert ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace)) == int(code)
+    assert ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace)).code == int(code)
     assert plan.exists() == taken
+
+
+def test_what_the_container_tells_of_itself_is_passed_on(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = this_machine()
+    for told, heard in ((json.dumps(asdict(machine)), machine), ("ready", None), ('{"python": 3}', None)):
+        monkeypatch.setenv("FAKE_TELLS", told)
+        ended = ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace))
+        assert (ended.code, ended.machine) == (0, heard)
+
+
+def test_the_first_process_of_a_container_tells_what_the_stage_runs_on(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "stages/plan.py").write_text("import sys; sys.exit(3)")
+    ready, lock = tmp_path / "ready", tmp_path / "lock"
+    lock.touch()
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(inside, "READY", ready)
+    monkeypatch.setattr(inside, "LAUNCHER_LOCK", lock)
+    monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
+    with pytest.raises(SystemExit, match="3"):
+        inside.main()
+    assert TypeAdapter(Machine).validate_json(ready.read_text()) == this_machine()
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused(clients: Path, workspace: Path) -> None:

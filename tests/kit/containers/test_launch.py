@@ -69,7 +69,10 @@ def workspace(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "stages/__init__.py",
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(
+            f"stages/kit/{name}.py"
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+        ),
     ):
         shutil.copy(ROOT / path, workspace / path)
     params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}

@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_what_a_stage_declares_is_taken_and_replaces_what_was_there(workspace: P
         "trained/new": "new",
         "training/training.json": "{}",
     }
+
+
+def test_a_stage_cannot_write_the_record_of_where_it_comes_from(workspace: Path) -> None:
+    record = "data/provenance/detection/train@r1.json"
+    with claimed_outputs(workspace, replace(TRAIN, outs=(record, *TRAIN.outs))) as outputs:
+        assert outputs.folders == ("data/runs/r1",)
+        write(outputs.written_dir / record, "{}")
+        with pytest.raises(UserError, match=r"the stage wrote data/provenance.*which dvc\.yaml does not declare"):
+            outputs.take([])
 
 
 def test_a_stage_that_is_not_taken_leaves_the_last_result_and_nothing_else(workspace: Path) -> None:

@@ -82,7 +82,10 @@ def workspace(tmp_path: Path) -> Path:
     for path in (
         "params.yaml",
         "stages/__init__.py",
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(
+            f"stages/kit/{name}.py"
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+        ),
     ):
         shutil.copy(ROOT / path, workspace / path)
     (workspace / "stages/train.py").write_text(STAGE)
@@ -351,7 +354,7 @@ def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_
     (workspace / "stages/train.py").write_text(stage)
     plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None}
     run = StageRun(stage="train", args=(), workspace_dir=workspace, gpus=(), caller=CALLER, terminal=False, **plain)
-    assert ProcessEngine().run(run) == code
+    assert ProcessEngine().run(run).code == code
 
 
 def test_the_kernels_counters_are_read_as_it_writes_them(tmp_path: Path) -> None:

@@ -9,15 +9,8 @@ from torch import nn
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
-from stages.kit.models.certificate import (
-    Certificate,
-    changed_modules,
-    relative_deviation,
-    require_certificate,
-    same_inputs,
-    weight_digests,
-    write_certificate,
-)
+from stages.kit.models.certificate import Certificate, require_certificate, write_certificate
+from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.params import ImageParams
 

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.models.certificate import TOLERANCE, changed_modules, probe_logits, relative_deviation, weight_digests
+from stages.kit.models.certificate import TOLERANCE
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, trained_modules
+from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import WEIGHTS_FILE, load_trained, merge_trained, save_trained
 from stages.kit.params import DeviceParams, LoraParams, PartsParams

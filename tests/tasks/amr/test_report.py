@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from stages.kit.data.tables import write_rows
-from stages.kit.lineage import write_lineage
 from stages.kit.reporting.comparison import Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
@@ -13,6 +12,7 @@ from stages.tasks.amr.report import REPORT
 from stages.tasks.amr.samples.records import Record, parse_record
 from stages.tasks.amr.samples.targets import encode
 from stages.tasks.amr.scoring import PREDICTIONS, score, write_pictures
+from tests.made_up_runs import write_model_lineage
 
 
 def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contender:
@@ -31,7 +31,7 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
     write_pictures(records, rows, run_dir / "pictures", count=1)
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-    write_lineage(run_dir, kind="base", name=name)
+    write_model_lineage(run_dir, name)
     run = read_run(run_dir, identity=REPORT.identity, columns=[*REPORT.evidence, REPORT.score], trained=False)
     return score_contender(REPORT, name, run, baseline=None)
 

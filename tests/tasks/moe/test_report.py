@@ -4,13 +4,13 @@ from pathlib import Path
 from stages.kit.data.tables import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
-from stages.kit.lineage import write_lineage
 from stages.kit.reporting.comparison import UNAVAILABLE, Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
 from stages.kit.reporting.texts import comparison_table, comparison_text
 from stages.tasks.moe.report import REPORT
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score, write_pictures
+from tests.made_up_runs import write_model_lineage
 from tests.tasks.moe.made_up import fact, meeting
 
 RECORDS = [fact(number) if number % 2 else meeting(number) for number in range(40)]
@@ -29,7 +29,7 @@ def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bo
     write_pictures(RECORDS, rows, run_dir / "pictures", count=1)
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(figures), encoding="utf-8")
-    write_lineage(run_dir, kind="base", name=name)
+    write_model_lineage(run_dir, name)
     run = read_run(run_dir, identity=REPORT.identity, columns=REPORT.columns, trained=False)
     return score_contender(REPORT, name, run, baseline=None)
 

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
+from pydantic import TypeAdapter
 
-from stages.kit.data.conversation import Conversation
-from stages.kit.models.certificate import probe_logits
-from stages.kit.models.mixture.merge import Change
-from stages.kit.models.mixture.routing import Routing, measure_routing, routed_to
-from stages.kit.models.processors import Processor
+from stages.kit.errors import UserError
 from stages.kit.publish import publish_text
 
 # How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
 # the expert's. Only the order of additions differs; every bound is a small multiple of the dtype's rounding.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How far one expert is from the base: the norm of the difference of their weights over the norm of the base's."""
+
+    mlp: float
+    """Of the MLPs, which become experts."""
+    outside: float
+    """Of all else, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Of one domain's tokens, expert by expert: layer by layer, and over all layers."""
+
+    tokens: int
+    first_by_layer: list[list[float]]
+    """(layers, experts): share of the tokens that give this expert their largest weight. Experts of the same weight, as
+    under a router of zeros, are told apart by their number; the entropy says that it is so."""
+    weight_by_layer: list[list[float]]
+    """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
+    entropy_by_layer: list[float]
+    """(layers,): mean over tokens of the entropy of the router's probabilities, in nats, 0 to ln(experts)."""
+    first: list[float]
+    weight: list[float]
+    entropy: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,53 +84,15 @@ class BuildCertificate:
         ]
 
 
-def measure_domains(
-    built_dir: Path,
-    base_dir: Path,
-    expert_dirs: Mapping[str, Path],
-    probes: Mapping[str, Sequence[Conversation]],
-    *,
-    load: Callable[[Path], PreTrainedModel],
-    processor: Processor,
-) -> dict[str, Domain]:
-    """Compare a mixture with what it was built from, on the probes of each expert. One model is held at a time.
-
-    expert_dirs: by name, in the mixture's order. probes: conversations by the same names. load: of a folder.
-    """
-    mixture = load(built_dir).eval()
-    ours, forced, routings = {}, {}, {}
-    for index, name in enumerate(expert_dirs):
-        ours[name] = probe_logits(mixture, processor, probes[name])
-        routings[name] = measure_routing(mixture, processor, probes[name])
-        with routed_to(mixture, index):
-            forced[name] = probe_logits(mixture, processor, probes[name])
-    del mixture
-    deviation: dict[str, dict[str, float]] = {name: {} for name in expert_dirs}
-    forced_deviation: dict[str, float] = {}
-    for other, folder in {"base": base_dir, **{f"expert {name}": path for name, path in expert_dirs.items()}}.items():
-        model = load(folder).eval()
-        for name in expert_dirs:
-            theirs = probe_logits(model, processor, probes[name])
-            deviation[name][other] = logit_deviation(ours[name], theirs)
-            if other == f"expert {name}":
-                forced_deviation[name] = logit_deviation(forced[name], theirs)
-        del model
-    return {
-        name: Domain(
-            probes=len(probes[name]),
-            deviation=deviation[name],
-            forced_deviation=forced_deviation[name],
-            routing=routings[name],
-        )
-        for name in expert_dirs
-    }
-
-
-def logit_deviation(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """Root mean square of ours - theirs over that of theirs; each (T, vocabulary), one a probe."""
-    one, other = torch.cat(list(ours)), torch.cat(list(theirs))
-    return ((one - other).square().mean().sqrt() / other.square().mean().sqrt()).item()
-
-
 def write_build_certificate(certificate: BuildCertificate, path: Path) -> None:
     publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
+
+
+def read_build_certificate(path: Path, *, mend: str) -> BuildCertificate:
+    """As it was written, whatever it certifies. mend: for the message of the UserError where there is none to read."""
+    try:
+        return TypeAdapter(BuildCertificate).validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {mend}") from None
+    except ValueError as error:  # pydantic's own is one
+        raise UserError(f"{path} is damaged: {error}; {mend}") from None

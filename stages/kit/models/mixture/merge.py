@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from stages.kit.errors import UserError
 from stages.kit.models.folders import copy_model_files
 from stages.kit.models.load import meta_model
+from stages.kit.models.mixture.certificate import Change
 from stages.kit.models.mixture.experts import check_models, dense_config
 from stages.kit.models.shards import INDEX_FILE, MAX_SHARD_SIZE, write_shards
 
@@ -42,16 +42,6 @@ _ROUTER = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.gate\.weight")
 _SHARED_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert(_gate|\.\w+)\.weight")
 _NOT_NEEDED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
 """What a checkpoint may hold beside a model's parameters: the head where it is tied, and what older libraries saved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """How far one expert is from the base: the norm of the difference of their weights over the norm of the base's."""
-
-    mlp: float
-    """Of the MLPs, which become experts."""
-    outside: float
-    """Of all else, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
 
 
 def mixture_config(dense: PreTrainedConfig, *, experts: int, top_k: int) -> Qwen2MoeConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.mixture.certificate import Routing
 from stages.kit.models.processors import Processor, encode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Of one domain's tokens, expert by expert: layer by layer, and over all layers."""
-
-    tokens: int
-    first_by_layer: list[list[float]]
-    """(layers, experts): share of the tokens that give this expert their largest weight. Experts of the same weight, as
-    under a router of zeros, are told apart by their number; the entropy says that it is so."""
-    weight_by_layer: list[list[float]]
-    """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
-    entropy_by_layer: list[float]
-    """(layers,): mean over tokens of the entropy of the router's probabilities, in nats, 0 to ln(experts)."""
-    first: list[float]
-    weight: list[float]
-    entropy: float
 
 
 @torch.inference_mode()

@@ -13,12 +13,15 @@ from stages.kit.models.load import load_model
 from stages.kit.models.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
+    Change,
     Domain,
-    measure_domains,
+    Routing,
+    read_build_certificate,
     write_build_certificate,
 )
-from stages.kit.models.mixture.merge import Change, merge_experts
-from stages.kit.models.mixture.routing import Routing, mean_hidden_states, measure_routing
+from stages.kit.models.mixture.domains import measure_domains
+from stages.kit.models.mixture.merge import merge_experts
+from stages.kit.models.mixture.routing import mean_hidden_states, measure_routing
 from stages.kit.models.processors import Processor, encode, load_processor
 from stages.kit.params import DeviceParams
 from tests.kit.models.mixture.dense import conversation, save_base, save_expert
@@ -155,6 +158,7 @@ def test_the_certificate_is_plain_json(
     found = json.loads((tmp_path / "moe.json").read_text())
     assert found["domains"]["a"]["routing"]["weight"] == pytest.approx([0.5, 0.5])
     assert found["changes"]["b"] == {"mlp": 1.0, "outside": 0.0}
+    assert read_build_certificate(tmp_path / "moe.json", mend="mend it") == written
 
 
 def domains_of(

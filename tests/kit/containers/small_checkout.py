@@ -1,0 +1,36 @@
+"""A checkout with no more of the project than the launcher, for stages that a test writes itself."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from stages.kit.lineage import write_lineage
+from stages.kit.params import load_params
+from stages.kit.plan import resolve_plan, write_plan
+from tests.closure import ROOT
+
+MODULES = ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+"""Of the kit, what the launcher takes beside its own folder and that of the ladder."""
+
+
+def small_checkout(workspace: Path, *, pipeline: str, **stages: str) -> Path:
+    """pipeline: dvc.yaml. stages: their code, by name. It has a base and a plan for r1-llm-only."""
+    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
+    for folder in ("containers", "memory"):
+        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
+    for path in ("params.yaml", "pyproject.toml", "stages/__init__.py", *(f"stages/kit/{name}.py" for name in MODULES)):
+        shutil.copy(ROOT / path, workspace / path)
+    for name, code in stages.items():
+        (workspace / "stages" / f"{name}.py").write_text(code, encoding="utf-8")
+    (workspace / "dvc.yaml").write_text(pipeline, encoding="utf-8")
+    (workspace / ".gitignore").write_text("/data/\n/.venv\n/.bakeoff\n__pycache__\n")
+    (workspace / ".venv").symlink_to(sys.prefix)
+    base = workspace / "data/bases/vlm"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    write_lineage(base, kind="base", name="vlm", source={"random": "tiny"})
+    plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=32)
+    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    return workspace

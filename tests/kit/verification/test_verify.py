@@ -1,0 +1,470 @@
+"""Each kind of damage is named, with the command that mends it; and the command does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stages.kit.errors import UserError
+from stages.kit.lineage import read_lineage, write_lineage
+from stages.kit.models.certificate import read_certificate, write_certificate
+from stages.kit.models.mixture.certificate import (
+    BuildCertificate,
+    Change,
+    Domain,
+    Routing,
+    write_build_certificate,
+)
+from stages.kit.verification.damage import RESTORE
+from stages.kit.verification.verify import restore, verify
+from tests.closure import ROOT
+from tests.kit.verification.made_up import make_workspace, run
+
+ADAPTER = "data/runs/r1/trained/adapter/adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("made") / "a workspace")
+
+
+@pytest.fixture
+def workspace(made: Path, tmp_path: Path) -> Path:
+    """A moved copy, in which nothing is linked, to damage."""
+    return Path(shutil.copytree(made, tmp_path / "moved workspace"))
+
+
+@pytest.fixture
+def linked(workspace: Path) -> Path:
+    """One in which a model lies once on the disk: what flips in the cache, flips in the workspace."""
+    for path in (workspace / "data").rglob("*"):
+        same = cached(workspace, path) if path.is_file() and "source" not in path.parts else None
+        if same is not None:
+            path.unlink()
+            os.link(same, path)
+    return workspace
+
+
+@pytest.fixture
+def unknown_to_dvc(workspace: Path) -> Path:
+    shutil.rmtree(workspace / ".dvc")
+    (workspace / "dvc.lock").unlink()
+    return workspace
+
+
+def cached(workspace: Path, path: Path) -> Path:
+    digest = hashlib.md5((workspace / path).read_bytes(), usedforsecurity=False).hexdigest()
+    return workspace / ".dvc/cache/files/md5" / digest[:2] / digest[2:]
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """As an ageing disk does: neither size nor time tell."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    path.chmod(status.st_mode)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def only_damage(workspace: Path) -> tuple[str, str, str]:
+    """(path, what was found, the command)."""
+    (damage,) = verify(workspace).damages
+    return damage.path, "; ".join(damage.found), damage.mend
+
+
+def mend(workspace: Path, command: str) -> None:
+    """Follow the command to the letter, and look again."""
+    run(workspace, command.replace(RESTORE, f"{sys.executable} -m stages.verify --restore"))
+    assert verify(workspace).damages == ()
+
+
+def test_a_healthy_workspace_is_healthy_wherever_it_lies(workspace: Path, linked: Path) -> None:
+    found = verify(workspace)
+    assert found.damages == ()
+    assert (found.absent, found.has_cache) == (0, True)
+    assert found.checked == {
+        "file": 12 + 14,
+        "output": 6,
+        "cached object": 14,
+        "model folder": 3,
+        "root of them": 1,
+        "certificate": 1,
+        "record": 1,
+    }
+    assert verify(linked).damages == ()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_bit_is_found(made: Path, data: st.DataObject) -> None:
+    kept = [path for folder in ("data", ".dvc/cache/files") for path in (made / folder).rglob("*") if path.is_file()]
+    path = data.draw(st.sampled_from(sorted(path for path in kept if path.stat().st_size)))
+    position = data.draw(st.integers(0, path.stat().st_size - 1))
+    flip(path, position)
+    try:
+        damages = verify(made).damages
+        assert any(str(path.relative_to(made)).startswith(damage.path) for damage in damages) or any(
+            str(path.relative_to(made)) in found for damage in damages for found in damage.found
+        )
+    finally:
+        flip(path, position)
+
+
+def test_a_flipped_byte_in_the_cache_is_put_right_from_the_workspace(workspace: Path) -> None:
+    damaged = cached(workspace, Path(ADAPTER))
+    flip(damaged)
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/runs/r1/trained", RESTORE)
+    assert found == f"damaged in DVC's cache: {damaged.relative_to(workspace)}"
+    mend(workspace, command)
+    assert damaged.stat().st_mode & 0o777 == 0o444
+
+
+def test_a_flipped_byte_in_cache_and_workspace_is_made_anew_after_the_object_has_gone(linked: Path) -> None:
+    """Were it still there, DVC would take it for what the stage has made again."""
+    damaged = cached(linked, Path(ADAPTER))
+    flip(damaged)
+    path, found, command = only_damage(linked)
+    assert path == "data/runs/r1/trained"
+    assert "holds other bytes than dvc.lock has: adapter/adapter_model.safetensors" in found
+    assert "its lineage has content" in found
+    assert command == f"rm -f {damaged.relative_to(linked)} && dvc repro -f -s train@r1"
+    mend(linked, command)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "output", "said"),
+    [
+        (flip, "data/bases/vlm/model.safetensors", "data/bases/vlm", "holds other bytes than dvc.lock has: model.safe"),
+        (flip, ADAPTER, "data/runs/r1/trained", "its lineage has content"),
+        (truncate, ADAPTER, "data/runs/r1/trained", "adapter_model.safetensors (not a whole safetensors file: "),
+        (Path.unlink, ADAPTER, "data/runs/r1/trained", "lacks adapter/adapter_model.safetensors"),
+        (flip, "data/runs/r1/trained/thử nghiệm.txt", "data/runs/r1/trained", "thử nghiệm.txt"),
+        (flip, "data/runs/r1/training/training.json", "data/runs/r1/training/training.json", "other bytes"),
+        (lambda path: edit(path, digest="0" * 64), "data/runs/r1/merged/lineage.json", "data/runs/r1/merged", "000000"),
+        (lambda path: path.write_text("{"), "data/runs/r1/merged/lineage.json", "data/runs/r1/merged", "is damaged: "),
+        (lambda path: edit(path, tolerance=9), "data/runs/r1/merge.json", "data/runs/r1/merge.json", "other bytes"),
+        (
+            lambda path: path.write_text(""),
+            "data/runs/r1/merge.json",
+            "data/runs/r1/merge.json",
+            "merge.json is damaged",
+        ),
+        (
+            lambda path: (path / "stray").touch(),
+            "data/runs/r1/merged",
+            "data/runs/r1/merged",
+            "has stray besides",
+        ),
+    ],
+)
+def test_damage_in_the_workspace_is_named_and_brought_back_from_the_cache(
+    workspace: Path, damage: Callable[[Path], object], file: str, output: str, said: str
+) -> None:
+    damage(workspace / file)
+    path, found, command = only_damage(workspace)
+    assert path == output
+    assert said in found
+    assert command == f"rm -rf {output} && dvc checkout {output}"
+
+
+def test_what_is_damaged_in_the_workspace_alone_comes_back(workspace: Path) -> None:
+    """DVC itself sees nothing: time and size are as it knows them."""
+    flip(workspace / ADAPTER)
+    mend(workspace, only_damage(workspace)[2])
+
+
+def test_a_link_into_a_cache_that_lost_the_object_leads_nowhere(workspace: Path) -> None:
+    """With cache.type symlink."""
+    lost = cached(workspace, Path(ADAPTER))
+    (workspace / ADAPTER).unlink()
+    (workspace / ADAPTER).symlink_to(lost)
+    assert verify(workspace).damages == ()
+    lost.unlink()
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/runs/r1/trained", "dvc repro -f -s train@r1")
+    assert "adapter_model.safetensors (cannot be read: No such file or directory)" in found
+
+
+def test_a_missing_object_is_named_and_put_back(workspace: Path) -> None:
+    missing = cached(workspace, Path(ADAPTER))
+    missing.unlink()
+    found = verify(workspace)
+    (damage,) = found.damages
+    assert damage.found == (f"missing in DVC's cache: {missing.relative_to(workspace)}",)
+    assert (damage.path, damage.mend) == ("data/runs/r1/trained", RESTORE)
+    restore(found.restorable)
+    assert verify(workspace).damages == ()
+
+
+def test_the_object_that_lists_a_folder_is_put_back_too(workspace: Path) -> None:
+    for listing in (workspace / ".dvc/cache/files/md5").rglob("*.dir"):
+        flip(listing, 5)
+    found = verify(workspace)
+    assert [damage.path for damage in found.damages] == [
+        "data/bases/vlm",
+        "data/runs/r1/trained",
+        "data/runs/r1/merged",
+    ]
+    assert {damage.mend for damage in found.damages} == {RESTORE}
+    restore(found.restorable)
+    assert verify(workspace).damages == ()
+
+
+def test_damage_here_and_other_damage_there_are_both_mended(workspace: Path) -> None:
+    flip(workspace / ADAPTER)
+    flip(cached(workspace, Path("data/runs/r1/trained/lineage.json")))
+    assert only_damage(workspace)[2] == RESTORE
+    said = command_line(workspace, "--restore")
+    assert said.returncode == 1
+    path, _, command = only_damage(workspace)
+    assert f"mend it with: {command}" in said.stdout
+    assert command == f"rm -rf {path} && dvc checkout {path}"
+
+
+def test_what_is_missing_in_the_cache_and_damaged_here_is_made_anew(workspace: Path) -> None:
+    cached(workspace, Path(ADAPTER)).unlink()
+    flip(workspace / ADAPTER)
+    _, _, command = only_damage(workspace)
+    assert command == "dvc repro -f -s train@r1"
+    mend(workspace, command)
+
+
+def test_what_lies_in_the_cache_alone_is_looked_at_too(workspace: Path) -> None:
+    damaged = cached(workspace, Path("data/runs/r1/merged/model.safetensors"))
+    shutil.rmtree(workspace / "data/runs/r1/merged")
+    (workspace / "data/runs/r1/merge.json").unlink()
+    flip(damaged)
+    path, found, command = only_damage(workspace)
+    assert (path, found) == ("data/runs/r1/merged", f"damaged in DVC's cache: {damaged.relative_to(workspace)}")
+    assert command == f"rm -f {damaged.relative_to(workspace)} && dvc repro -f -s merge@r1"
+
+
+def test_an_object_of_another_experiment_is_simply_removed(workspace: Path) -> None:
+    stray = workspace / ".dvc/cache/files/md5/ab" / ("0" * 30)
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_text("not of that name")
+    path, found, command = only_damage(workspace)
+    assert path == str(stray.relative_to(workspace))
+    assert "no output of dvc.lock needs it" in found
+    mend(workspace, command)
+
+
+def test_a_changed_note_of_the_run_cache_is_removed(workspace: Path) -> None:
+    note = min((workspace / ".dvc/cache/runs").glob("*/*/*"))
+    for text in (note.read_text().replace("md5: ", "md5: 0", 1), "", "{"):
+        note.write_text(text)
+        path, _, command = only_damage(workspace)
+        assert path == str(note.relative_to(workspace))
+    mend(workspace, command)
+
+
+def test_changed_sources_are_named_with_who_read_them(workspace: Path) -> None:
+    flip(workspace / "data/source/config.json")
+    path, found, command = only_damage(workspace)
+    assert (path, found) == ("data/source", "is not what base@vlm read")
+    assert command.startswith("git checkout -- data/source")
+    (workspace / "data/source/config.json").unlink()
+    assert only_damage(workspace)[0] == "data/source"
+
+
+def test_a_certificate_of_other_content_is_worth_nothing(unknown_to_dvc: Path) -> None:
+    workspace = unknown_to_dvc
+    path = workspace / "data/runs/r1/merge.json"
+    good = read_certificate(path, mend="")
+    for bad, said in (
+        (replace(good, merged_digest="0" * 64), "certifies content 000000000000, but data/runs/r1/merged holds "),
+        (replace(good, logit_deviation=float("nan")), "certifies a failure: logits deviate"),
+    ):
+        write_certificate(bad, path)
+        _, found, command = only_damage(workspace)
+        assert said in found
+        assert command == "dvc repro -f -s merge@r1"
+
+
+def test_what_dvc_has_just_as_it_is_is_left_to_its_stage_to_mend(workspace: Path) -> None:
+    path = workspace / "data/runs/r1/merge.json"
+    edit(path, merged_digest="0" * 64)
+    run(workspace, "dvc commit -q -f merge@r1")
+    _, found, command = only_damage(workspace)
+    assert found.startswith("certifies content 000000000000")
+    mend(workspace, command)
+
+
+def test_a_build_is_held_to_its_certificate(tmp_path: Path) -> None:
+    built = tmp_path / "data/builds/moe"
+    built.mkdir(parents=True)
+    (built / "config.json").write_text("{}")
+    lineage = write_lineage(built, kind="built", name="moe", source={"random": "tiny"})
+    base = replace(lineage, kind="base")
+    write_lineage(tmp_path / "data/builds/moe", kind="built", name="moe", parents={"base": (tmp_path / "gone", base)})
+    routing = Routing(
+        tokens=1, first_by_layer=[], weight_by_layer=[], entropy_by_layer=[], first=[], weight=[], entropy=0.0
+    )
+    domain = Domain(probes=1, deviation={}, forced_deviation=0.0, routing=routing)
+    good = BuildCertificate(
+        build="moe",
+        built_digest=lineage.digest,
+        precision="fp32",
+        top_k=2,
+        router_init="uniform",
+        non_mlp="base",
+        changes={"a": Change(mlp=1.0, outside=0.0)},
+        tolerance=1e-5,
+        domains={"a": domain},
+    )
+    path = tmp_path / "data/builds/moe.json"
+    assert {damage.path for damage in verify(tmp_path).damages} == {"gone", "data/builds/moe.json"}
+    write_build_certificate(good, path)
+    assert {damage.path for damage in verify(tmp_path).damages} == {"gone"}
+    for certificate, said in (
+        (replace(good, built_digest="0" * 64), "certifies content 000000000000"),
+        (replace(good, domains={"a": replace(domain, forced_deviation=1.0)}), "certifies a failure: expert a alone"),
+    ):
+        write_build_certificate(certificate, path)
+        found = {damage.path: damage.found[0] for damage in verify(tmp_path).damages}
+        assert found["data/builds/moe.json"].startswith(said)
+
+
+def test_a_lineage_is_walked_to_its_root(unknown_to_dvc: Path) -> None:
+    """Each edited so that its own digest is right."""
+    workspace = unknown_to_dvc
+    trained = workspace / "data/runs/r1/trained"
+    lineage = read_lineage(trained)
+    other = replace(lineage.parents["base"].lineage, digest="1" * 64)
+    write_lineage(trained, kind="trained", name="r1", parents={"base": (workspace / "data/bases/vlm", other)})
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/runs/r1/trained", "dvc repro -f -s train@r1")
+    assert found.startswith("its base was data/bases/vlm with content 111111111111, which now holds ")
+    write_lineage(trained, kind="trained", name="r1")
+    assert "ends without saying where it comes from" in only_damage(workspace)[1]
+
+
+def test_a_base_that_is_gone_is_missed_by_what_was_made_of_it(workspace: Path) -> None:
+    shutil.rmtree(workspace / "data/bases")
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/bases/vlm", "dvc checkout data/bases/vlm")
+    assert "though it is the base of data/runs/r1/trained" in found
+
+
+def test_a_merged_model_without_its_certificate_is_missed(workspace: Path) -> None:
+    (workspace / "data/runs/r1/merge.json").unlink()
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/runs/r1/merge.json", "dvc checkout data/runs/r1/merge.json")
+    assert found == "is not here, though data/runs/r1/merged is"
+
+
+def test_a_record_of_other_outputs_is_found_out(unknown_to_dvc: Path) -> None:
+    workspace = unknown_to_dvc
+    record = workspace / "data/provenance/detection/train@r1.json"
+    content = json.loads(record.read_text())
+    edit(record, outputs={**content["outputs"], "data/runs/r1/trained": "2" * 64})
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/provenance/detection/train@r1.json", "dvc repro -f -s train@r1")
+    assert "tells of data/runs/r1/trained with content 222222222222, which now holds" in found
+    record.write_text("{")
+    assert "is missing or damaged" in only_damage(workspace)[1]
+
+
+def test_only_what_is_there_is_looked_at(workspace: Path) -> None:
+    shutil.rmtree(workspace / "data/runs/r1/merged")
+    (workspace / "data/runs/r1/merge.json").unlink()
+    assert verify(workspace).damages == ()  # it is in the cache
+    shutil.rmtree(workspace / ".dvc/cache")
+    found = verify(workspace)
+    assert found.damages == ()
+    assert (found.absent, found.has_cache) == (2, False)
+    flip(workspace / ADAPTER)
+    assert only_damage(workspace)[2] == "dvc repro -f -s train@r1"
+
+
+def test_what_dvc_never_saw_is_held_to_its_own_lineage(unknown_to_dvc: Path) -> None:
+    workspace = unknown_to_dvc
+    assert verify(workspace).damages == ()
+    flip(workspace / ADAPTER)
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/runs/r1/trained", "dvc repro -f -s train@r1")
+    assert "its lineage has content" in found
+
+
+def test_a_folder_that_no_stage_makes_any_more_is_named_as_such(workspace: Path) -> None:
+    stray = workspace / "data/runs/r0/trained"
+    shutil.copytree(workspace / "data/runs/r1/trained", stray)
+    assert verify(workspace).damages == ()
+    flip(stray / "thử nghiệm.txt")
+    path, _, command = only_damage(workspace)
+    assert path == "data/runs/r0/trained"
+    assert command.startswith("rm -rf data/runs/r0/trained  # no stage")
+
+
+def test_what_a_killed_stage_was_writing_is_nobodys_damage(workspace: Path) -> None:
+    partial = workspace / "data/runs/r1/.trained.partial"
+    partial.mkdir()
+    (partial / "lineage.json").write_text("{")
+    assert verify(workspace).damages == ()
+
+
+def test_an_empty_workspace_has_nothing_to_verify_and_another_folder_is_none(tmp_path: Path) -> None:
+    found = verify(tmp_path)
+    assert found.damages == ()
+    assert found.tally() == ""
+    refused = command_line(tmp_path)
+    assert refused.returncode == 1
+    assert "run from the top of the repository" in refused.stderr
+
+
+@pytest.mark.parametrize("text", ["", "stages: [1", "schema: '2.0'\n", "\x00"])
+def test_a_damaged_lock_file_is_refused_with_what_brings_it_back(workspace: Path, text: str) -> None:
+    (workspace / "dvc.lock").write_text(text)
+    with pytest.raises(UserError, match=r"(?s)dvc\.lock is damaged.*git checkout dvc\.lock"):
+        verify(workspace)
+
+
+def command_line(workspace: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stages.verify", *args]
+    return subprocess.run(
+        command, cwd=workspace, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_ends_with_0_and_a_tally_or_with_1_and_a_list(workspace: Path) -> None:
+    healthy = command_line(workspace)
+    assert (healthy.returncode, healthy.stderr) == (0, "")
+    (line,) = healthy.stdout.splitlines()
+    assert line.startswith("all is as recorded. ")
+    assert "6 outputs, 14 cached objects, 3 model folders, 1 root of them, 1 certificate, 1 record" in line
+    flip(workspace / ADAPTER)
+    damaged = command_line(workspace)
+    assert damaged.returncode == 1
+    first, *_, last = damaged.stdout.splitlines()
+    assert first == "data/runs/r1/trained"
+    assert "  mend it with: rm -rf data/runs/r1/trained && dvc checkout data/runs/r1/trained" in damaged.stdout
+    assert last.startswith("DAMAGED: 1 thing, ")
+
+
+def test_what_was_found_is_told_in_the_order_in_which_it_is_mended(workspace: Path) -> None:
+    for file in ("data/runs/r1/merged/model.safetensors", "data/bases/vlm/model.safetensors"):
+        flip(workspace / file)
+    found = verify(workspace)
+    assert [damage.path for damage in found.damages] == ["data/bases/vlm", "data/runs/r1/merged"]
