@@ -47,16 +47,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 def test_a_log_tells_what_was_there_before_from_what_loading_and_the_work_took() -> None:
     left_behind = torch.ones(32 * MIB // 4)
     log = MemoryLog(CPU)
-    model = torch.ones(64 * MIB // 4)
+    model = torch.ones(128 * MIB // 4)
     log.loaded()
-    work = torch.ones(128 * MIB // 4)
+    work = torch.ones(256 * MIB // 4)
     del work
     memory = log.finish("train", "r1")
     assert (memory.kind, memory.gpus) == ("cpu_resident", 0)
     before, after, end = memory.before_load, memory.after_load, memory.end
     assert before.held_bytes > left_behind.nbytes
-    assert after.held_bytes - before.held_bytes == pytest.approx(model.nbytes, abs=4 * MIB)
-    assert end.peak_bytes > after.held_bytes + 120 * MIB
+    # Where there are many cores, the kernel's count may be some of each core's pages behind.
+    assert after.held_bytes - before.held_bytes == pytest.approx(model.nbytes, rel=0.3)
+    assert end.peak_bytes > after.held_bytes + 180 * MIB
     assert before.peak_bytes <= after.peak_bytes <= end.peak_bytes
     assert 0 < after.free_bytes <= after.total_bytes == before.total_bytes
 
