@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stages.kit.errors import UserError
-from stages.kit.memory.held import StageMemory, stage_memory_path, write_stage_memory
+from stages.kit.memory import memory_log
+from stages.kit.memory.held import Held, StageMemory, stage_memory_path, write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.params import DeviceParams
 
@@ -124,3 +125,22 @@ def test_it_is_kept_below_the_report_of_its_task(tmp_path: Path, monkeypatch: py
     path = stage_memory_path(tmp_path / "data", "amr", name="r1", stage="merge")
     assert json.loads(path.read_text()) == asdict(memory)
     assert isinstance(memory, StageMemory)
+
+
+def test_the_peak_is_never_less_than_what_was_held_at_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(amount: int, peak: int) -> Held:
+        return Held(
+            held_bytes=amount,
+            reserved_bytes=amount,
+            peak_bytes=peak,
+            peak_reserved_bytes=peak,
+            free_bytes=1,
+            total_bytes=2,
+        )
+
+    moments = iter([held(5, 5), held(9, 8), held(7, 8)])
+    monkeypatch.setattr(memory_log, "held_on_cpu", lambda: next(moments))
+    log = MemoryLog(CPU)
+    log.loaded()
+    end = log.finish("train", "r1").end
+    assert (end.held_bytes, end.peak_bytes, end.peak_reserved_bytes) == (7, 9, 9)
