@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.errors import counted
 from stages.kit.models.processors import Processor, encode, tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def generate_answers(
 ) -> list[str]:
     """The answer to each of `count` unanswered conversations, in order.
 
+    max_new_tokens: where an answer is cut; how many were is said.
     complete: says of an answer so far that nothing is to follow, where not only the end of the turn does.
     Special tokens are kept; the end of the turn and padding are cut off. Padded on the left, so that every answer
     starts right after its question.
@@ -36,6 +38,7 @@ def generate_answers(
     ends = _end_tokens(model, tokenizer)
     started = time.monotonic()
     answers: list[str] = []
+    num_cut = 0
     for first in range(0, count, batch_size):
         conversations = [ask(index) for index in range(first, min(first + batch_size, count))]
         inputs = encode(processor, conversations, padding_side="left")
@@ -54,9 +57,13 @@ def generate_answers(
             pad_token_id=tokenizer.pad_token_id,
             stopping_criteria=StoppingCriteriaList(stops),
         )
-        answers += [_decode(tokenizer, row.tolist(), ends) for row in output[:, prompt_length:]]
+        for row in output[:, prompt_length:].tolist():
+            answers.append(_decode(tokenizer, row, ends))
+            num_cut += ends.isdisjoint(row) and not (complete and complete(answers[-1]))
         rate = len(answers) / (time.monotonic() - started)
         log.info("answered %d/%d  %.1f samples/s", len(answers), count, rate)
+    if num_cut:
+        log.warning("%s cut at max_new_tokens %d", counted(num_cut, "answer"), max_new_tokens)
     return answers
 
 
