@@ -36,6 +36,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Triples:
+    """What a graph says, its nodes numbered from the top, which is 0."""
+
     concepts: tuple[str, ...]
     """One a node."""
     attributes: Counter[tuple[int, str, str]]
