@@ -56,7 +56,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "datasets": {"both": {"task": "moe", "source": "folder:elsewhere"}},
         "evaluation": {"batch_size": 5, "max_new_tokens": 24, "max_length": 200},
     }
-    raw |= {"profiles": {"tiny": raw["profiles"]["tiny"]}, "recipes": {}, "predictions": {}}
+    raw |= {"profiles": {"tiny": raw["profiles"]["tiny"]}, "recipes": {}, "builds": {}, "predictions": {}}
     raw["baselines"] = {RUN: {"task": "moe", "base": "bases/moe", "data": "both"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("workspace"))

@@ -108,6 +108,13 @@ def test_all_problems_are_reported_at_once_with_their_paths(raw: dict[str, Any],
         (("profiles", "tiny", "datasets", "nutrition-tables", "generate"), None, r"nutrition-tables.generate: missing"),
         (("profiles", "tiny", "datasets", "nutrition-tables", "source"), "somewhere", r"nutrition-tables.source"),
         (("baselines", "base-vlm", "base"), "bases/other", r"baselines.base-vlm.base: no profile has a base 'other'"),
+        (("predictions", "example-sentences", "recipe"), "amr-prt", r"example-sentences.recipe: .*mean 'amr-ptr'\?"),
+        (
+            ("predictions", "example-sentences", "recipe"),
+            "r1-llm-only",
+            r"example-sentences.task: amr, though .*detection",
+        ),
+        (("predictions", "example-sentences", "inputs"), "/srv/unknown.txt", r"example-sentences.inputs"),
     ],
 )
 def test_contradictions_are_refused(
@@ -153,6 +160,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         params.recipe("r1-llm")
     with pytest.raises(UserError, match="no base of profile tiny is called 'text'"):
         params.base_source("text")
+    with pytest.raises(UserError, match="no entry of predictions is called 'example'"):
+        params.prediction("example")
 
 
 def mixed(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -225,7 +234,7 @@ def test_any_damage_gives_a_message_or_valid_params(data: st.DataObject, tmp_pat
 def with_build(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """With a build of two recipes, and a recipe and a baseline that start from it."""
     build = {"task": "detection", "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"], **changes}
-    raw["builds"] = {"moe": build}
+    raw["builds"]["moe"] = build
     raw["recipes"]["after"] = {**raw["recipes"]["r1-llm-only"], "base": "builds/moe"}
     raw["baselines"]["base-moe"] = {**raw["baselines"]["base-vlm"], "base": "builds/moe"}
     return raw

@@ -262,7 +262,8 @@ def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start,
     assert "size=4g" in host["Tmpfs"]["/tmp"]
     assert told["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
     writable = {mount["Destination"] for mount in told["Mounts"] if mount["RW"]}
-    assert writable == {str(playground / "data/runs/r1-llm-only"), "/run/bakeoff/ready"}
+    outputs = ("data/runs/r1-llm-only", "data/report/detection/memory/r1-llm-only")
+    assert writable == {*(str(playground / output) for output in outputs), "/run/bakeoff/ready"}
     everything = json.dumps(told)
     assert not any(secret in everything for secret in SECRETS.values())
 

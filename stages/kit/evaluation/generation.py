@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.errors import counted
 from stages.kit.models.processors import Processor, encode, tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def generate_answers(
 ) -> list[str]:
     """The answer to each of `count` unanswered conversations, in order.
 
+    max_new_tokens: where an answer is cut; how many were is said.
     max_length: tokens of question and answer together, to which a text of the question that may be cut is cut.
     complete: says of an answer so far that nothing is to follow, where not only the end of the turn does.
     Special tokens are kept; the end of the turn and padding are cut off. Padded on the left, so that every answer
@@ -38,6 +40,7 @@ def generate_answers(
     ends = _end_tokens(model, tokenizer)
     started = time.monotonic()
     answers: list[str] = []
+    num_cut = 0
     for first in range(0, count, batch_size):
         conversations = [ask(index) for index in range(first, min(first + batch_size, count))]
         room = None if max_length is None else max_length - max_new_tokens
@@ -57,9 +60,13 @@ def generate_answers(
             pad_token_id=tokenizer.pad_token_id,
             stopping_criteria=StoppingCriteriaList(stops),
         )
-        answers += [_decode(tokenizer, row.tolist(), ends) for row in output[:, prompt_length:]]
+        for row in output[:, prompt_length:].tolist():
+            answers.append(_decode(tokenizer, row, ends))
+            num_cut += ends.isdisjoint(row) and not (complete and complete(answers[-1]))
         rate = len(answers) / (time.monotonic() - started)
         log.info("answered %d/%d  %.1f samples/s", len(answers), count, rate)
+    if num_cut:
+        log.warning("%s cut at max_new_tokens %d", counted(num_cut, "answer"), max_new_tokens)
     return answers
 
 

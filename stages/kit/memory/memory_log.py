@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -42,6 +43,13 @@ class MemoryLog:
         """The work is done. name: of the recipe, baseline or build."""
         assert self._after is not None, f"{stage} {name} loaded nothing"
         end = self._held()
+        # The kernel counts a core's last pages late, and may have less for the peak than it had for a moment before it.
+        moments = (self._before, self._after, end)
+        end = replace(
+            end,
+            peak_bytes=max(end.peak_bytes, *(moment.held_bytes for moment in moments)),
+            peak_reserved_bytes=max(end.peak_reserved_bytes, *(moment.reserved_bytes for moment in moments)),
+        )
         log.info("memory at its peak: %s", self._amount(end.peak_bytes, end.peak_reserved_bytes))
         return StageMemory(
             stage=stage,

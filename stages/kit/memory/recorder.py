@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -31,6 +31,11 @@ aten = torch.ops.aten
 
 _DEVICE = torch.ops.prim.device.default
 _GROUPED_MM = aten._grouped_mm.default  # noqa: SLF001
+_VIEWS = {
+    *(aten.detach.default, aten.alias.default, aten.view.default, aten.expand.default, aten.slice.Tensor),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.unsqueeze.default),
+}
+"""Of all operations of a step, half."""
 
 LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
 """Width of the logits that TRL's loss computes at once, however small the vocabulary is."""
@@ -90,6 +95,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are this one
             return args[0].fake_device
+        if func in _VIEWS and isinstance(args[0], FakeTensor) and active_fake_mode() is None:
+            return _viewed(func, args)
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):  # it comes back with what this process holds of it
             return NotImplemented
@@ -220,6 +227,14 @@ def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], to
     for name, buffer in module.named_buffers(recurse=False):
         setattr(module, name, function(buffer))
     return module
+
+
+def _viewed(func: Any, args: Any) -> FakeTensor:
+    """A view of a fake tensor, which allocates nothing: as FakeTensorMode makes it, without what it asks beforehand."""
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        view = func(*args)
+    return FakeTensor(mode, view, device)
 
 
 def _key(tensor: torch.Tensor) -> int:

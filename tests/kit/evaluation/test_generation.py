@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -
     growing = [generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=n) for n in range(1, 13)]
     assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
+
+
+def test_answers_that_are_cut_are_counted_aloud(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
+    processor = load_processor(tiny_vlm, None)
+
+    def said(complete: Callable[[str], bool] | None = None) -> list[str]:
+        caplog.clear()
+        generate_answers(model, processor, question, 3, batch_size=2, max_new_tokens=4, complete=complete)
+        return [record.message for record in caplog.records if "cut" in record.message]
+
+    assert said() == ["3 answers cut at max_new_tokens 4"]
+    assert said(lambda text: len(text) > 1) == []
+    model.generation_config.eos_token_id = list(range(model.config.text_config.vocab_size))
+    assert said() == []
 
 
 def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:

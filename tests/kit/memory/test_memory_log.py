@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from stages.kit.errors import UserError
-from stages.kit.memory.held import StageMemory, stage_memory_path, write_stage_memory
+from stages.kit.memory import memory_log
+from stages.kit.memory.held import Held, StageMemory, stage_memory_path, write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.params import DeviceParams
 
@@ -44,19 +46,26 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-def test_a_log_tells_what_was_there_before_from_what_loading_and_the_work_took() -> None:
+def logged_on_this_cpu() -> tuple[StageMemory, int, int]:
+    """A process's memory, and what was left behind in it and loaded into it, in bytes."""
     left_behind = torch.ones(32 * MIB // 4)
     log = MemoryLog(CPU)
-    model = torch.ones(64 * MIB // 4)
+    model = torch.ones(128 * MIB // 4)
     log.loaded()
-    work = torch.ones(128 * MIB // 4)
+    work = torch.ones(256 * MIB // 4)
     del work
-    memory = log.finish("train", "r1")
+    return log.finish("train", "r1"), left_behind.nbytes, model.nbytes
+
+
+def test_a_log_tells_what_was_there_before_from_what_loading_and_the_work_took() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # what other tests leave here comes and goes
+        memory, left_bytes, model_bytes = fresh.apply(logged_on_this_cpu)
     assert (memory.kind, memory.gpus) == ("cpu_resident", 0)
     before, after, end = memory.before_load, memory.after_load, memory.end
-    assert before.held_bytes > left_behind.nbytes
-    assert after.held_bytes - before.held_bytes == pytest.approx(model.nbytes, abs=4 * MIB)
-    assert end.peak_bytes > after.held_bytes + 120 * MIB
+    assert before.held_bytes > left_bytes
+    # Where there are many cores, the kernel's count may be some of each core's pages behind.
+    assert after.held_bytes - before.held_bytes == pytest.approx(model_bytes, rel=0.3)
+    assert end.peak_bytes > after.held_bytes + 180 * MIB
     assert before.peak_bytes <= after.peak_bytes <= end.peak_bytes
     assert 0 < after.free_bytes <= after.total_bytes == before.total_bytes
 
@@ -123,3 +132,22 @@ def test_it_is_kept_below_the_report_of_its_task(tmp_path: Path, monkeypatch: py
     path = stage_memory_path(tmp_path / "data", "amr", name="r1", stage="merge")
     assert json.loads(path.read_text()) == asdict(memory)
     assert isinstance(memory, StageMemory)
+
+
+def test_the_peak_is_never_less_than_what_was_held_at_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(amount: int, peak: int) -> Held:
+        return Held(
+            held_bytes=amount,
+            reserved_bytes=amount,
+            peak_bytes=peak,
+            peak_reserved_bytes=peak,
+            free_bytes=1,
+            total_bytes=2,
+        )
+
+    moments = iter([held(5, 5), held(9, 8), held(7, 8)])
+    monkeypatch.setattr(memory_log, "held_on_cpu", lambda: next(moments))
+    log = MemoryLog(CPU)
+    log.loaded()
+    end = log.finish("train", "r1").end
+    assert (end.held_bytes, end.peak_bytes, end.peak_reserved_bytes) == (7, 9, 9)

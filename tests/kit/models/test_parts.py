@@ -24,9 +24,11 @@ PARAMS = load_params(ROOT / "params.yaml")
 LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GEOMETRIES = {
     "data/tiny/qwen2": "data/tiny/qwen2",
+    "data/tiny/qwen2-folklore": "data/tiny/qwen2-folklore",
     "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
     "Qwen/Qwen2-VL-2B-Instruct": "stages/kit/models/geometries/qwen2-vl-2b",
     "Qwen/Qwen2-VL-7B-Instruct": "stages/kit/models/geometries/qwen2-vl-7b",
+    "Qwen/Qwen2-1.5B-Instruct": "stages/kit/models/geometries/qwen2-1.5b",
     "Qwen/Qwen2.5-7B-Instruct": "stages/kit/models/geometries/qwen2.5-7b",
 }
 """Where the real configuration of each base lies in the repository."""

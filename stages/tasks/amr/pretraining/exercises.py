@@ -82,6 +82,7 @@ def write(rng: random.Random, _longest: int) -> Exercise:
 
 
 def repeat(rng: random.Random, longest: int) -> Exercise:
+    """A sentence or random words, to be said again."""
     text = draw(rng)[0] if rng.random() < 0.6 else _said(_some_words(rng, longest))
     return f"Chép lại.\n{text}", text
 

@@ -57,9 +57,11 @@ class Node:
                 yield from target.walk()
 
     def words(self) -> set[str]:
+        """All concepts and constants, as written."""
         return {node.concept for node in self.walk()} | self.constants()
 
     def constants(self) -> set[str]:
+        """What hangs on nodes and is none, undefined variables too; as written."""
         return {target for node in self.walk() for _, target in node.edges if isinstance(target, str)}
 
     def referred(self) -> list[int]:

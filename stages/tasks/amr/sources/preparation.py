@@ -24,6 +24,7 @@ from stages.kit.publish import published
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record, to_row
 from stages.tasks.amr.samples.targets import TARGETS, encode
+from stages.tasks.amr.sources import grammar
 from stages.tasks.amr.sources.corpora import Block, UnreadableText, read_blocks, read_lines
 
 log = logging.getLogger(__name__)
@@ -106,10 +107,8 @@ def same_sentence(sentence: str) -> str:
 def _generated(generate: GenerateParams | None) -> tuple[dict[str, Corpus], str, list[str]]:
     if generate is None:
         raise UserError("the source is `generated`, but `generate` (train, val, seed) is not set in params.yaml")
-    from stages.tasks.amr.sources.grammar import generate as generate_pairs
-
     # One series cut in two: all of its sentences differ, so none is in both splits.
-    pairs = generate_pairs(generate.train + generate.val, generate.seed)
+    pairs = grammar.generate(generate.train + generate.val, generate.seed)
     splits = {}
     for split, part in (("train", pairs[: generate.train]), ("val", pairs[generate.train :])):
         file = f"generated {split}"

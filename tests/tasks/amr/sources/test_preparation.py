@@ -1,9 +1,7 @@
 import json
 import logging
-import sys
 import unicodedata
 from pathlib import Path
-from types import ModuleType
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from stages.kit.errors import UserError
 from stages.kit.params import GenerateParams
 from stages.tasks.amr.samples.records import SCHEMA, read_split
+from stages.tasks.amr.sources.grammar import generate
 from stages.tasks.amr.sources.preparation import prepare
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
@@ -202,17 +201,12 @@ def test_a_folder_without_training_files_says_what_it_expected(tmp_path: Path) -
     assert "expected train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
 
 
-def test_generated_sentences_are_one_series_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(count: int, seed: int) -> list[tuple[str, str]]:
-        return [(f"câu {seed} {number} .", f"(c / câu :quant {number})") for number in range(count)]
-
-    module = ModuleType("grammar")
-    module.generate = generate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "stages.tasks.amr.sources.grammar", module)
+def test_generated_sentences_are_one_series_cut_in_two(tmp_path: Path) -> None:
     for name in ("a", "b"):
         stats = prepare("generated", generate=GenerateParams(train=3, val=2, seed=7), out_dir=tmp_path / name)
-    assert [record.sentence for record in read_split(tmp_path / "a", "val")] == ["câu 7 3 .", "câu 7 4 ."]
-    assert stats["splits"]["train"]["records"] == 3
+    records = [record for split in ("train", "val") for record in read_split(tmp_path / "a", split)]
+    assert [(record.sentence, record.graph) for record in records] == generate(5, seed=7)
+    assert [stats["splits"][split]["records"] for split in ("train", "val")] == [3, 2]
     for file in ("train.parquet", "val.parquet", "stats.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
