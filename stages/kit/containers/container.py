@@ -17,13 +17,13 @@ from typing import ClassVar
 from stages.kit.containers.client import Client
 from stages.kit.containers.environment import TMP_DIR, container_environment
 from stages.kit.containers.images import image_references
-from stages.kit.containers.inside import GRACE_S
 from stages.kit.containers.mounts import make_places, mounts
 from stages.kit.containers.outputs import Outputs, claimed_outputs
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage
 from stages.kit.containers.process import forwarded_signals
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
+from stages.kit.signals import GRACE_S
 
 CLIENTS = ("docker", "podman")
 
@@ -74,7 +74,7 @@ class ContainerEngine:
     def run(self, stage_run: StageRun) -> int:
         """Run the stage to its end and return its exit code; where it is 0, its outputs are in the workspace.
 
-        SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end. Killed, the launcher is missed by the
+        The signals that ask to end go on to the stage, which decides how. Killed, the launcher is missed by the
         first process of the container, which then ends the stage.
         """
         workspace_dir = stage_run.workspace_dir
@@ -105,6 +105,7 @@ class ContainerEngine:
             *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
             *(self._options_of_podman(stage_run) if self.client.is_podman else self._options_of_docker(stage_run)),
             *_environment_options(stage_run, terminal=terminal),
+            *("--env", f"BAKEOFF_IMAGE={self.image_id}"),
             *mount_options,
             *(self.image_id, "python", "-m", "stages.kit.containers.inside", *stage_run.command),
         ]

@@ -97,7 +97,7 @@ def options(call: list[str], name: str) -> list[str]:
 
 
 def run_of(workspace: Path, stage: str = "plan", name: str = "r1-llm-only", **changes: Any) -> StageRun:
-    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None, "gpus": (), "caller": {}}
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
     return StageRun(stage=stage, args=(name,), workspace_dir=workspace, terminal=False, **(plain | changes))
 
 

@@ -65,11 +65,11 @@ def workspace(tmp_path: Path) -> Path:
     """A repository of DVC's with one stage, which wants one GPU."""
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "stages/__init__.py",
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish", "signals")),
     ):
         shutil.copy(ROOT / path, workspace / path)
     params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}

@@ -77,12 +77,12 @@ def workspace(tmp_path: Path) -> Path:
     """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "params.yaml",
         "stages/__init__.py",
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish", "signals")),
     ):
         shutil.copy(ROOT / path, workspace / path)
     (workspace / "stages/train.py").write_text(STAGE)
@@ -349,7 +349,7 @@ def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_
     monkeypatch.setattr(process, "OF_THE_MACHINE", (counter,))
     stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
     (workspace / "stages/train.py").write_text(stage)
-    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None}
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": ()}
     run = StageRun(stage="train", args=(), workspace_dir=workspace, gpus=(), caller=CALLER, terminal=False, **plain)
     assert ProcessEngine().run(run) == code
 
