@@ -80,7 +80,7 @@ class Checkpoints:
         aside = self.aside(step)
         files = {name: _sha256(aside / name) for name in sorted(names)}
         size_bytes = sum((aside / name).stat().st_size for name in files)
-        (aside / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
+        (aside / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
         for path in (*(aside / name for name in files), aside / MANIFEST, aside):
             _to_disk(path)
         shutil.rmtree(self.at(step), ignore_errors=True)  # a damaged one
@@ -130,7 +130,8 @@ def kept_checkpoints(
         (checkpoints.folder / IDENTITY).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
         _say_what_differs(checkpoints, identity)
         yield checkpoints
-        (checkpoints.folder / FINISHED).touch()
+        with suppress(OSError):  # somebody has removed the folder: so much the better
+            (checkpoints.folder / FINISHED).touch()
 
 
 def remove_finished(recipe_dir: Path) -> None:
@@ -145,7 +146,7 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, the file named; None where every file is what its manifest says."""
     manifest = checkpoint / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
         for name, digest in files.items():
             if _sha256(checkpoint / name) != digest:
                 return f"{checkpoint / name} is not what was saved"

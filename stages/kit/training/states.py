@@ -49,7 +49,8 @@ def _packed(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[
         same = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if same not in seen:
             seen[same] = path
-            tensors[path] = value.contiguous()
+            shares = value.untyped_storage().nbytes() > value.nbytes  # which safetensors refuses
+            tensors[path] = value.clone(memory_format=torch.contiguous_format) if shares else value.contiguous()
         return {_TENSOR: seen[same]}
     if isinstance(value, dict):
         items = [[key, _packed(inner, f"{path}/{key}", tensors, seen)] for key, inner in value.items()]

@@ -52,7 +52,7 @@ def read_trace(path: Path) -> list[StepBits]:
         header, *lines = path.read_text(encoding="utf-8").splitlines()
         rows = [line.split(",") for line in lines]
         trace = [StepBits.of(float.fromhex(loss), float.fromhex(grad_norm)) for _, loss, grad_norm in rows]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is missing or damaged: {error}") from None
     if header != HEADER or [step for step, _, _ in rows] != [str(step) for step in range(1, len(rows) + 1)]:
         raise UserError(f"{path} is damaged: its rows are not {HEADER}, step by step")
