@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def train(plan: Plan, folder: Path, *, asked_at: int | None = None) -> tuple[int
     with it its data loader's worker, as torchrun asks."""
     trainer = build(plan, folder)
     if asked_at is not None and dist.get_rank() == 1:
-        trainer.add_callback(At(asked_at, lambda: os.killpg(os.getpgrp(), signal.SIGTERM)))
+        trainer.add_callback(At(asked_at, ask_this_process_group))
     identity = {"placement": plan.placement}
     with kept_checkpoints(folder, identity, keep=2, owner=dist.get_rank() == 0) as checkpoints:
         try:
@@ -104,6 +105,11 @@ def train(plan: Plan, folder: Path, *, asked_at: int | None = None) -> tuple[int
         except SystemExit as end:
             return int(str(end.code)), trainer
         return 0, trainer
+
+
+def ask_this_process_group() -> None:
+    """From outside: a worker takes what its own parent sends otherwise."""
+    subprocess.run(["kill", "-TERM", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
 
 def saved_parts(checkpoints: Checkpoints, step: int) -> dict[str, list[str]]:
@@ -118,8 +124,8 @@ def saved_parts(checkpoints: Checkpoints, step: int) -> dict[str, list[str]]:
 def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {}
-    os.fsync = lambda _: None  # it can take a minute
     dist.init_process_group("gloo")
+    mock.patch("os.fsync").start()  # it can take a minute
     for placement in SETTINGS:
         plan = plan_for(placement)
         place = folder / placement
