@@ -109,7 +109,7 @@ def train(plan: Plan, folder: Path, *, asked_at: int | None = None) -> tuple[int
 
 def ask_this_process_group() -> None:
     """From outside: a worker takes what its own parent sends otherwise."""
-    subprocess.run(["kill", "-TERM", f"-{os.getpgrp()}"], check=True, start_new_session=True)
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
 
 def saved_parts(checkpoints: Checkpoints, step: int) -> dict[str, list[str]]:
