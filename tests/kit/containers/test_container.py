@@ -19,6 +19,7 @@ from stages.kit.containers.images import image_references
 from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
+from stages.kit.signals import ENDING
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,11 +73,11 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def workspace(tmp_path: Path) -> Path:
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker")
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
-        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish")),
+        *(f"stages/kit/{name}.py" for name in ("__init__", "errors", "params", "plan", "publish", "signals")),
     ):
         shutil.copy(ROOT / path, workspace / path)
     return workspace
@@ -130,6 +131,7 @@ def test_it_is_the_image_itself_that_runs_and_not_what_later_bears_its_name(clie
         "plan",
         "r1-llm-only",
     ]
+    assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
 
 
 def test_a_further_attempt_is_told_to_the_stage_alone(clients: Path, workspace: Path) -> None:
@@ -270,7 +272,7 @@ def test_a_changed_lock_is_another_image(clients: Path, workspace: Path) -> None
     assert set(before).isdisjoint(image_references(workspace, "cpu"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
     clients: Path, workspace: Path, number: signal.Signals
 ) -> None:

@@ -22,6 +22,7 @@ from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import OUT_OF_MEMORY
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.signals import ENDING
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,7 @@ if what == "wait":
         def save(number, frame):
             note(f"signal {number}")
             sys.exit(75)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, save)
     if "worker" in sys.argv:
         note(f"pid {subprocess.Popen(['sleep', '600']).pid}")
@@ -159,7 +160,7 @@ def test_options_after_the_stage_are_the_stages_own(start: Start, workspace: Pat
     assert output.strip() == "['--help', '-x', 'r1']"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
     start: Start, workspace: Path, number: signal.Signals
 ) -> None:
@@ -205,6 +206,24 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
         assert not is_gone(launcher)
         assert not is_gone(stage)
         psutil.Process(launcher).kill()
+
+
+@pytest.mark.parametrize(("code", "left"), [("0", ["unfinished"]), ("3", ["finished", "unfinished"])])
+def test_a_finished_trainings_checkpoints_are_removed_once_it_has_ended_well(
+    start: Start, workspace: Path, tmp_path: Path, code: str, left: list[str]
+) -> None:
+    """Below the repository that DVC names, of that recipe alone."""
+    of_recipe = tmp_path / "repository/.bakeoff/checkpoints/r1-llm-only"
+    other = tmp_path / "repository/.bakeoff/checkpoints/r2-vision-only/finished"
+    for folder in (of_recipe / "finished", of_recipe / "unfinished", other):
+        (folder / "step-000001").mkdir(parents=True)
+        (folder / "lock").touch()
+        if folder.name == "finished":
+            (folder / "finished").touch()
+    (workspace / "stages/train.py").write_text(f"import sys; sys.exit({code})")
+    assert start("train", "r1-llm-only", DVC_ROOT=str(tmp_path / "repository")).wait() == int(code)
+    assert sorted(path.name for path in of_recipe.iterdir()) == left
+    assert other.exists()
 
 
 def test_an_unknown_engine_is_refused_and_the_known_ones_named(start: Start) -> None:
