@@ -68,7 +68,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             terminal=sys.stderr.isatty(),
         )
         code = run_down_the_ladder(engine, stage_run, params)
-    if stage == "train" and code == 0:  # only now are its outputs where they belong, whatever the engine
+    if stage == "train" and args and code == 0:  # only now are its outputs where they belong, whatever the engine
         remove_finished(checkpoints_dir(repository_dir(os.environ), args[0]))
     sys.exit(code)
 

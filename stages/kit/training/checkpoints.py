@@ -137,9 +137,10 @@ def kept_checkpoints(
 def remove_finished(recipe_dir: Path) -> None:
     """Remove the checkpoints of trainings that have ended, once their outputs are where they belong."""
     for folder in _trainings(recipe_dir):
-        with _unless_in_use(folder) as free:
-            if free and (folder / FINISHED).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+        if (folder / FINISHED).exists():
+            with _unless_in_use(folder) as free:
+                if free:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -193,8 +194,8 @@ def _say_what_differs(checkpoints: Checkpoints, identity: Mapping[str, str]) -> 
                 unlike = [name for name, value in identity.items() if theirs.get(name) != value]
             except (OSError, ValueError, AttributeError):
                 unlike = []
-            what = f" ({', '.join(unlike)} differ)" if unlike else ""
-            log.info("step %d was saved by another training%s: not gone on from", steps[-1], what)
+            what = f" (unlike this one in: {', '.join(unlike)})" if unlike else ""
+            log.info("step %d was saved by another training%s; not gone on from", steps[-1], what)
 
 
 def _locked(folder: Path) -> TextIO:

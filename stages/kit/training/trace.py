@@ -6,7 +6,6 @@ Floats are written as `float.hex` does, which loses nothing and needs no roundin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,16 +30,6 @@ class StepBits(NamedTuple):
         return cls(loss.hex(), grad_norm.hex())
 
 
-class Parting(NamedTuple):
-    """Where two trainings went apart."""
-
-    step: int
-    """Counted from 1."""
-    first: StepBits | None
-    """None where this one had ended."""
-    second: StepBits | None
-
-
 def write_trace(trace: Sequence[StepBits], path: Path) -> None:
     rows = (f"{step},{bits.loss},{bits.grad_norm}" for step, bits in enumerate(trace, start=1))
     publish_text("\n".join((HEADER, *rows)) + "\n", path)
@@ -57,11 +46,3 @@ def read_trace(path: Path) -> list[StepBits]:
     if header != HEADER or [step for step, _, _ in rows] != [str(step) for step in range(1, len(rows) + 1)]:
         raise UserError(f"{path} is damaged: its rows are not {HEADER}, step by step")
     return trace
-
-
-def parting(first: Sequence[StepBits], second: Sequence[StepBits]) -> Parting | None:
-    """The first step at which two trainings differ; None where they are the same to the end."""
-    for step, (one, other) in enumerate(zip_longest(first, second), start=1):
-        if one != other:
-            return Parting(step, one, other)
-    return None

@@ -159,11 +159,11 @@ def test_what_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
 def test_it_is_said_what_another_training_differs_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     interrupted(tmp_path, OTHER, 5)
     with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, THIS, keep=2):
-        assert caplog.messages == ["step 5 was saved by another training (code differ): not gone on from"]
+        assert caplog.messages == ["step 5 was saved by another training (unlike this one in: code); not gone on from"]
     caplog.clear()
     (tmp_path / digest_of(OTHER) / IDENTITY).write_text("nonsense")
     with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, {"code": "3"}, keep=2):
-        assert caplog.messages == ["step 5 was saved by another training: not gone on from"]
+        assert caplog.messages == ["step 5 was saved by another training; not gone on from"]
 
 
 @pytest.mark.parametrize("killed_at", range(1, 7))

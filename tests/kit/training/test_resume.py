@@ -36,7 +36,7 @@ from stages.kit.training.preemption import asked_to_end, train_to_the_end
 from stages.kit.training.progress import LiveMetrics, MetricFiles
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.states import save_state
-from stages.kit.training.trace import StepBits, parting
+from stages.kit.training.trace import StepBits
 from stages.kit.training.trainer import RecipeTrainer
 from tests.closure import ROOT
 from tests.kit.models.mixture.dense import conversation, save_base, save_expert
@@ -84,7 +84,7 @@ class Outcome:
         ]
 
     def assert_same(self, other: Outcome) -> None:
-        assert parting(self.trace, other.trace) is None
+        assert self.trace == other.trace
         assert self.curves == other.curves
         assert self.logs == other.logs
         assert self.weights.keys() == other.weights.keys()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.errors import UserError
-from stages.kit.training.trace import HEADER, StepBits, parting, read_trace, write_trace
+from stages.kit.training.trace import HEADER, StepBits, read_trace, write_trace
 
 FLOATS = st.floats(width=32)
 
@@ -25,15 +25,6 @@ def test_a_trace_comes_back_bit_for_bit(path: Path, steps: list[tuple[float, flo
     assert [[struct.pack("d", math.copysign(x, 1) if math.isnan(x) else x) for x in step] for step in read] == [
         [struct.pack("d", math.nan if math.isnan(x) else x) for x in step] for step in steps
     ]
-
-
-def test_the_first_step_that_differs_is_found() -> None:
-    a, b, c = StepBits.of(1.0, 2.0), StepBits.of(1.0, math.nextafter(2.0, 3.0)), StepBits.of(math.nan, math.inf)
-    assert parting([a, c], [a, c]) is None
-    assert parting([], []) is None
-    assert parting([a, a, c], [a, b, a]) == (2, a, b)
-    assert parting([a], [a, b]) == (2, None, b)
-    assert parting([a, b], [a]) == (2, b, None)
 
 
 @pytest.mark.parametrize(
