@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.closure import ROOT
+from tests.test_running_out import change_plan
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -106,3 +107,22 @@ def test_it_ends_with_the_bytes_of_one_that_nobody_disturbed(prepared: Path, tmp
     assert list((repository / ".bakeoff/checkpoints" / RECIPE).iterdir()) == []
     assert "goes on" not in finish(calm, calm)
     assert results(third) == results(calm)
+
+
+def test_asked_to_end_torchrun_lets_its_workers_save(prepared: Path, tmp_path: Path) -> None:
+    """Placement ddp: the launcher asks torchrun, which asks the two workers, and whose own end is not theirs."""
+    workspace = shutil.copytree(prepared, tmp_path / "a clone")
+    change_plan(
+        workspace,
+        schedule={"micro_batch": 2, "grad_accumulation": 1},
+        device={"kind": "cpu", "count": 2},
+        placement="ddp",
+    )
+    training = start(workspace, workspace)
+    wait_until(lambda: len(saved(workspace)) > 1, training)
+    training.terminate()
+    _, said = training.communicate()
+    assert training.returncode == 128 + signal.SIGTERM, said
+    step = saved(workspace)[-1]
+    assert said.count(f"SIGTERM: saved at step {step} of 12; the same command goes on from there") == 1
+    assert "Traceback" not in said

@@ -19,12 +19,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from stages.kit.errors import UserError
+from stages.kit.publish import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
 
@@ -119,15 +120,15 @@ def kept_checkpoints(
     if not owner:
         yield checkpoints
         return
-    try:
-        lock = _locked(checkpoints.folder)
-    except OSError as error:
-        raise UserError(f"{checkpoints.folder} cannot hold checkpoints: {error}") from None
-    with lock:
-        (checkpoints.folder / FINISHED).unlink(missing_ok=True)
-        for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
-        (checkpoints.folder / IDENTITY).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(checkpoints.folder))
+            (checkpoints.folder / FINISHED).unlink(missing_ok=True)
+            for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
+                shutil.rmtree(path, ignore_errors=True)
+            publish_text(json.dumps(identity, indent=2) + "\n", checkpoints.folder / IDENTITY)
+        except OSError as error:
+            raise UserError(f"{checkpoints.folder} cannot hold checkpoints: {error}") from None
         _say_what_differs(checkpoints, identity)
         yield checkpoints
         with suppress(OSError):  # somebody has removed the folder: so much the better
@@ -145,16 +146,16 @@ def remove_finished(recipe_dir: Path) -> None:
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, the file named; None where every file is what its manifest says."""
-    manifest = checkpoint / MANIFEST
+    path = checkpoint / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-        for name, digest in files.items():
-            if _sha256(checkpoint / name) != digest:
-                return f"{checkpoint / name} is not what was saved"
+        for name, digest in json.loads(path.read_text(encoding="utf-8"))["sha256"].items():
+            path = checkpoint / name
+            if _sha256(path) != digest:
+                return f"{path} is not what was saved"
     except OSError as error:
-        return f"{error.filename} cannot be read: {error.strerror}"
+        return f"{path} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{manifest} is damaged: {error}"
+        return f"{path} is damaged: {error}"
     return None
 
 

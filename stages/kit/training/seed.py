@@ -25,13 +25,13 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Where Python's, NumPy's and torch's random numbers are, on the CPU and on every GPU; for states.py too."""
+    """Where Python's, NumPy's and torch's random numbers are, on the CPU and every GPU, as states.py can write it."""
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - what libraries draw from
     return {
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 

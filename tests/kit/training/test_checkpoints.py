@@ -1,5 +1,6 @@
 """Checkpoints on disk: complete or absent, kept to their number, one process at a time. What they hold is no matter."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -297,4 +298,16 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "r1").touch()
     with pytest.raises(UserError, match="cannot hold checkpoints"), kept_checkpoints(tmp_path / "r1", THIS, keep=2):
+        pass
+
+
+def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(on_disk, "publish_text", full_disk)
+    with (
+        pytest.raises(UserError, match=r"cannot hold checkpoints: .*No space left"),
+        kept_checkpoints(tmp_path, THIS, keep=2),
+    ):
         pass
