@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 class ResumableTrainer(SFTTrainer):
     """Without checkpoints and a trace, which preemption.py gives it, it does nothing of its own.
 
-    The order of the samples is no part of a checkpoint: accelerate's sampler draws it from (seed, epoch) alone.
+    The order of the samples is no part of a checkpoint: accelerate's sampler draws it from (seed, epoch) alone. Nor is
+    what a data loader's workers may have drawn: a collator that draws has to do it from the sample and the epoch.
     """
 
     checkpoints: Checkpoints | None = None
