@@ -166,7 +166,10 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _trainings(recipe_dir: Path) -> list[Path]:
-    return sorted(path for path in recipe_dir.iterdir() if path.is_dir()) if recipe_dir.is_dir() else []
+    """No links: a stage in a container can make some, and the launcher must not follow them out of what it may see."""
+    if not recipe_dir.is_dir():
+        return []
+    return sorted(path for path in recipe_dir.iterdir() if path.is_dir() and not path.is_symlink())
 
 
 def _thin_out(recipe_dir: Path, but: Path, keep: int) -> None:
@@ -203,13 +206,13 @@ def _locked(folder: Path) -> TextIO:
     """The folder's lock, open and held, the folder made if need be. Waits for whoever holds it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")
+        lock = _open_lock(folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("the same training is still running, or saving its work; waiting for its end (%s)", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_still_there(lock):
+        if _is_still_there(lock, folder):
             return lock
         lock.close()  # whoever held it has removed the folder
 
@@ -218,7 +221,7 @@ def _locked(folder: Path) -> TextIO:
 def _unless_in_use(folder: Path) -> Iterator[bool]:
     """Whether nobody else works on the folder, nor can during the block."""
     try:
-        lock = (folder / LOCK).open("a")
+        lock = _open_lock(folder)
     except OSError:
         yield False
         return
@@ -231,9 +234,13 @@ def _unless_in_use(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def _is_still_there(lock: TextIO) -> bool:
+def _open_lock(folder: Path) -> TextIO:
+    return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+
+
+def _is_still_there(lock: TextIO, folder: Path) -> bool:
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(lock.fileno()), Path(lock.name).stat())
+        return os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat())
     return False
 
 

@@ -230,6 +230,20 @@ def test_only_what_is_finished_is_removed_in_the_end(tmp_path: Path) -> None:
         assert not (other.folder / FINISHED).exists()
 
 
+def test_links_that_a_stage_left_there_lead_nobody_out(tmp_path: Path) -> None:
+    """The launcher, outside the container, must not touch what they lead to."""
+    outside, recipe_dir = tmp_path / "outside", tmp_path / "r1"
+    for folder in (outside, recipe_dir / "training"):
+        folder.mkdir(parents=True)
+        (folder / FINISHED).touch()
+    (recipe_dir / "link").symlink_to(outside)
+    (recipe_dir / "training" / LOCK).symlink_to(outside / "made")
+    remove_finished(recipe_dir)
+    with kept_checkpoints(recipe_dir, THIS, keep=1) as checkpoints:
+        save(checkpoints, 1)
+    assert [path.name for path in outside.iterdir()] == [FINISHED]
+
+
 def test_other_processes_of_a_training_only_write(tmp_path: Path) -> None:
     with (
         kept_checkpoints(tmp_path, THIS, keep=2) as first,
