@@ -2,11 +2,13 @@
 
 Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
-        data/runs/RECIPE/training/  training.json (totals), and curves in DVCLive's form
+        data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves in DVCLive's form
         data/report/TASK/memory/RECIPE/train.json  what the process held
+Keeps   .bakeoff/checkpoints/RECIPE/, while it trains; the same command goes on from there
 Run     docker/run train r1-llm-only
 
 Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.
+Asked to end, it saves after the step under way and ends as if killed by the signal.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import click
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 
+from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
@@ -39,11 +42,16 @@ from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.params import load_params, made_by
 from stages.kit.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.publish import published
+from stages.kit.signals import ENDING, GRACE_S, heeded
+from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.peak import PeakMemory
+from stages.kit.training.preemption import train_to_the_end
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
 from stages.kit.training.record import TrainingRecord, write_record
 from stages.kit.training.seed import seed_everything
+from stages.kit.training.trace import TRACE_FILE, write_trace
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks import load_task
 
@@ -61,6 +69,8 @@ def main(recipe: str, attempt: int) -> None:
     if plan.placement in DATA_PARALLEL and "LOCAL_RANK" not in os.environ:
         run_one_process_a_device(plan, attempt)
         return
+    if "LOCAL_RANK" in os.environ:
+        end_with_own_parent()
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
     if attempt:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
@@ -71,12 +81,16 @@ def main(recipe: str, attempt: int) -> None:
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
     # What a person may have to mend is looked at before the weights, which can take minutes to load.
-    reporting = wandb_settings(load_params().tracking, recipe)
+    params = load_params()
+    reporting = wandb_settings(params.tracking, recipe)
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
+    identity = identity_of(plan, attempt=attempt, base=base_lineage, data_path=Path(plan.data_dir, "train.parquet"))
+    # Below the repository also when DVC runs an experiment in a clone that it throws away.
+    recipe_dir = checkpoints_dir(Path(os.environ.get("DVC_ROOT", ".")), recipe)
 
     memory = MemoryLog(plan.device, plan.placement)
     model = load_model(
@@ -95,6 +109,7 @@ def main(recipe: str, attempt: int) -> None:
 
     run_dir = Path("data/runs") / recipe
     with (
+        kept_checkpoints(recipe_dir, identity, keep=params.checkpoints.keep, owner=is_first_process()) as checkpoints,
         published(run_dir / "training", keep=is_first_process()) as training_dir,
         published(run_dir / "trained", keep=is_first_process()) as trained_dir,
         tempfile.TemporaryDirectory() as scratch,
@@ -111,12 +126,9 @@ def main(recipe: str, attempt: int) -> None:
             scratch_dir=Path(scratch),
             **reporting,
         )
-        started = time.monotonic()
-        result = trainer.train()
-        if result.global_step != plan.schedule.num_steps:
-            raise UserError(f"training stopped at step {result.global_step} of {plan.schedule.num_steps}")
+        trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
-        record = TrainingRecord.of(plan, trainer.state, attempt=attempt, seconds=time.monotonic() - started, peak=peak)
+        record = TrainingRecord.of(plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak=peak)
         trained = trainer.accelerator.unwrap_model(trainer.model)
         tensors = trained_tensors(trained)
         if is_first_process():
@@ -125,6 +137,7 @@ def main(recipe: str, attempt: int) -> None:
                 trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
             )
             write_record(record, training_dir / "training.json")
+            write_trace(trace, training_dir / TRACE_FILE)
             write_stage_memory(memory.finish("train", recipe), task=plan.task)
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 
@@ -132,17 +145,24 @@ def main(recipe: str, attempt: int) -> None:
 def run_one_process_a_device(plan: Plan, attempt: int) -> None:
     """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
-    Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does.
+    Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does; also where
+    they were asked to end, once they have saved their work.
     """
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_S)  # torchrun's own, 30 s, may not suffice to save
+    asked = ",".join(number.name for number in heeded())
     worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
     try:
-        torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "-m", *worker])
+        torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
+    except SignalException as request:
+        sys.exit(128 + request.sigval)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if OUT_OF_MEMORY in codes:
             raise OutOfMemory("a process of the training ran out of memory") from None
         if -signal.SIGKILL in codes:
             sys.exit(128 + signal.SIGKILL)
+        if ended_by := codes & {128 + number for number in ENDING}:
+            sys.exit(max(ended_by))
         raise
 
 

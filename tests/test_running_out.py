@@ -129,7 +129,7 @@ def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> i
         workspace_dir=workspace,
         source_dir=None,
         hub_dir=None,
-        kept_dir=None,
+        kept_dirs=(),
         gpus=(),
         caller={},
         terminal=False,

@@ -263,10 +263,24 @@ class TrackingParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class CheckpointParams:
+    """When a training is saved, to go on from there if it is interrupted. No result depends on it."""
+
+    every_minutes: Rate | None = 15.0
+    """Null: not by the clock."""
+    every_steps: Positive | None = None
+    """Also after every so many optimizer steps; null: not by their count. A training that is asked to end is saved
+    whatever these say."""
+    keep: Positive = 2
+    """How many are kept of a recipe. While one is written there is one more."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class Params:
     profile: Name
     data: DataParams
     tracking: TrackingParams
+    checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from stages.kit.containers.environment import stage_environment
 from stages.kit.errors import OUT_OF_MEMORY
@@ -31,6 +32,7 @@ def planned(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = small_params(tiny_vlm)
     raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 1}
     raw["profiles"]["tiny"]["memory"].update(precision="bf16", quantization="as-recipe", attn="auto")
+    raw["checkpoints"]["every_steps"] = 1
     for recipe in raw["recipes"].values():
         recipe["max_steps"] = 2
     with pytest.MonkeyPatch.context() as patch:
@@ -106,6 +108,44 @@ def test_the_same_training_twice_gives_the_same_bytes(workspace: Path, recipe: s
         weights.append({path.name: path.read_bytes() for path in sorted(trained_dir.rglob("*.safetensors"))})
     assert weights[0]
     assert weights[0] == weights[1]
+
+
+KILLED_AFTER_A_SAVE = """
+import os
+from stages.kit.training.resumable import ResumableTrainer
+
+save = ResumableTrainer._save_checkpoint
+
+def save_and_die(trainer, *args):
+    save(trainer, *args)
+    os._exit(9)
+
+ResumableTrainer._save_checkpoint = save_and_die
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [(NF4, {}), (BF16, {}), (NF4, {"precision": "fp16", "optimizer": "adamw_8bit"})],
+)
+def test_a_training_that_was_killed_goes_on_with_the_same_bytes(
+    workspace: Path, recipe: str, settings: dict[str, str]
+) -> None:
+    run_dir = workspace / "data/runs" / recipe
+    yaml = YAML()
+    plan = yaml.load(run_dir / "plan.yaml")
+    yaml.dump({**plan, **settings}, run_dir / "plan.yaml")
+    results = []
+    for before in ("", KILLED_AFTER_A_SAVE):
+        if before:
+            assert run(workspace, "train", recipe, before=before).returncode == 9
+        result = run(workspace, "train", recipe)
+        assert result.returncode == 0, result.stderr
+        assert ("goes on from step 1 of 2" in result.stderr) == bool(before)
+        weights = {path.name: path.read_bytes() for path in sorted((run_dir / "trained").rglob("*.safetensors"))}
+        results.append((weights, (run_dir / "training/trace.csv").read_text()))
+        shutil.rmtree(workspace / ".bakeoff")
+    assert results[0] == results[1]
 
 
 def test_a_training_that_runs_out_of_a_gpus_memory_ends_with_its_own_exit_code(workspace: Path) -> None:

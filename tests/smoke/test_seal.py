@@ -15,6 +15,7 @@ import pytest
 
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.signals import ENDING
 from tests.smoke.conftest import ENGINE, SECRETS, client, containers, environment, wait_until
 
 pytestmark = pytest.mark.engine
@@ -30,7 +31,7 @@ def save(number, frame):
     print(f"saved on {signal.Signals(number).name}", flush=True)
     sys.exit(75)
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, save)
 subprocess.Popen(["sleep", "612.75"])
 print("ready", flush=True)
@@ -262,8 +263,9 @@ def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start,
     assert "size=4g" in host["Tmpfs"]["/tmp"]
     assert told["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
     writable = {mount["Destination"] for mount in told["Mounts"] if mount["RW"]}
+    checkpoints = playground / ".bakeoff/checkpoints/r1-llm-only"
     outputs = ("data/runs/r1-llm-only", "data/report/detection/memory/r1-llm-only")
-    assert writable == {*(str(playground / output) for output in outputs), "/run/bakeoff/ready"}
+    assert writable == {*(str(playground / output) for output in outputs), str(checkpoints), "/run/bakeoff/ready"}
     everything = json.dumps(told)
     assert not any(secret in everything for secret in SECRETS.values())
 
@@ -275,7 +277,7 @@ def test_no_secret_is_in_the_list_of_processes(start: Start) -> None:
     assert not any(secret in shown for secret in SECRETS.values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_stage_asked_to_end_saves_first_and_then_fails(
     start: Start, playground: Path, number: signal.Signals
 ) -> None:

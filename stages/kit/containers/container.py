@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 from stages.kit.containers.client import Client
 from stages.kit.containers.environment import TMP_DIR, container_environment
 from stages.kit.containers.images import image_references
-from stages.kit.containers.inside import GRACE_S
 from stages.kit.containers.mounts import make_places, mounts
 from stages.kit.containers.outputs import Outputs, claimed_outputs
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage
@@ -27,6 +26,7 @@ from stages.kit.containers.process import forwarded_signals
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
 from stages.kit.provenance import Machine
+from stages.kit.signals import GRACE_S
 
 CLIENTS = ("docker", "podman")
 
@@ -85,7 +85,7 @@ class ContainerEngine:
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end; where its exit code is 0, its outputs are in the workspace.
 
-        SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end. Killed, the launcher is missed by the
+        The signals that ask to end go on to the stage, which decides how. Killed, the launcher is missed by the
         first process of the container, which then ends the stage.
         """
         workspace_dir = stage_run.workspace_dir
@@ -117,6 +117,7 @@ class ContainerEngine:
             *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
             *(self._options_of_podman(stage_run) if self.client.is_podman else self._options_of_docker(stage_run)),
             *_environment_options(stage_run, terminal=terminal),
+            *("--env", f"BAKEOFF_IMAGE={self.image_id}"),
             *mount_options,
             *(self.image_id, "python", "-m", "stages.kit.containers.inside", *stage_run.command),
         ]

@@ -18,6 +18,7 @@ from stages.kit.containers.machine import this_machine
 from stages.kit.containers.oom_kills import OF_THIS_CONTAINER, oom_kills
 from stages.kit.containers.process import forwarded_signals, run_stage
 from stages.kit.errors import OUT_OF_MEMORY
+from stages.kit.signals import GRACE_S
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
@@ -25,9 +26,6 @@ LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 READY = Path("/run/bakeoff/ready")
 """Written to when signals are no longer lost: the first process of a container ignores what it does not handle. What is
 written is the machine that the stage runs on, for its provenance."""
-
-GRACE_S = 120
-"""What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.memory.record import read_memory_record
 from stages.kit.params import DeviceParams, Params, load_params
 from stages.kit.plan import read_plan
+from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 
@@ -62,7 +63,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             workspace_dir=WORKSPACE_DIR,
             source_dir=source_dir(source),
             hub_dir=hub_cache(os.environ) if source.startswith("hub:") else None,
-            kept_dir=tracking_dir(os.environ) if stage == "train" and tracking.wandb else None,
+            kept_dirs=kept_dirs(stage, args, params, os.environ),
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
             terminal=sys.stderr.isatty(),
@@ -71,6 +72,8 @@ def main(stage: str, args: tuple[str, ...]) -> None:
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
         if ended.code == 0 and witness is not None:
             witness.testify(ended, attempt=attempt, gpus=gpus)
+    if stage == "train" and args and ended.code == 0:  # only now are its outputs where they belong, whatever the engine
+        remove_finished(checkpoints_dir(repository_dir(os.environ), args[0]))
     sys.exit(ended.code)
 
 
@@ -151,6 +154,14 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
     """As huggingface_hub chooses it (huggingface_hub/constants.py)."""
     cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+
+
+def kept_dirs(stage: str, args: tuple[str, ...], params: Params, caller: Mapping[str, str]) -> tuple[Path, ...]:
+    """What a training writes to beside its outputs; nothing for the other stages, and for a name it will refuse."""
+    if stage != "train" or not args or args[0] not in params.recipes:
+        return ()
+    tracked = (tracking_dir(caller),) if params.tracking.wandb else ()
+    return (checkpoints_dir(repository_dir(caller), args[0]), *tracked)
 
 
 def tracking_dir(caller: Mapping[str, str]) -> Path:

@@ -59,10 +59,9 @@ def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[
     found.append(Mount(source=outputs.view_dir, target=workspace_dir))
     for folder in outputs.folders:
         found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
-    for path in (stage_run.hub_dir, stage_run.kept_dir):
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-            found.append(Mount(source=path, target=path, writable=True))
+    for path in (*([stage_run.hub_dir] if stage_run.hub_dir else []), *stage_run.kept_dirs):
+        path.mkdir(parents=True, exist_ok=True)
+        found.append(Mount(source=path, target=path, writable=True))
     found += [
         Mount(source=outputs.lock_path, target=LAUNCHER_LOCK),
         Mount(source=outputs.ready_path, target=READY, writable=True),

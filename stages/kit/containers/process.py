@@ -17,12 +17,7 @@ from stages.kit.containers.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.containers.parent_death import end_with_parent
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import OUT_OF_MEMORY
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-SAME_WISH_S = 2.0
-"""Signals within this time are one wish to end: a closed terminal or a killed dvc sends several, by several ways, and
-a stage that is saving its work must not be interrupted by the second."""
+from stages.kit.signals import SAME_WISH_S, heeded
 
 
 class Receiver(Protocol):
@@ -71,7 +66,7 @@ class ProcessEngine:
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
 
-        SIGINT, SIGTERM and SIGHUP go on to the stage, which decides how to end; whatever it started and left
+        The signals that ask to end go on to the stage, which decides how to end; whatever it started and left
         behind is killed. One that the kernel killed for want of memory ran out of memory.
         """
         environment = stage_environment(
@@ -116,19 +111,11 @@ def run_stage(
 
 @contextmanager
 def forwarded_signals() -> Iterator[ForwardedSignals]:
-    """Take the signals that would end the launcher, for who runs the stage.
-
-    SIGHUP stays ignored where the caller, nohup, ignores it.
-    """
+    """Take the signals that ask to end, for who runs the stage."""
     signals = ForwardedSignals()
-    taken = [number for number in FORWARDED if not _is_ignored_by_nohup(number)]
-    before = {number: signal.signal(number, signals.on_signal) for number in taken}
+    before = {number: signal.signal(number, signals.on_signal) for number in heeded()}
     try:
         yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_ignored_by_nohup(number: signal.Signals) -> bool:
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

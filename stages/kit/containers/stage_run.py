@@ -23,8 +23,8 @@ class StageRun:
     """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
     hub_dir: Path | None
     """The hub's cache, where the stage fetches from the hub: only then it has the network, and the token; absolute."""
-    kept_dir: Path | None
-    """A folder that it may write to beside its outputs, kept between runs: for tracked runs; absolute."""
+    kept_dirs: tuple[Path, ...]
+    """Folders that it may write to beside its outputs, kept between runs: checkpoints, tracked runs; absolute."""
     gpus: tuple[str, ...]
     """The UUIDs of the GPUs that are leased to it; it may see no other."""
     caller: Mapping[str, str]

@@ -24,7 +24,7 @@ class LineProgress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.started = time.monotonic()
+        self.started, self.first = time.monotonic(), state.global_step
 
     def on_log(
         self,
@@ -36,7 +36,7 @@ class LineProgress(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
-        rate = state.global_step / (time.monotonic() - self.started)
+        rate = (state.global_step - self.first) / (time.monotonic() - self.started)
         left = (state.max_steps - state.global_step) / rate
         log.info(
             "step %d/%d  loss %.4f  %.2f steps/s  %d:%02d left",
@@ -67,6 +67,12 @@ class LiveMetrics(TrainerCallback):
     def __init__(self, live: Live) -> None:
         self.live = live
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for logs in state.log_history:  # of the steps before the checkpoint that this training goes on from
+            self._write(int(logs["step"]), logs)
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -75,11 +81,15 @@ class LiveMetrics(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if state.is_world_process_zero and logs and "loss" in logs:
-            self.live.step = state.global_step
-            for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy"):
-                if name in logs:
-                    self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
+        self._write(state.global_step, logs or {})
+
+    def _write(self, step: int, logs: dict[str, float]) -> None:
+        if "loss" not in logs:
+            return
+        self.live.step = step
+        for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy"):
+            if name in logs:
+                self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
 
 
 def progress_callback() -> TrainerCallback:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.models.sharding import local
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak
+from stages.kit.training.seed import random_state, set_random_state
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -86,11 +85,9 @@ def unchanged(trainer: RecipeTrainer) -> Iterator[None]:
     model = trainer.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     counted = copy.deepcopy((trainer._metrics, trainer._total_train_tokens))  # noqa: SLF001 - TRL's SFTTrainer
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - what libraries draw from
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
+    drawn = random_state()
+    yield
+    set_random_state(drawn)
     trainer._metrics, trainer._total_train_tokens = counted  # noqa: SLF001
     for parameter in model.parameters():
         parameter.grad = None

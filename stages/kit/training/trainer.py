@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer with what a recipe adds: a learning rate for each part, the start contract, a rehearsal, experts
-balanced over the whole effective batch, and a loss for routers alone."""
+"""TRL's SFTTrainer, resumable, with what a recipe adds: a learning rate for each part, the start contract, a rehearsal,
+experts balanced over the whole effective batch, and a loss for routers alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
@@ -22,10 +22,11 @@ from stages.kit.training.balance import LoadBalance
 from stages.kit.training.collators import IGNORED
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal
+from stages.kit.training.resumable import ResumableTrainer
 from stages.kit.training.router_labels import RouterLabels
 
 
-class RecipeTrainer(SFTTrainer):
+class RecipeTrainer(ResumableTrainer):
     def __init__(
         self,
         plan: Plan,
@@ -173,8 +174,12 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         remove_unused_columns=False,
         # DDP would look for them in what the model returns, where the loss of routers does not show.
         ddp_find_unused_parameters=False if plan.loss == "router-labels" else None,
-        # Else a sharded model's gradients would be kept whole, in fp32, until the step's last micro-batch.
-        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": plan.placement == "sharded"}},
+        accelerator_config={
+            # The order of the samples is drawn from (data_seed, epoch), whatever else draws random numbers.
+            "use_seedable_sampler": True,
+            # Else a sharded model's gradients would be kept whole, in fp32, until the step's last micro-batch.
+            "gradient_accumulation_kwargs": {"sync_each_batch": plan.placement == "sharded"},
+        },
         dataloader_num_workers=plan.dataloader_workers,
         dataloader_pin_memory=plan.device.kind == "cuda",
         logging_steps=max(1, min(10, schedule.num_steps // 20)),

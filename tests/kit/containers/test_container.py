@@ -24,6 +24,7 @@ from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
 from stages.kit.provenance import Machine
+from stages.kit.signals import ENDING
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,13 +79,13 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def workspace(tmp_path: Path) -> Path:
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker")
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
         *(
             f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
         ),
     ):
         shutil.copy(ROOT / path, workspace / path)
@@ -106,7 +107,7 @@ def options(call: list[str], name: str) -> list[str]:
 
 
 def run_of(workspace: Path, stage: str = "plan", name: str = "r1-llm-only", **changes: Any) -> StageRun:
-    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None, "gpus": (), "caller": {}}
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
     return StageRun(stage=stage, args=(name,), workspace_dir=workspace, terminal=False, **(plain | changes))
 
 
@@ -139,6 +140,7 @@ def test_it_is_the_image_itself_that_runs_and_not_what_later_bears_its_name(clie
         "plan",
         "r1-llm-only",
     ]
+    assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
 
 
 def test_a_further_attempt_is_told_to_the_stage_alone(clients: Path, workspace: Path) -> None:
@@ -304,7 +306,7 @@ def test_a_changed_lock_is_another_image(clients: Path, workspace: Path) -> None
     assert set(before).isdisjoint(image_references(workspace, "cpu"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
     clients: Path, workspace: Path, number: signal.Signals
 ) -> None:

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
-from stages.kit.containers.launch import gpus_wanted, hub_cache, source_dir, source_of
+from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
 from stages.kit.params import DeviceParams, load_params
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
 
@@ -65,13 +66,13 @@ def workspace(tmp_path: Path) -> Path:
     """A repository of DVC's with one stage, which wants one GPU."""
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "stages/__init__.py",
         *(
             f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
         ),
     ):
         shutil.copy(ROOT / path, workspace / path)
@@ -205,3 +206,16 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
     assert hub_cache({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}) == Path("/hf")
     assert hub_cache({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
     assert hub_cache({}) == Path.home() / ".cache/huggingface"
+
+
+def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:
+    params = load_params(ROOT / "params.yaml")
+    caller = {"DVC_ROOT": "/repository"}
+    checkpoints = Path("/repository/.bakeoff/checkpoints/r1-llm-only")
+    assert kept_dirs("train", ("r1-llm-only",), params, caller) == (checkpoints,)
+    assert kept_dirs("train", ("r1-llm-only",), params, {}) == (ROOT / ".bakeoff/checkpoints/r1-llm-only",)
+    tracked = replace(params, tracking=replace(params.tracking, wandb=True))
+    runs = Path("/repository/.bakeoff/tracking")
+    assert kept_dirs("train", ("r1-llm-only",), tracked, caller) == (checkpoints, runs)
+    for stage, args in (("merge", ("r1-llm-only",)), ("train", ()), ("train", ("--help",)), ("train", ("../../x",))):
+        assert kept_dirs(stage, args, tracked, caller) == ()

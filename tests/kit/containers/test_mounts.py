@@ -36,7 +36,7 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def run_of(workspace: Path, **changes: Any) -> StageRun:
-    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None, "gpus": (), "caller": {}}
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
     return StageRun(stage="merge", args=("r1",), workspace_dir=workspace, terminal=False, **(plain | changes))
 
 
@@ -170,15 +170,14 @@ def test_without_links_no_cache_is_seen(workspace: Path) -> None:
     assert not any(".dvc" in str(mount.source) for mount in mounts_of(run_of(workspace)))
 
 
-@pytest.mark.parametrize("kind", ["hub_dir", "kept_dir"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_kept_folders_are_made_and_writable_wherever_they_lie(
-    workspace: Path, tmp_path: Path, kind: str, inside: bool
-) -> None:
-    folder = (workspace if inside else tmp_path) / ".bakeoff/kept"
-    found = mounts_of(run_of(workspace, **{kind: folder}))
-    assert folder.is_dir()
-    assert Mount(source=folder, target=folder, writable=True) in found
+def test_kept_folders_are_made_and_writable_wherever_they_lie(workspace: Path, tmp_path: Path, inside: bool) -> None:
+    hub, *kept = ((workspace if inside else tmp_path) / ".bakeoff" / name for name in ("hub", "checkpoints/r1", "runs"))
+    found = mounts_of(run_of(workspace, hub_dir=hub, kept_dirs=tuple(kept)))
+    for folder in (hub, *kept):
+        assert folder.is_dir()
+        assert Mount(source=folder, target=folder, writable=True) in found
+    assert not any(mount.writable for mount in found if mount.target.name in (".bakeoff", "checkpoints"))
 
 
 def test_certificates_of_the_caller_go_only_where_the_network_is(workspace: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import OUT_OF_MEMORY
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.signals import ENDING
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,7 @@ if what == "wait":
         def save(number, frame):
             note(f"signal {number}")
             sys.exit(75)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, save)
     if "worker" in sys.argv:
         note(f"pid {subprocess.Popen(['sleep', '600']).pid}")
@@ -77,14 +78,14 @@ def workspace(tmp_path: Path) -> Path:
     """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
     workspace = tmp_path / "a workspace"
     shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
+    for folder in ("containers", "memory", "training"):
         shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
     for path in (
         "params.yaml",
         "stages/__init__.py",
         *(
             f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
+            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
         ),
     ):
         shutil.copy(ROOT / path, workspace / path)
@@ -162,7 +163,7 @@ def test_options_after_the_stage_are_the_stages_own(start: Start, workspace: Pat
     assert output.strip() == "['--help', '-x', 'r1']"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
     start: Start, workspace: Path, number: signal.Signals
 ) -> None:
@@ -208,6 +209,24 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
         assert not is_gone(launcher)
         assert not is_gone(stage)
         psutil.Process(launcher).kill()
+
+
+@pytest.mark.parametrize(("code", "left"), [("0", ["unfinished"]), ("3", ["finished", "unfinished"])])
+def test_a_finished_trainings_checkpoints_are_removed_once_it_has_ended_well(
+    start: Start, workspace: Path, tmp_path: Path, code: str, left: list[str]
+) -> None:
+    """Below the repository that DVC names, of that recipe alone."""
+    of_recipe = tmp_path / "repository/.bakeoff/checkpoints/r1-llm-only"
+    other = tmp_path / "repository/.bakeoff/checkpoints/r2-vision-only/finished"
+    for folder in (of_recipe / "finished", of_recipe / "unfinished", other):
+        (folder / "step-000001").mkdir(parents=True)
+        (folder / "lock").touch()
+        if folder.name == "finished":
+            (folder / "finished").touch()
+    (workspace / "stages/train.py").write_text(f"import sys; sys.exit({code})")
+    assert start("train", "r1-llm-only", DVC_ROOT=str(tmp_path / "repository")).wait() == int(code)
+    assert sorted(path.name for path in of_recipe.iterdir()) == left
+    assert other.exists()
 
 
 def test_an_unknown_engine_is_refused_and_the_known_ones_named(start: Start) -> None:
@@ -352,7 +371,7 @@ def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_
     monkeypatch.setattr(process, "OF_THE_MACHINE", (counter,))
     stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
     (workspace / "stages/train.py").write_text(stage)
-    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dir": None}
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": ()}
     run = StageRun(stage="train", args=(), workspace_dir=workspace, gpus=(), caller=CALLER, terminal=False, **plain)
     assert ProcessEngine().run(run).code == code
 

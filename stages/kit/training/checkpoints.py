@@ -1,0 +1,258 @@
+"""Checkpoints on disk: complete or absent, kept to a number, and found again by the same training only.
+
+    .bakeoff/checkpoints/RECIPE/FINGERPRINT/step-000120/    what resumable.py writes, and manifest.json
+                                            fingerprint.json    what the training is known by
+                                            lock                held while a process trains or removes it
+
+A checkpoint is written aside, reaches the disk with a digest of each file, and only then takes its name: one that was
+cut short is never found. They lie below the repository of the person, not in a workspace that DVC throws away, and are
+no output: DVC never sees half a training. Imports nothing heavy: the launcher removes what has served its purpose.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from stages.kit.errors import UserError
+from stages.kit.publish import publish_text
+
+MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
+
+log = logging.getLogger(__name__)
+
+
+def checkpoints_dir(repository_dir: Path, recipe: str) -> Path:
+    """Where the checkpoints of a recipe lie, those of all its trainings."""
+    return repository_dir / ".bakeoff/checkpoints" / recipe
+
+
+def digest_of(identity: Mapping[str, str]) -> str:
+    """The fingerprint of a training that is known by these facts (fingerprint.py)."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Those of one training."""
+
+    folder: Path
+    """Named by the training's fingerprint."""
+    keep: int
+    """How many there are at most of its recipe, this training's first; what another process works on is not counted."""
+
+    def at(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def aside(self, step: int) -> Path:
+        """Where the checkpoint of a step is written, before it has its name."""
+        return self.folder / f".step-{step:06d}.partial"
+
+    def newest(self) -> int | None:
+        """The last step of which there is an undamaged checkpoint; every damaged one is warned of, its file named."""
+        for step in reversed(_steps(self.folder)):
+            problem = damage(self.at(step))
+            if problem is None:
+                return step
+            log.warning("%s; this checkpoint is passed over", problem)
+        return None
+
+    def begin(self, step: int) -> None:
+        """Make the empty folder that `aside` names. What it holds counts for nothing until `complete`."""
+        self.abandon(step)
+        self.aside(step).mkdir()
+
+    def complete(self, step: int, names: Sequence[str]) -> int:
+        """Give the checkpoint its name, once these files of it are on the disk; returns their size in bytes.
+
+        What there is too much of is then removed, the oldest first. Raises OSError where a file is missing, or the disk
+        is full.
+        """
+        aside = self.aside(step)
+        files = {name: _sha256(aside / name) for name in sorted(names)}
+        size_bytes = sum((aside / name).stat().st_size for name in files)
+        (aside / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
+        for path in (*(aside / name for name in files), aside / MANIFEST, aside):
+            _to_disk(path)
+        shutil.rmtree(self.at(step), ignore_errors=True)  # a damaged one
+        aside.rename(self.at(step))
+        _to_disk(self.folder)
+        self._remove_surplus(step)
+        return size_bytes
+
+    def abandon(self, step: int) -> None:
+        """Remove what was begun and cannot be completed."""
+        shutil.rmtree(self.aside(step), ignore_errors=True)
+
+    def _remove_surplus(self, newest: int) -> None:
+        """What is later than the newest was found damaged, or it would have been gone on from."""
+        own = _steps(self.folder)
+        kept = [step for step in own if step <= newest][-self.keep :]
+        for step in set(own) - set(kept):
+            shutil.rmtree(self.at(step), ignore_errors=True)
+        with suppress(FileNotFoundError):  # another training removes them too
+            _thin_out(self.folder.parent, self.folder, self.keep - len(kept))
+
+
+@contextmanager
+def kept_checkpoints(
+    recipe_dir: Path, identity: Mapping[str, str], *, keep: int, owner: bool = True
+) -> Iterator[Checkpoints]:
+    """The checkpoints of the training that is known by `identity`, which no other process touches meanwhile.
+
+    Where one does, as after a dvc that was killed and has left it saving its work, this waits for its end. A block that
+    ends without an error has finished the training: `remove_finished` may then take its checkpoints away.
+
+    owner: False for all but the first of several processes that train together.
+    Raises UserError where nothing can be written there.
+    """
+    checkpoints = Checkpoints(folder=recipe_dir / digest_of(identity), keep=keep)
+    if not owner:
+        yield checkpoints
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(checkpoints.folder))
+            (checkpoints.folder / FINISHED).unlink(missing_ok=True)
+            for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
+                shutil.rmtree(path, ignore_errors=True)
+            publish_text(json.dumps(identity, indent=2) + "\n", checkpoints.folder / IDENTITY)
+        except OSError as error:
+            raise UserError(f"{checkpoints.folder} cannot hold checkpoints: {error}") from None
+        _say_what_differs(checkpoints, identity)
+        yield checkpoints
+        with suppress(OSError):  # somebody has removed the folder: so much the better
+            (checkpoints.folder / FINISHED).touch()
+
+
+def remove_finished(recipe_dir: Path) -> None:
+    """Remove the checkpoints of trainings that have ended, once their outputs are where they belong."""
+    for folder in _trainings(recipe_dir):
+        if (folder / FINISHED).exists():
+            with _unless_in_use(folder) as free:
+                if free:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, the file named; None where every file is what its manifest says."""
+    path = checkpoint / MANIFEST
+    try:
+        for name, digest in json.loads(path.read_text(encoding="utf-8"))["sha256"].items():
+            path = checkpoint / name
+            if _sha256(path) != digest:
+                return f"{path} is not what was saved"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} is damaged: {error}"
+    return None
+
+
+def _steps(folder: Path) -> list[int]:
+    """Of all checkpoints that have their name, in order."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _trainings(recipe_dir: Path) -> list[Path]:
+    """No links: a stage in a container can make some, and the launcher must not follow them out of what it may see."""
+    if not recipe_dir.is_dir():
+        return []
+    return sorted(path for path in recipe_dir.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _thin_out(recipe_dir: Path, but: Path, keep: int) -> None:
+    """Keep so many checkpoints of a recipe's other trainings: the last written, and all that are in use."""
+    found: list[Path] = []
+    for folder in _trainings(recipe_dir):
+        if folder != but:
+            found += (folder / f"step-{step:06d}" for step in _steps(folder))
+    by_age = sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[: max(0, len(by_age) - keep)]:
+        with _unless_in_use(path.parent) as free:
+            if free:
+                shutil.rmtree(path, ignore_errors=True)
+                if not _steps(path.parent):
+                    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _say_what_differs(checkpoints: Checkpoints, identity: Mapping[str, str]) -> None:
+    """Why work that was saved is not gone on from."""
+    if _steps(checkpoints.folder):
+        return
+    for folder in _trainings(checkpoints.folder.parent):
+        if folder != checkpoints.folder and (steps := _steps(folder)):
+            try:
+                theirs = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+                unlike = [name for name, value in identity.items() if theirs.get(name) != value]
+            except (OSError, ValueError, AttributeError):
+                unlike = []
+            what = f" (unlike this one in: {', '.join(unlike)})" if unlike else ""
+            log.info("step %d was saved by another training%s; not gone on from", steps[-1], what)
+
+
+def _locked(folder: Path) -> TextIO:
+    """The folder's lock, open and held, the folder made if need be. Waits for whoever holds it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _open_lock(folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("the same training is still running, or saving its work; waiting for its end (%s)", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_still_there(lock, folder):
+            return lock
+        lock.close()  # whoever held it has removed the folder
+
+
+@contextmanager
+def _unless_in_use(folder: Path) -> Iterator[bool]:
+    """Whether nobody else works on the folder, nor can during the block."""
+    try:
+        lock = _open_lock(folder)
+    except OSError:
+        yield False
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _open_lock(folder: Path) -> TextIO:
+    return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+
+
+def _is_still_there(lock: TextIO, folder: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat())
+    return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    """Have a file's content, or a folder's list of names, outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

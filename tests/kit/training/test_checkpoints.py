@@ -1,0 +1,327 @@
+"""Checkpoints on disk: complete or absent, kept to their number, one process at a time. What they hold is no matter."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.kit.errors import UserError
+from stages.kit.training import checkpoints as on_disk
+from stages.kit.training.checkpoints import (
+    FINISHED,
+    IDENTITY,
+    LOCK,
+    MANIFEST,
+    Checkpoints,
+    damage,
+    digest_of,
+    kept_checkpoints,
+    remove_finished,
+)
+from tests.closure import ROOT
+
+THIS, OTHER = {"code": "1", "data": "2"}, {"code": "9", "data": "2"}
+FILES = {"weights": b"0123456789" * 9, "state": b"{}", "empty": b""}
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.begin(step)
+        for name, content in FILES.items():
+            (checkpoints.aside(step) / name).write_bytes(content)
+        checkpoints.complete(step, [*FILES])
+
+
+def interrupted(recipe_dir: Path, identity: dict[str, str], *steps: int, keep: int = 2) -> Checkpoints:
+    """A training that was killed after it had saved these."""
+    with pytest.raises(Killed), kept_checkpoints(recipe_dir, identity, keep=keep) as checkpoints:
+        save(checkpoints, *steps)
+        raise Killed
+    return checkpoints
+
+
+def steps_of(checkpoints: Checkpoints) -> list[int]:
+    folder = checkpoints.folder
+    return [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("step-*"))] if folder.exists() else []
+
+
+def test_the_newest_is_found_again_by_the_same_training_and_no_other(tmp_path: Path) -> None:
+    interrupted(tmp_path, THIS, 9, 10, 100_000_000)
+    with kept_checkpoints(tmp_path, dict(reversed(THIS.items())), keep=2) as checkpoints:
+        assert checkpoints.newest() == 100_000_000
+        assert (checkpoints.at(10) / "weights").read_bytes() == FILES["weights"]
+    with kept_checkpoints(tmp_path, OTHER, keep=2) as checkpoints:
+        assert checkpoints.newest() is None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoints = interrupted(tmp_path_factory.mktemp("saved"), THIS, 1)
+    return checkpoints.at(1)
+
+
+@given(name=st.sampled_from([name for name, content in FILES.items() if content]), data=st.data())
+def test_any_byte_that_changes_is_found_and_its_file_named(saved: Path, name: str, data: st.DataObject) -> None:
+    content = bytearray(FILES[name])
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= data.draw(st.integers(1, 255))
+    try:
+        (saved / name).write_bytes(content)
+        assert damage(saved) == f"{saved / name} is not what was saved"
+    finally:
+        (saved / name).write_bytes(FILES[name])
+    assert damage(saved) is None
+
+
+@given(
+    text=st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", b'{"sha256": 1}', b'{"sha256": {"a": 1}}']))
+)
+def test_a_manifest_of_anything_else_is_named(saved: Path, text: bytes) -> None:
+    before = (saved / MANIFEST).read_bytes()
+    try:
+        (saved / MANIFEST).write_bytes(text)
+        assert str(saved) in (damage(saved) or "")
+    finally:
+        (saved / MANIFEST).write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("weights", lambda path: path.write_bytes(FILES["weights"][:-7])),
+        ("weights", Path.unlink),
+        ("weights", lambda path: (path.unlink(), path.mkdir())),
+        ("empty", lambda path: path.write_bytes(b"x")),
+        (MANIFEST, lambda path: path.write_bytes(path.read_bytes()[:-7])),
+        (MANIFEST, Path.unlink),
+    ],
+)
+def test_a_damaged_newest_is_passed_over_with_its_file_named_and_goes_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, harm: Callable[[Path], object]
+) -> None:
+    checkpoints = interrupted(tmp_path, THIS, 10, 20)
+    harm(checkpoints.at(20) / name)
+    with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
+        assert checkpoints.newest() == 10
+        assert f"{checkpoints.at(20) / name} " in caplog.text
+        assert "this checkpoint is passed over" in caplog.text
+        save(checkpoints, 15)
+        assert steps_of(checkpoints) == [10, 15]
+        save(checkpoints, 20)
+        assert checkpoints.newest() == 20
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_they_are_kept_to_their_number(tmp_path: Path, keep: int) -> None:
+    with kept_checkpoints(tmp_path, THIS, keep=keep) as checkpoints:
+        for step in range(1, 8):
+            save(checkpoints, step)
+            assert steps_of(checkpoints) == [*range(1, step + 1)][-keep:]
+
+
+def test_those_of_other_trainings_stay_until_their_room_is_taken_the_oldest_first(tmp_path: Path) -> None:
+    oldest = interrupted(tmp_path, {"code": "7"}, 70, keep=3)
+    other = interrupted(tmp_path, OTHER, 8, 9, keep=3)
+    for age, path in enumerate((other.at(9), other.at(8), oldest.at(70))):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    with kept_checkpoints(tmp_path, THIS, keep=3) as checkpoints:
+        assert (steps_of(oldest), steps_of(other)) == ([70], [8, 9])
+        save(checkpoints, 1)
+        assert (steps_of(oldest), steps_of(other)) == ([], [8, 9])
+        assert not oldest.folder.exists()
+        save(checkpoints, 2)
+        assert steps_of(other) == [9]
+        save(checkpoints, 3, 4)
+        assert (steps_of(other), steps_of(checkpoints)) == ([], [2, 3, 4])
+
+
+def test_what_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
+    with kept_checkpoints(tmp_path, OTHER, keep=1) as other:
+        save(other, 5)
+        with kept_checkpoints(tmp_path, THIS, keep=1) as checkpoints:
+            save(checkpoints, 1)
+        (other.folder / FINISHED).touch()
+        remove_finished(tmp_path)
+        assert steps_of(other) == [5]
+        assert not checkpoints.folder.exists()
+
+
+def test_it_is_said_what_another_training_differs_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    interrupted(tmp_path, OTHER, 5)
+    with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, THIS, keep=2):
+        assert caplog.messages == ["step 5 was saved by another training (unlike this one in: code); not gone on from"]
+    caplog.clear()
+    (tmp_path / digest_of(OTHER) / IDENTITY).write_text("nonsense")
+    with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, {"code": "3"}, keep=2):
+        assert caplog.messages == ["step 5 was saved by another training; not gone on from"]
+
+
+@pytest.mark.parametrize("killed_at", range(1, 7))
+def test_killed_at_any_moment_of_a_save_it_leaves_the_last_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    """Given to the disk are three files, the manifest, their folder, and, after the new name, the one around it."""
+    given = 0
+    to_disk = on_disk._to_disk
+
+    def count(path: Path) -> None:
+        nonlocal given
+        given += 1
+        if given == killed_at:
+            raise Killed
+        to_disk(path)
+
+    interrupted(tmp_path, THIS, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(on_disk, "_to_disk", count)
+        checkpoints = interrupted(tmp_path, THIS, 2)
+    with kept_checkpoints(tmp_path, THIS, keep=2):
+        assert checkpoints.newest() == (2 if killed_at == 6 else 1)
+        assert list(checkpoints.folder.glob(".*")) == []
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(on_disk, "_to_disk", lambda path: order.append(path.name))
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        order.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    checkpoints = interrupted(tmp_path, THIS, 1)
+    assert order == [*sorted(FILES), MANIFEST, checkpoints.aside(1).name, "rename", checkpoints.folder.name]
+
+
+def test_a_checkpoint_without_all_of_its_files_is_not_completed(tmp_path: Path) -> None:
+    with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
+        checkpoints.begin(1)
+        with pytest.raises(FileNotFoundError):
+            checkpoints.complete(1, ["weights"])
+        checkpoints.abandon(1)
+        assert checkpoints.newest() is None
+        assert list(checkpoints.folder.glob(".*")) == []
+
+
+def test_only_what_is_finished_is_removed_in_the_end(tmp_path: Path) -> None:
+    remove_finished(tmp_path / "never trained")
+    other = interrupted(tmp_path, OTHER, 1)
+    with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
+        save(checkpoints, 3)
+    assert steps_of(checkpoints) == [3]  # its outputs may still be on their way
+    remove_finished(tmp_path)
+    assert not checkpoints.folder.exists()
+    assert steps_of(other) == [1]
+    with kept_checkpoints(tmp_path, OTHER, keep=2):
+        assert not (other.folder / FINISHED).exists()
+
+
+def test_links_that_a_stage_left_there_lead_nobody_out(tmp_path: Path) -> None:
+    """The launcher, outside the container, must not touch what they lead to."""
+    outside, recipe_dir = tmp_path / "outside", tmp_path / "r1"
+    for folder in (outside, recipe_dir / "training"):
+        folder.mkdir(parents=True)
+        (folder / FINISHED).touch()
+    (recipe_dir / "link").symlink_to(outside)
+    (recipe_dir / "training" / LOCK).symlink_to(outside / "made")
+    remove_finished(recipe_dir)
+    with kept_checkpoints(recipe_dir, THIS, keep=1) as checkpoints:
+        save(checkpoints, 1)
+    assert [path.name for path in outside.iterdir()] == [FINISHED]
+
+
+def test_other_processes_of_a_training_only_write(tmp_path: Path) -> None:
+    with (
+        kept_checkpoints(tmp_path, THIS, keep=2) as first,
+        kept_checkpoints(tmp_path, THIS, keep=2, owner=False) as second,
+    ):
+        first.begin(1)
+        assert second.aside(1) == first.aside(1)
+        assert first.aside(1).is_dir()
+    assert (first.folder / FINISHED).exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from stages.kit.training.checkpoints import kept_checkpoints, remove_finished
+
+with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as checkpoints:
+    print("held", flush=True)
+    sys.stdin.readline()
+    checkpoints.begin(7)
+    checkpoints.complete(7, [])
+    if sys.argv[2] == "finishes":
+        import shutil
+        shutil.rmtree(checkpoints.folder)
+"""
+
+
+@pytest.mark.parametrize(("end", "newest"), [("is killed", 7), ("finishes", None)])
+def test_who_comes_second_waits_and_goes_on_from_what_the_first_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, newest: int | None
+) -> None:
+    """As after a dvc that was killed, and left a training that saves its work. The first may remove the folder."""
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), end],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    to_first, from_first = first.stdin, first.stdout
+    assert to_first is not None
+    assert from_first is not None
+    assert from_first.readline() == "held\n"
+    said: list[str] = []
+
+    def let_it_end(message: str, *args: object) -> None:
+        said.append(message % args)
+        to_first.write("\n")
+        to_first.flush()
+
+    monkeypatch.setattr(on_disk.log, "info", let_it_end)
+    with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
+        assert checkpoints.newest() == newest
+        assert (checkpoints.folder / LOCK).exists()
+    assert said[0].startswith("the same training is still running, or saving its work; waiting for its end")
+    assert first.wait() == 0
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot hold checkpoints"), kept_checkpoints(tmp_path, THIS, keep=2):
+        pass
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r1").touch()
+    with pytest.raises(UserError, match="cannot hold checkpoints"), kept_checkpoints(tmp_path / "r1", THIS, keep=2):
+        pass
+
+
+def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(on_disk, "publish_text", full_disk)
+    with (
+        pytest.raises(UserError, match=r"cannot hold checkpoints: .*No space left"),
+        kept_checkpoints(tmp_path, THIS, keep=2),
+    ):
+        pass

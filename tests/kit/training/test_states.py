@@ -1,0 +1,81 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from stages.kit.training import states
+from stages.kit.training.states import SUFFIXES, load_state, save_state
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+KEYS = st.one_of(st.text(), st.integers())
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def stem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states") / "process-0"
+
+
+@given(VALUES)
+def test_what_has_no_tensors_comes_back(stem: Path, value: Any) -> None:
+    save_state(value, stem)
+    assert load_state(stem) == value
+
+
+def test_tensors_come_back_bit_for_bit_wherever_they_lie(stem: Path) -> None:
+    """As an optimizer has them, keys that are numbers included."""
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    state: dict[str, Any] = {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": whole.T}, 10: {"exp_avg": torch.empty(0, 4)}},
+        "nan": [torch.tensor([math.nan, -0.0, math.inf]), math.inf],
+        "kinds": [torch.tensor([1, 2], dtype=kind) for kind in (torch.uint8, torch.int64, torch.bfloat16, torch.bool)],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "pair": (1, 2),
+    }
+    save_state(state, stem)
+    assert {path.suffix for path in stem.parent.iterdir()} == set(SUFFIXES)
+    found = load_state(stem)
+    assert torch.equal(found["state"][0]["exp_avg"], whole.T)
+    assert found["state"][0]["step"].shape == ()
+    assert found["state"][10]["exp_avg"].shape == (0, 4)
+    assert found["nan"][0].view(torch.int32).tolist() == state["nan"][0].view(torch.int32).tolist()
+    assert found["nan"][1] == math.inf
+    for one, other in zip(found["kinds"], state["kinds"], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert torch.equal(found["parameter"], torch.ones(2))
+    assert found["pair"] == [1, 2]
+
+
+def test_a_tensor_in_several_places_is_written_once_and_a_view_of_it_on_its_own(stem: Path) -> None:
+    table = torch.arange(1000.0)
+    save_state([table, {"again": table}, table[:10]], stem)
+    first, second, view = load_state(stem)
+    assert first is second["again"]
+    assert torch.equal(view, table[:10])
+    assert stem.with_suffix(".safetensors").stat().st_size < 2 * table.nbytes
+
+
+def test_a_full_disk_is_an_error_of_the_disk(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors says it in a text."""
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(states, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_state({"a": torch.ones(1)}, stem)
+
+
+def test_a_missing_folder_is_one_too(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file or directory"):
+        save_state({"a": torch.ones(1)}, tmp_path / "nowhere/process-0")
