@@ -9,18 +9,21 @@ from pathlib import Path
 from stages.kit.lineage import write_lineage
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
-from tests.closure import ROOT
+from tests.closure import ROOT, import_closure
 
-MODULES = ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish")
-"""Of the kit, what the launcher takes beside its own folder and that of the ladder."""
+
+def copy_launcher(workspace: Path) -> None:
+    """What `docker/run` needs, without params.yaml and dvc.yaml."""
+    shutil.copytree(ROOT / "docker", workspace / "docker")
+    for path in import_closure("stages.kit.containers.launch"):
+        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, workspace / path)
 
 
 def small_checkout(workspace: Path, *, pipeline: str, **stages: str) -> Path:
     """pipeline: dvc.yaml. stages: their code, by name. It has a base and a plan for r1-llm-only."""
-    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory"):
-        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
-    for path in ("params.yaml", "pyproject.toml", "stages/__init__.py", *(f"stages/kit/{name}.py" for name in MODULES)):
+    copy_launcher(workspace)
+    for path in ("params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / path, workspace / path)
     for name, code in stages.items():
         (workspace / "stages" / f"{name}.py").write_text(code, encoding="utf-8")

@@ -25,6 +25,7 @@ from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
 from stages.kit.provenance import Machine
 from stages.kit.signals import ENDING
+from tests.kit.containers.small_checkout import copy_launcher
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,16 +79,8 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     workspace = tmp_path / "a workspace"
-    shutil.copytree(ROOT / "docker", workspace / "docker")
-    for folder in ("containers", "memory", "training"):
-        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
-    for path in (
-        *("params.yaml", "dvc.yaml", "pyproject.toml", "stages/__init__.py"),
-        *(
-            f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
-        ),
-    ):
+    copy_launcher(workspace)
+    for path in ("params.yaml", "dvc.yaml", "pyproject.toml"):
         shutil.copy(ROOT / path, workspace / path)
     return workspace
 

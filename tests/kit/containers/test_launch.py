@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
 from stages.kit.params import DeviceParams, load_params
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
+from tests.kit.containers.small_checkout import copy_launcher
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,17 +65,7 @@ def driver(tmp_path: Path) -> FakeNvml:
 def workspace(tmp_path: Path) -> Path:
     """A repository of DVC's with one stage, which wants one GPU."""
     workspace = tmp_path / "a workspace"
-    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory", "training"):
-        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
-    for path in (
-        "stages/__init__.py",
-        *(
-            f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
-        ),
-    ):
-        shutil.copy(ROOT / path, workspace / path)
+    copy_launcher(workspace)
     params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}
     YAML().dump(params, workspace / "params.yaml")
     (workspace / "stages/train.py").write_text(STAGE)

@@ -23,6 +23,7 @@ from stages.kit.errors import OUT_OF_MEMORY
 from stages.kit.params import load_params
 from stages.kit.plan import resolve_plan, write_plan
 from stages.kit.signals import ENDING
+from tests.kit.containers.small_checkout import copy_launcher
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,18 +78,8 @@ Start = Callable[..., subprocess.Popen[str]]
 def workspace(tmp_path: Path) -> Path:
     """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
     workspace = tmp_path / "a workspace"
-    shutil.copytree(ROOT / "docker", workspace / "docker", ignore=shutil.ignore_patterns("*.lock"))
-    for folder in ("containers", "memory", "training"):
-        shutil.copytree(ROOT / "stages/kit" / folder, workspace / "stages/kit" / folder)
-    for path in (
-        "params.yaml",
-        "stages/__init__.py",
-        *(
-            f"stages/kit/{name}.py"
-            for name in ("__init__", "errors", "lineage", "params", "plan", "provenance", "publish", "signals")
-        ),
-    ):
-        shutil.copy(ROOT / path, workspace / path)
+    copy_launcher(workspace)
+    shutil.copy(ROOT / "params.yaml", workspace)
     (workspace / "stages/train.py").write_text(STAGE)
     return workspace
 
