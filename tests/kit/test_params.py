@@ -225,7 +225,7 @@ def test_any_damage_gives_a_message_or_valid_params(data: st.DataObject, tmp_pat
 def with_build(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """With a build of two recipes, and a recipe and a baseline that start from it."""
     build = {"task": "detection", "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"], **changes}
-    raw["builds"] = {"moe": build}
+    raw["builds"] = {**raw["builds"], "moe": build}
     raw["recipes"]["after"] = {**raw["recipes"]["r1-llm-only"], "base": "builds/moe"}
     raw["baselines"]["base-moe"] = {**raw["baselines"]["base-vlm"], "base": "builds/moe"}
     return raw
