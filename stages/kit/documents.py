@@ -159,6 +159,16 @@ def read_json(kind: type[T], path: Path, *, mend: str) -> T:
         raise damaged(path, problems(error, kind), mend=mend) from None
 
 
+def refusal(path: Path, found: Mapping[str, str], *more: str) -> UserError:
+    """To be raised for a file that a person wrote: every problem on a line of its own.
+
+    found: by dotted path. more: with their paths.
+    """
+    lines = [*(f"{where}: {problem}" for where, problem in found.items()), *more]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return UserError("\n  ".join([f"{path} has {count}:", *lines]))
+
+
 def damaged(path: Path, found: Mapping[str, str], *, mend: str) -> UserError:
     """To be raised for a file that a stage wrote. found: what is wrong with it, by dotted path."""
     said = [f"{where}: {what}" for where, what in found.items()]

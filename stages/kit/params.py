@@ -17,12 +17,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.kit.documents import Unreadable, dotted, nearest, problems, read_yaml
+from stages.kit.documents import Unreadable, dotted, nearest, problems, read_yaml, refusal
 from stages.kit.errors import UserError
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Loss = Literal["assistant-only", "all-tokens", "router-labels"]
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -99,9 +101,9 @@ class MemoryParams:
     """`none` trains every recipe on unquantized weights, whatever it asks for (a CPU has no nf4)."""
     micro_batch: Positive
     """Samples on one device in one forward pass; accumulation makes up the effective batch."""
-    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn: Attention = "auto"
     gradient_checkpointing: bool = False
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
+    optimizer: Optimizer = "adamw_torch"
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
     """One process on one device; one a device, each with the whole model; one a device, each with its share of every
     weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
@@ -329,11 +331,9 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     except ValidationError as error:
         found = {**problems(error, Params), **found}
         params = _salvaged(Params, raw)
-    lines = [f"  {where}: {problem}" for where, problem in found.items()]
-    lines += [f"  {contradiction}" for contradiction in _contradictions(params)]
-    if lines:
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise UserError("\n".join([f"{path} has {count}:", *lines]))
+    contradictions = _contradictions(params)
+    if found or contradictions:
+        raise refusal(path, found, *contradictions)
     return params
 
 
