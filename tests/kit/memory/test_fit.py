@@ -195,10 +195,10 @@ def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any,
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
-    with pytest.raises(UserError, match=r"memory\.json is missing or damaged: (?s:.*)dvc repro -f -s plan@r1-llm-only"):
+    with pytest.raises(UserError, match=r"memory\.json is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
         read_memory_record(path)
     path.unlink()
-    with pytest.raises(UserError, match="missing or damaged"):
+    with pytest.raises(UserError, match=r"memory\.json is missing; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
         read_memory_record(path)
 
 
