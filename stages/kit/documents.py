@@ -31,7 +31,7 @@ _TAG = "tag:yaml.org,2002:"
 _COLLECTIONS = ("map", "seq")
 _SCALARS = ("null", "bool", "int", "float")
 _TEXTS = ("str", "timestamp")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 T = TypeVar("T")
 Steps = tuple[str | int, ...]
@@ -136,9 +136,9 @@ class _Reader:
     def _text(self, text: str, steps: Steps) -> str:
         if "\0" in text:
             self._fault(steps, "the character of number 0, which no name and no path has")
-        if _SURROGATE.search(text):
+        if SURROGATE.search(text):
             self._fault(steps, "half of a surrogate pair, which is no character")
-        return _SURROGATE.sub("?", text)
+        return SURROGATE.sub("?", text)
 
     def _fault(self, steps: Steps, fault: str) -> None:
         self.faults.setdefault(dotted(steps), fault)

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ConfigDict
 from torch import nn
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.documents import read_json
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short, verified_lineage
 from stages.kit.models.processors import Processor, encode
@@ -48,6 +50,8 @@ class Certificate:
     """Of the frozen weights in training; the adapter was trained on nf4 weights where it says so, and merged into the
     unquantized ones."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     def problems(self) -> list[str]:
         found = []
         if not self.logit_deviation <= self.tolerance:  # a NaN is a problem too
@@ -69,13 +73,8 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    mend = f"rebuild it with: dvc repro merge@{merged.name}"
-    try:
-        certificate = Certificate(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing, and no model is evaluated without its certificate; {mend}") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+    command = f"dvc repro merge@{merged.name}"
+    certificate, mend = read_json(Certificate, path, mend=command), f"rebuild it with: {command}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"

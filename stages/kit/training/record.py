@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stages.kit.training.peak import PeakMemory
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -42,7 +42,7 @@ class TrainingRecord:
     """As logged last."""
     train_seconds: Amount
     samples_per_second: Amount
-    peak_memory_bytes: Annotated[int, Field(ge=1)]
+    peak_memory_bytes: Annotated[int, Field(ge=1, lt=2**63)]
     reserved_memory_bytes: Count
     memory_kind: str
     """See training/peak.py."""
