@@ -167,6 +167,12 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         {
             "recipe": name,
             "profile": plan.profile,
+            "attempt": 0,
+            "micro_batch": plan.schedule.micro_batch,
+            "grad_accumulation": plan.schedule.grad_accumulation,
+            "gradient_checkpointing": plan.gradient_checkpointing,
+            "optimizer": plan.optimizer,
+            "quantization": plan.quantization,
             "num_steps": plan.schedule.num_steps,
             "epochs": 3.0,
             "train_loss": 0.9,

@@ -13,11 +13,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from stages.kit.documents import damaged, problems
 from stages.kit.errors import UserError
 
 LINEAGE_FILE = "lineage.json"
+
+_strict = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,8 @@ class Lineage:
     {"random": geometry, "seed": number}; empty for what was made here."""
     parents: dict[str, Parent] = field(default_factory=dict)
     """By role: base, trained, and expert/NAME for each expert of what was built from several."""
+
+    __pydantic_config__ = _strict
 
     def bases(self) -> Iterator[Lineage]:
         """Itself, its base, the base of that, and so on."""
@@ -52,9 +59,12 @@ class Lineage:
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    path: str
-    """Relative to the folder that holds the lineage.json."""
+    path: Annotated[str, Field(pattern=r"^(\.\./){1,3}[^./\\\x00][^/\\\x00]*(/[^./\\\x00][^/\\\x00]*)*$")]
+    """Relative to the folder that holds the lineage.json, and within its workspace: no model folder lies less than
+    three levels deep in it."""
     lineage: Lineage
+
+    __pydantic_config__ = _strict
 
 
 def folder_digest(folder: Path) -> str:
@@ -120,18 +130,21 @@ def write_lineage(
     return lineage
 
 
-def read_lineage(folder: Path, *, name: str = LINEAGE_FILE) -> Lineage:
+def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, mend: str = "dvc repro") -> Lineage:
     """The recorded lineage, not yet compared with the files. Raises UserError where there is none.
 
-    name: of the file, where it is a copy that tells of another folder.
+    name: of the file, where it is a copy that tells of another folder. mend: the command that rebuilds the folder, for
+    the message.
     """
     path = folder / name
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
+        return TypeAdapter(Lineage).validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+    except ValidationError as error:
+        raise damaged(path, problems(error, Lineage), mend=mend) from None
 
 
 def verified_lineage(folder: Path, *, mend: str) -> Lineage:
@@ -139,8 +152,12 @@ def verified_lineage(folder: Path, *, mend: str) -> Lineage:
 
     mend: the command that rebuilds the folder, for the message of the UserError raised where they differ.
     """
-    lineage = read_lineage(folder)
-    if (found := folder_digest(folder)) != lineage.digest:
+    lineage = read_lineage(folder, mend=mend)
+    try:
+        found = folder_digest(folder)
+    except (OSError, UnicodeEncodeError) as error:  # the latter for a file whose name is no text
+        raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {mend}") from None
+    if found != lineage.digest:
         raise UserError(
             f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(found)}; "
             f"rebuild it with: {mend}"
@@ -177,17 +194,3 @@ def true_base(trained_dir: Path) -> Path:
 
 def short(digest: str) -> str:
     return digest[:12]
-
-
-def _parse(raw: dict[str, Any]) -> Lineage:
-    parents = {
-        role: Parent(path=str(parent["path"]), lineage=_parse(parent["lineage"]))
-        for role, parent in raw["parents"].items()
-    }
-    return Lineage(
-        kind=str(raw["kind"]),
-        name=str(raw["name"]),
-        digest=str(raw["digest"]),
-        source=dict(raw["source"]),
-        parents=parents,
-    )

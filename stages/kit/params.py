@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from stages.kit.documents import Unreadable, dotted, nearest, problems, read_yaml, refusal
 from stages.kit.errors import UserError
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Loss = Literal["assistant-only", "all-tokens", "router-labels"]
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-"""No dots: DVC takes the path to a parameter apart at them."""
+Rate = Annotated[float, Field(gt=0, le=1e12)]
+"""Two of them are multiplied and still a number."""
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
+"""No dots: DVC takes the path to a parameter apart at them. Folders are called so, which may not be much longer."""
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -51,7 +54,7 @@ class DeviceParams:
 class GenerateParams:
     train: Positive
     val: Positive
-    seed: int = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -98,9 +101,9 @@ class MemoryParams:
     """`none` trains every recipe on unquantized weights, whatever it asks for (a CPU has no nf4)."""
     micro_batch: Positive
     """Samples on one device in one forward pass; accumulation makes up the effective batch."""
-    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn: Attention = "auto"
     gradient_checkpointing: bool = False
-    optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
+    optimizer: Optimizer = "adamw_torch"
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
     """One process on one device; one a device, each with the whole model; one a device, each with its share of every
     weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
@@ -161,7 +164,7 @@ class PartsParams:
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class RecipeParams:
     task: Name
-    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]+|runs/[^/]+/merged)$")]
+    base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged)$")]
     """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
     recipe."""
     data: Name
@@ -194,7 +197,7 @@ class RecipeParams:
     max_length: Positive
     """Tokens of a sample, picture tokens counted; a longer one is an error. Only a text that the task lets be cut, such
     as the transcript that a question is about, is cut to fit; an answer never."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    seed: Seed = 42
 
     def base_recipe(self) -> str | None:
         """The recipe that this one continues, or None where it starts from a base."""
@@ -213,7 +216,7 @@ class BuildParams:
 
     task: Name
     """The experts'; its probes show where each expert's tokens go."""
-    base: Annotated[str, Field(pattern=r"^bases/[^/]+$")]
+    base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
     """`bases/NAME`, a dense model: what the experts come from, and all but their MLPs with `non_mlp: base`."""
     experts: Annotated[tuple[Name, ...], Field(min_length=2)]
     """Recipes whose merged models are the experts, numbered in this order."""
@@ -232,7 +235,7 @@ class BaselineParams:
     """A base, or what was built from several models, evaluated as it is: a row to compare with."""
 
     task: Name
-    base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]+$")]
+    base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]{1,100}$")]
     data: Name
     target: Name | None = None
     """As a recipe's: what it is asked for."""
@@ -313,7 +316,7 @@ class Params:
     @staticmethod
     def _known(name: str, names: dict[str, Any], kind: str) -> str:
         if name not in names:
-            raise UserError(f"no {kind} is called {name!r}{_nearest(name, names)}; there are: {', '.join(names)}")
+            raise UserError(f"no {kind} is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
         return name
 
 
@@ -330,237 +333,284 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     Raises UserError with every problem found, each under its dotted path.
     """
     try:
-        raw = YAML(typ="safe", pure=True).load(path)
+        raw, found = read_yaml(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; run from the top of the repository") from None
-    except YAMLError as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
         raise UserError(f"{path} is not YAML: {error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from None
     try:
-        # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
-        params = TypeAdapter(Params).validate_json(json.dumps(raw, default=str), strict=True)
+        params = _validated(Params, raw)
     except ValidationError as error:
-        raise _refusal(path, [_problem(details) for details in error.errors()]) from None
-    if problems := list(_contradictions(params)):
-        raise _refusal(path, problems)
+        found = {**problems(error, Params), **found}
+        params = _salvaged(Params, raw)
+    contradictions = _contradictions(params)
+    if found or contradictions:
+        raise refusal(path, found, *contradictions)
     return params
 
 
-def _refusal(path: Path, problems: list[str]) -> UserError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return UserError(f"{path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+def _validated(kind: Any, raw: Any) -> Any:
+    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+    return TypeAdapter(kind).validate_json(json.dumps(raw), strict=True)
 
 
-def _problem(details: Any) -> str:
-    """One pydantic error as `dotted.path: what is wrong`, with the nearest known key for an unknown one."""
-    where = ".".join(str(step) for step in details["loc"] if step != "[key]") or "the file"
-    if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        *parent, key = details["loc"]
-        return f"{where}: unknown key{_nearest(str(key), _keys_at(parent))}"
-    if details["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{where}: missing"
-    return f"{where}: {details['msg'][0].lower()}{details['msg'][1:]}, found {details['input']!r}"
+class _LookedAt(Exception):
+    """What a value is was asked for, and it is wrong."""
 
 
-def _keys_at(steps: list[Any]) -> list[str]:
-    """The keys that params.yaml may have below a path, read off the dataclasses."""
-    here: Any = Params
-    for step in steps:
-        here = get_type_hints(here).get(str(step)) if is_dataclass(here) else get_args(here)[-1]
-        if isinstance(here, UnionType):
-            here = get_args(here)[0]
-        if not (is_dataclass(here) or get_args(here)):
-            return []
-    return [field.name for field in fields(here)] if is_dataclass(here) else []
+class _Wrong:
+    """In the place of a value that is wrong by itself, which is reported: what follows from it nobody can say."""
+
+    def _look(self, *_: Any) -> Any:
+        raise _LookedAt
+
+    __getattr__ = __iter__ = __contains__ = __len__ = __bool__ = __str__ = __format__ = _look
+    __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = _look
 
 
-def _nearest(name: str, known: Any) -> str:
-    match = get_close_matches(name, list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+def _salvaged(kind: Any, raw: Any) -> Any:
+    """`raw` as `kind`, with a _Wrong in the place of every value that is not as it should be, or missing."""
+    try:
+        return _validated(kind, raw)
+    except ValidationError:
+        if get_origin(kind) in (Union, UnionType):  # `... | None`
+            kind = get_args(kind)[0]
+    if get_origin(kind) is dict and isinstance(raw, dict):
+        return {name: _salvaged(get_args(kind)[1], value) for name, value in raw.items()}
+    if not (hasattr(kind, "__pydantic_fields__") and isinstance(raw, dict)):
+        return _Wrong()
+    salvaged = object.__new__(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    for name, field in kind.__pydantic_fields__.items():
+        if name in raw:
+            value = _salvaged(hints[name], raw[name])
+        else:
+            value = _Wrong() if field.is_required() else field.get_default(call_default_factory=True)
+        object.__setattr__(salvaged, name, value)
+    return salvaged
 
 
 def _contradictions(params: Params) -> list[str]:
-    """Settings that are each right alone and wrong together."""
-    problems = []
+    """Settings that are each right alone and wrong together.
+
+    params: as it is, or salvaged; then nothing is said that depends on what is wrong in it.
+    """
+    found: list[str] = []
+    for rule in _rules(params):
+        with suppress(_LookedAt):
+            found.extend(rule)  # what it says before it looks at a wrong value counts
+    return found
+
+
+def _rules(params: Params) -> Iterator[Iterator[str]]:
+    yield _unknown_profile(params)
+    for name, baseline in _sound(params, "baselines").items():
+        here = dotted(("baselines", name))
+        yield _baseline_contradictions(here, name, params)
+        yield _unknown_base(here, baseline, params)
+        yield _unknown_data(here, baseline, params)
+    for name, recipe in _sound(params, "recipes").items():
+        here = dotted(("recipes", name))
+        yield _unknown_base(here, recipe, params)
+        yield _unknown_data(here, recipe, params)
+        yield _recipe_contradictions(here, recipe)
+        yield from (_part_contradictions(here, recipe, part) for part in PARTS)
+        yield _label_contradictions(here, name, recipe, params)
+        yield _cycle_contradictions(here, name, params)
+    for name, build in _sound(params, "builds").items():
+        here = dotted(("builds", name))
+        yield _unknown_base(here, build, params)
+        yield _build_contradictions(here, build)
+        yield from (
+            _expert_contradictions(here, build, expert, params) for expert in dict.fromkeys(_sound(build, "experts"))
+        )
+    for name, predictions in _sound(params, "predictions").items():
+        yield _predictions_contradictions(dotted(("predictions", name)), predictions, params)
+    for name, profile in _sound(params, "profiles").items():
+        yield from _profile_rules(dotted(("profiles", name)), profile)
+
+
+def _profile_rules(here: str, profile: ProfileParams) -> Iterator[Iterator[str]]:
+    yield _image_contradictions(here, profile)
+    yield _device_contradictions(here, profile)
+    yield _placement_contradictions(here, profile)
+    yield _evaluation_contradictions(here, profile)
+    for name, dataset in _sound(profile, "datasets").items():
+        yield _dataset_contradictions(f"{here}.datasets.{dotted((name,))}", dataset)
+        yield _mix_contradictions(f"{here}.datasets.{dotted((name,))}", dataset, profile)
+
+
+def _sound(owner: Any, name: str) -> Any:
+    """The owner's mapping or list of that name; an empty one where either is wrong."""
+    found = owner if isinstance(owner, _Wrong) else getattr(owner, name)
+    return {} if isinstance(found, _Wrong) else found
+
+
+def _unknown_profile(params: Params) -> Iterator[str]:
     if params.profile not in params.profiles:
-        problems.append(f"profile: no profile is called {params.profile!r}{_nearest(params.profile, params.profiles)}")
-    known = {f"bases/{base}" for profile in params.profiles.values() for base in profile.bases}
-    known |= {f"builds/{name}" for name in params.builds} | {f"runs/{name}/merged" for name in params.recipes}
-    known_data = {name for profile in params.profiles.values() for name in profile.datasets}
-    for name, baseline in params.baselines.items():
-        here = f"baselines.{name}"
-        if not name.startswith("base-") or name in params.recipes:
-            problems.append(f"{here}: a baseline's name starts with 'base-' and is no recipe's")
-        problems += _unknown_sources(here, baseline, known, known_data)
-    for name, recipe in params.recipes.items():
-        here = f"recipes.{name}"
-        problems += _unknown_sources(here, recipe, known, known_data)
-        problems += _recipe_contradictions(here, recipe)
-        problems += _label_contradictions(name, recipe, params)
-        if cycle := _base_cycle(f"runs/{name}/merged", params):
-            problems.append(f"{here}.base: forms a cycle: {cycle}")
-    for name, build in params.builds.items():
-        problems += _build_contradictions(f"builds.{name}", build, params, known)
-    for name, predictions in params.predictions.items():
-        problems += _predictions_contradictions(f"predictions.{name}", predictions, params.recipes)
-    for name, profile in params.profiles.items():
-        problems += _profile_contradictions(f"profiles.{name}", profile)
-    return problems
+        yield f"profile: no profile is called {params.profile!r}{nearest(params.profile, params.profiles)}"
 
 
-def _unknown_sources(
-    here: str, subject: RecipeParams | BaselineParams, known: set[str], known_data: set[str]
-) -> list[str]:
-    problems = _unknown_base(here, subject.base, known)
-    if subject.data not in known_data:
-        problems.append(f"{here}.data: no profile has a dataset {subject.data!r}{_nearest(subject.data, known_data)}")
-    return problems
+def _baseline_contradictions(here: str, name: str, params: Params) -> Iterator[str]:
+    if not name.startswith("base-") or name in params.recipes:
+        yield f"{here}: a baseline's name starts with 'base-' and is no recipe's"
 
 
-def _unknown_base(here: str, base: str, known: set[str]) -> list[str]:
-    if base in known:
-        return []
-    kind, name, *_ = base.split("/")
-    alike = [other.split("/")[1] for other in known if other.startswith(f"{kind}/")]
-    lacking = {"bases": "no profile has a base", "builds": "no build is called", "runs": "no recipe is called"}[kind]
-    return [f"{here}.base: {lacking} {name!r}{_nearest(name, alike)}"]
+def _cycle_contradictions(here: str, name: str, params: Params) -> Iterator[str]:
+    if cycle := _base_cycle(f"runs/{name}/merged", params):
+        yield f"{here}.base: forms a cycle: {cycle}"
 
 
-def _recipe_contradictions(here: str, recipe: RecipeParams) -> list[str]:
-    problems = []
+def _unknown_data(here: str, subject: RecipeParams | BaselineParams, params: Params) -> Iterator[str]:
+    known = {name for profile in params.profiles.values() for name in profile.datasets}
+    if subject.data not in known:
+        yield f"{here}.data: no profile has a dataset {subject.data!r}{nearest(subject.data, known)}"
+
+
+def _unknown_base(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Iterator[str]:
+    kind, name, *_ = subject.base.split("/")
+    if kind == "bases":
+        lacking, known = "profile has a base", {base for profile in params.profiles.values() for base in profile.bases}
+    elif kind == "builds":
+        lacking, known = "build is called", set(params.builds)
+    else:
+        lacking, known = "recipe is called", set(params.recipes)
+    if name not in known:
+        yield f"{here}.base: no {lacking} {name!r}{nearest(name, known)}"
+
+
+def _part_contradictions(here: str, recipe: RecipeParams, part: Part) -> Iterator[str]:
+    how = getattr(recipe.parts, part)
+    if how == "lora" and recipe.lora is not None and part not in recipe.lora.targets:
+        yield f"{here}.lora.targets.{part}: missing, though parts.{part} is lora"
+    if how != "lora" and recipe.lora is not None and part in recipe.lora.targets:
+        yield f"{here}.lora.targets.{part}: set, though parts.{part} is {how}"
+    if how != "full" and part in recipe.full_targets:
+        yield f"{here}.full_targets.{part}: set, though parts.{part} is {how}"
+    if how == "frozen" and part in recipe.part_learning_rates:
+        yield f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen"
+
+
+def _recipe_contradictions(here: str, recipe: RecipeParams) -> Iterator[str]:
     if not recipe.parts.trained():
-        problems.append(f"{here}.parts: every part is frozen, so nothing would be trained")
+        yield f"{here}.parts: every part is frozen, so nothing would be trained"
     if recipe.parts.trained("lora") and recipe.lora is None:
-        problems.append(f"{here}.lora: missing, though parts ask for it")
-    if recipe.lora is not None:
-        for part in PARTS:
-            wants = getattr(recipe.parts, part) == "lora"
-            if wants and part not in recipe.lora.targets:
-                problems.append(f"{here}.lora.targets.{part}: missing, though parts.{part} is lora")
-            if not wants and part in recipe.lora.targets:
-                problems.append(
-                    f"{here}.lora.targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}"
-                )
+        yield f"{here}.lora: missing, though parts ask for it"
     if recipe.quantization == "nf4" and recipe.parts.trained("full"):
-        problems.append(f"{here}.quantization: nf4 weights cannot be trained in full; use lora, or quantization: none")
-    problems += [
-        f"{here}.full_targets.{part}: set, though parts.{part} is {getattr(recipe.parts, part)}"
-        for part in recipe.full_targets
-        if part not in recipe.parts.trained("full")
-    ]
-    idle = [part for part in recipe.part_learning_rates if part not in recipe.parts.trained()]
-    return problems + [f"{here}.part_learning_rates.{part}: set, though parts.{part} is frozen" for part in idle]
+        yield f"{here}.quantization: nf4 weights cannot be trained in full; use lora, or quantization: none"
 
 
-def _label_contradictions(name: str, recipe: RecipeParams, params: Params) -> list[str]:
+def _label_contradictions(here: str, name: str, recipe: RecipeParams, params: Params) -> Iterator[str]:
     """Of a loss that labels routers, which is one of its own kind."""
-    here, domains = f"recipes.{name}", recipe.domains or ()
+    domains = recipe.domains or ()
     if recipe.loss != "router-labels":
-        return [f"{here}.domains: set, though loss is {recipe.loss}"] if domains else []
-    problems = []
+        if domains:
+            yield f"{here}.domains: set, though loss is {recipe.loss}"
+        return
     if not domains:
-        problems.append(f"{here}.domains: missing, though loss is router-labels")
-    problems += [
-        f"{here}.domains: {domain} is named more than once"
-        for domain in dict.fromkeys(domains)
-        if domains.count(domain) > 1
-    ]
+        yield f"{here}.domains: missing, though loss is router-labels"
+    for domain in dict.fromkeys(domains):
+        if domains.count(domain) > 1:
+            yield f"{here}.domains: {domain} is named more than once"
     if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
-        problems.append(
+        yield (
             f"{here}.full_targets: loss router-labels trains routers and nothing else, which is said by "
             "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
         )
     *_, root = _bases(f"runs/{name}/merged", params)
     build = params.builds.get(root.removeprefix("builds/")) if root.startswith("builds/") else None
     if domains and build is not None and len(domains) != len(build.experts):
-        problems.append(f"{here}.domains: {len(domains)}, though {root} has {len(build.experts)} experts")
-    return problems
+        yield f"{here}.domains: {len(domains)}, though {root} has {len(build.experts)} experts"
 
 
-def _profile_contradictions(here: str, profile: ProfileParams) -> list[str]:
-    problems = []
-    memory, device = profile.memory, profile.device
+def _image_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
     if profile.images and profile.images.min_pixels > profile.images.max_pixels:
-        problems.append(f"{here}.images.min_pixels: larger than max_pixels")
-    if device.kind == "cpu":
+        yield f"{here}.images.min_pixels: larger than max_pixels"
+
+
+def _device_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
+    memory = profile.memory
+    if profile.device.kind == "cpu":
         if memory.quantization != "none":
-            problems.append(f"{here}.memory.quantization: a CPU has no nf4; set it to none")
+            yield f"{here}.memory.quantization: a CPU has no nf4; set it to none"
         if memory.precision == "fp16" or memory.attn == "flash_attention_2" or "8bit" in memory.optimizer:
-            problems.append(f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda")
+            yield f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda"
         if memory.placement == "balanced":
-            problems.append(f"{here}.memory.placement: balanced needs several CUDA devices")
+            yield f"{here}.memory.placement: balanced needs several CUDA devices"
+
+
+def _placement_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
+    """bitsandbytes knows no DTensor, which a sharded weight's share is."""
+    memory, device = profile.memory, profile.device
     if memory.placement == "sharded":
-        problems += _sharding_contradictions(f"{here}.memory", memory)
+        if "8bit" in memory.optimizer:
+            yield f"{here}.memory.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
+        if memory.quantization != "none":
+            yield (f"{here}.memory.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp")
     if (device.count > 1) != (memory.placement != "single"):
-        problems.append(f"{here}.memory.placement: {memory.placement} with device.count {device.count}")
+        yield f"{here}.memory.placement: {memory.placement} with device.count {device.count}"
+
+
+def _evaluation_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
     max_length, max_new_tokens = profile.evaluation.max_length, profile.evaluation.max_new_tokens
     if max_length is not None and max_length <= max_new_tokens:
-        problems.append(f"{here}.evaluation.max_length: not more than max_new_tokens, which leaves no room to ask")
-    for name in profile.datasets:
-        problems += _dataset_contradictions(f"{here}.datasets", name, profile.datasets)
-    return problems
+        yield f"{here}.evaluation.max_length: not more than max_new_tokens, which leaves no room to ask"
 
 
-def _dataset_contradictions(here: str, name: str, datasets: dict[str, DatasetParams]) -> list[str]:
-    dataset, problems = datasets[name], []
+def _dataset_contradictions(here: str, dataset: DatasetParams) -> Iterator[str]:
     if dataset.source.startswith("generated") and dataset.generate is None:
-        problems.append(f"{here}.{name}.generate: missing, though the source is generated")
+        yield f"{here}.generate: missing, though the source is generated"
     if (dataset.source == "mix") != bool(dataset.mix):
         found = "set" if dataset.mix else "missing"
-        problems.append(f"{here}.{name}.mix: {found}, though the source is {dataset.source}")
+        yield f"{here}.mix: {found}, though the source is {dataset.source}"
     if dataset.source == "mix" and dataset.limit is not None:
-        problems.append(f"{here}.{name}.limit: set, though mix says how much of each dataset to take")
+        yield f"{here}.limit: set, though mix says how much of each dataset to take"
     if dataset.mix and not any(count is None or count > 0 for count in dataset.mix.values()):
-        problems.append(f"{here}.{name}.mix: takes no training sample of any dataset")
+        yield f"{here}.mix: takes no training sample of any dataset"
+
+
+def _mix_contradictions(here: str, dataset: DatasetParams, profile: ProfileParams) -> Iterator[str]:
+    datasets = profile.datasets
     for part in dataset.mix or ():
         if part not in datasets:
-            problems.append(f"{here}.{name}.mix.{part}: the profile has no such dataset{_nearest(part, datasets)}")
+            yield f"{here}.mix.{part}: the profile has no such dataset{nearest(part, datasets)}"
         elif datasets[part].source == "mix":
-            problems.append(f"{here}.{name}.mix.{part}: is a mix itself")
+            yield f"{here}.mix.{part}: is a mix itself"
         elif datasets[part].task != dataset.task:
-            problems.append(f"{here}.{name}.mix.{part}: has the task {datasets[part].task}, this one {dataset.task}")
-    return problems
+            yield f"{here}.mix.{part}: has the task {datasets[part].task}, this one {dataset.task}"
 
 
-def _predictions_contradictions(
-    here: str, predictions: PredictionsParams, recipes: dict[str, RecipeParams]
-) -> list[str]:
-    recipe = recipes.get(predictions.recipe)
+def _predictions_contradictions(here: str, predictions: PredictionsParams, params: Params) -> Iterator[str]:
+    if ".." in Path(predictions.inputs).parts:
+        yield f"{here}.inputs: leads out of data/"
+    recipe = params.recipes.get(predictions.recipe)
     if recipe is None:
-        return [f"{here}.recipe: no recipe is called {predictions.recipe!r}{_nearest(predictions.recipe, recipes)}"]
-    if recipe.task != predictions.task:
-        return [f"{here}.task: {predictions.task}, though recipe {predictions.recipe} has the task {recipe.task}"]
-    return []
+        near = nearest(predictions.recipe, params.recipes)
+        yield f"{here}.recipe: no recipe is called {predictions.recipe!r}{near}"
+    elif recipe.task != predictions.task:
+        yield f"{here}.task: {predictions.task}, though recipe {predictions.recipe} has the task {recipe.task}"
 
 
-def _sharding_contradictions(here: str, memory: MemoryParams) -> list[str]:
-    """bitsandbytes knows no DTensor, which a process's share of a weight is."""
-    problems = []
-    if "8bit" in memory.optimizer:
-        problems.append(f"{here}.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused")
-    if memory.quantization != "none":
-        problems.append(f"{here}.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp")
-    return problems
-
-
-def _build_contradictions(here: str, build: BuildParams, params: Params, known: set[str]) -> list[str]:
-    problems = _unknown_base(here, build.base, known)
+def _build_contradictions(here: str, build: BuildParams) -> Iterator[str]:
     if build.top_k > len(build.experts):
-        problems.append(f"{here}.top_k: {build.top_k}, though there are {len(build.experts)} experts")
+        yield f"{here}.top_k: {build.top_k}, though there are {len(build.experts)} experts"
     for expert in dict.fromkeys(build.experts):
-        recipe = params.recipes.get(expert)
-        if recipe is None:
-            problems.append(f"{here}.experts: no recipe is called {expert!r}{_nearest(expert, params.recipes)}")
-            continue
         if build.experts.count(expert) > 1:
-            problems.append(f"{here}.experts: {expert} is named more than once")
-        if recipe.task != build.task:
-            problems.append(f"{here}.experts: {expert} has the task {recipe.task}, not {build.task}")
-        *_, root = _bases(f"runs/{expert}/merged", params)
-        if root != build.base:
-            problems.append(f"{here}.experts: {expert} comes from {root}, not from {build.base}")
-    return problems
+            yield f"{here}.experts: {expert} is named more than once"
+
+
+def _expert_contradictions(here: str, build: BuildParams, expert: str, params: Params) -> Iterator[str]:
+    recipe = params.recipes.get(expert)
+    if recipe is None:
+        yield f"{here}.experts: no recipe is called {expert!r}{nearest(expert, params.recipes)}"
+        return
+    if recipe.task != build.task:
+        yield f"{here}.experts: {expert} has the task {recipe.task}, not {build.task}"
+    *_, root = _bases(f"runs/{expert}/merged", params)
+    if root != build.base:
+        yield f"{here}.experts: {expert} comes from {root}, not from {build.base}"
 
 
 def _bases(folder: str, params: Params) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -12,10 +13,24 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from stages.kit.documents import Unreadable, damaged, problems, read_yaml, shown
 from stages.kit.errors import UserError
-from stages.kit.params import DeviceParams, ImageParams, LoraParams, Loss, Params, Part, PartsParams
+from stages.kit.params import (
+    PARTS,
+    Attention,
+    DeviceParams,
+    ImageParams,
+    LoraParams,
+    Loss,
+    Optimizer,
+    Params,
+    Part,
+    PartsParams,
+    Positive,
+    Rate,
+    Seed,
+)
 from stages.kit.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -26,20 +41,20 @@ DATA_PARALLEL = ("ddp", "sharded")
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Schedule:
-    train_samples: int
-    effective_batch: int
-    micro_batch: int
-    grad_accumulation: int
-    epochs: int
-    steps_per_epoch: int
-    num_steps: int
+    train_samples: Positive
+    effective_batch: Positive
+    micro_batch: Positive
+    grad_accumulation: Positive
+    epochs: Positive
+    steps_per_epoch: Positive
+    num_steps: Annotated[int, Field(ge=1)]
     """Optimizer steps in all."""
-    warmup_steps: int
+    warmup_steps: Annotated[int, Field(ge=0)]
     lr_schedule: Literal["cosine", "linear", "constant"]
-    learning_rates: dict[Part, float]
+    learning_rates: dict[Part, Annotated[float, Field(ge=0)]]
     """Of the trained parts, after the profile's scale."""
-    weight_decay: float
-    max_grad_norm: float
+    weight_decay: Annotated[float, Field(ge=0)]
+    max_grad_norm: Rate
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -58,10 +73,10 @@ class Plan:
     quantization: Literal["none", "nf4"]
     may_quantize: bool
     """Whether the recipe asks for nf4, the profile has switched it off, and the device could: memory/ladder.py."""
-    attn: str
+    attn: Attention
     gradient_checkpointing: bool
-    optimizer: str
-    dataloader_workers: int
+    optimizer: Optimizer
+    dataloader_workers: Annotated[int, Field(ge=0)]
     parts: PartsParams
     lora: LoraParams | None
     full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
@@ -69,10 +84,10 @@ class Plan:
     loss: Loss
     domains: tuple[str, ...] | None = None
     """With loss router-labels, by expert, the domain whose samples are its own."""
-    max_length: int
+    max_length: Positive
     images: ImageParams | None
     schedule: Schedule
-    seed: int
+    seed: Seed
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
@@ -160,13 +175,38 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
-    """The plan of a recipe. Raises UserError where it is missing or damaged."""
-    path = runs_dir / recipe / "plan.yaml"
-    mend = f"rebuild it with: dvc repro -f -s plan@{recipe}"
+    """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
+    path, mend = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
     try:
-        raw = YAML(typ="safe", pure=True).load(path)
-        return TypeAdapter(Plan).validate_json(json.dumps(raw), strict=True)
+        raw, faults = read_yaml(path)
+        plan = TypeAdapter(Plan).validate_json(json.dumps(raw), strict=True)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; {mend}") from None
-    except (YAMLError, ValidationError, TypeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+        raise UserError(f"{path} is missing; rebuild it with: {mend}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+    except Unreadable as error:
+        raise damaged(path, {"the file": str(error)}, mend=mend) from None
+    except ValidationError as error:
+        raise damaged(path, problems(error, Plan), mend=mend) from None
+    if faults := {**faults, **_faults(plan, recipe)}:
+        raise damaged(path, faults, mend=mend)
+    return plan
+
+
+_FOLDERS = {"base_dir": r"data/((bases|builds)/[\w-]+|runs/[\w-]+/merged)", "data_dir": r"data/prepared/[\w-]+"}
+
+
+def _faults(plan: Plan, recipe: str) -> dict[str, str]:
+    """What no plan of ours has, and a stage would go astray with."""
+    found = {}
+    if plan.recipe != recipe:
+        found["recipe"] = f"this is the plan of {shown(plan.recipe)}"
+    for name, form in (
+        ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
+        ("data_dir", r"data/prepared/[^/]+"),
+    ):
+        if not re.fullmatch(form, value := getattr(plan, name)) or ".." in Path(value).parts:
+            found[name] = f"{shown(value)} is no such folder of the pipeline's"
+    if plan.trainable and plan.trainable.keys() != {*PARTS, "total", "all"}:
+        found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
+    return found

@@ -14,10 +14,10 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from stages.kit.errors import UserError
+from stages.kit.documents import read_json
 from stages.kit.publish import publish_text
 
 PROVENANCE_DIR = "data/provenance"
@@ -119,12 +119,7 @@ def write_provenance(provenance: Provenance, path: Path) -> None:
 
 def read_provenance(path: Path) -> Provenance:
     """Raises UserError where it is missing or damaged."""
-    try:
-        return TypeAdapter(Provenance).validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # pydantic's own is a ValueError
-        raise UserError(
-            f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s {path.stem}"
-        ) from None
+    return read_json(Provenance, path, mend=f"dvc repro -f -s {path.stem}")
 
 
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:

@@ -1,16 +1,15 @@
 import json
+import os
+import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import example, given
 
 from stages.kit.errors import UserError
 from stages.kit.lineage import (
     LINEAGE_FILE,
-    Lineage,
     folder_digest,
     read_lineage,
     require_base,
@@ -19,6 +18,7 @@ from stages.kit.lineage import (
     verified_lineage,
     write_lineage,
 )
+from tests.damage import damaged_bytes, damaged_tree, quick
 
 
 def model_folder(path: Path, content: str) -> Path:
@@ -121,29 +121,73 @@ def test_names_and_contents_cannot_be_confused(tmp_path: Path) -> None:
     assert folder_digest(one) != folder_digest(two)
 
 
-@given(text=st.text())
-def test_a_damaged_lineage_file_gives_a_message(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / LINEAGE_FILE).write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(UserError, match="damaged"):
-        read_lineage(folder)
+GOOD = {
+    "kind": "trained",
+    "name": "r1",
+    "digest": "0" * 64,
+    "source": {},
+    "parents": {
+        "base": {
+            "path": "../../../bases/vlm",
+            "lineage": {"kind": "base", "name": "vlm", "digest": "1" * 64, "source": {"folder": "a"}, "parents": {}},
+        }
+    },
+}
 
 
 @given(
-    value=st.recursive(
-        st.none() | st.integers() | st.text(max_size=3),
-        lambda inner: (
-            st.dictionaries(st.sampled_from(["kind", "name", "digest", "source", "parents"]), inner)
-            | st.lists(inner, max_size=2)
-        ),
-        max_leaves=8,
-    )
+    content=damaged_tree(GOOD).map(lambda tree: json.dumps(tree).encode()) | damaged_bytes(json.dumps(GOOD).encode())
 )
-def test_a_lineage_of_another_form_gives_a_message(value: object, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / LINEAGE_FILE).write_text(json.dumps(value))
-    with suppress(UserError):
-        assert isinstance(read_lineage(folder), Lineage)
+@example(content=b'{"parents": {"base": {"lineage": ' * 3000)
+@quick(150)
+def test_a_damaged_lineage_gives_a_message_or_stays_in_the_workspace(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    workspace = tmp_path_factory.getbasetemp() / "lineage"
+    folder = workspace / "runs/r1/trained"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LINEAGE_FILE).write_bytes(content)
+    try:
+        lineage = read_lineage(folder, mend="dvc repro train@r1")
+    except UserError as error:
+        assert re.fullmatch(r".*lineage\.json is damaged: .*; rebuild it with: dvc repro train@r1", error.message)
+        return
+    assert isinstance(lineage.root().of_random_weights(), bool)
+    if "base" in lineage.parents:
+        assert true_base(folder).is_relative_to(workspace)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc",
+        "../../../../etc",
+        "../a/../../b",
+        "..",
+        "",
+        "bases/vlm",
+        "../\0",
+        "../a\\..\\b",
+        "../../../.dvc/cache",
+        "../a/",
+    ],
+)
+def test_a_path_out_of_the_workspace_is_never_followed(path: str, chain: Path) -> None:
+    folder = chain / "runs/r3-stage2/trained"
+    content = json.loads((folder / LINEAGE_FILE).read_text())
+    content["parents"]["base"]["path"] = path
+    (folder / LINEAGE_FILE).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"lineage\.json is damaged: parents\.base\.path: "):
+        true_base(folder)
+    with pytest.raises(UserError, match="rebuild it with: dvc repro train@r3-stage2"):
+        require_base(folder, chain / "runs/r3-stage1/merged", mend="dvc repro train@r3-stage2")
+
+
+def test_a_file_that_cannot_be_read_or_named_is_no_traceback(chain: Path) -> None:
+    folder = chain / "bases/vlm"
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).write_text("{}")
+    with pytest.raises(UserError, match=r"bases/vlm cannot be read: .*; rebuild it with: dvc repro base@vlm"):
+        verified_lineage(folder, mend="dvc repro base@vlm")
 
 
 def test_a_missing_folder_or_lineage_gives_a_message(tmp_path: Path) -> None:

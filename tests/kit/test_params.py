@@ -1,14 +1,21 @@
+import copy
+import io
+import json
 import re
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
 from stages.kit.params import LimitParams, Params, load_params, made_by
+from stages.kit.plan import resolve_plan
+from tests.damage import at, damaged_text, damaged_tree, quick
 
 SHIPPED = Path(__file__).parents[2] / "params.yaml"
 
@@ -20,8 +27,7 @@ def raw() -> dict[str, Any]:
 
 def load(raw: Any, tmp_path: Path) -> Params:
     path = tmp_path / "params.yaml"
-    with path.open("w") as file:
-        YAML().dump(raw, file)
+    path.write_text(json.dumps(raw), encoding="utf-8")  # which is YAML too
     return load_params(path)
 
 
@@ -206,35 +212,119 @@ def test_a_length_without_room_for_a_question_is_refused(raw: dict[str, Any], tm
     assert "profiles.tiny.evaluation.max_length: not more than max_new_tokens" in refusal(raw, tmp_path)
 
 
-yaml_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
+def small(raw: dict[str, Any]) -> dict[str, Any]:
+    """Enough of the shipped file for every kind of entry, and read ten times as fast."""
+    chained = ("r1-llm-only", "r3-stage1", "r3-stage2")
+    recipes = (*chained, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
+    return {
+        **raw,
+        "baselines": {"base-moe": raw["baselines"]["base-moe"]},
+        "recipes": {name: raw["recipes"][name] for name in recipes},
+        "builds": {"moe": raw["builds"]["moe"]},
+        "profiles": {"tiny": raw["profiles"]["tiny"], "two-gpus": raw["profiles"]["qwen2-vl-7b-2x48gb"]},
+    }
+
+
+SMALL = small(YAML(typ="safe").load(SHIPPED))
+SMALL_TEXT = io.StringIO()
+YAML().dump(SMALL, SMALL_TEXT)
+STEP = r"""(?:[\w/@+-]+|['"].*)"""
+A_REFUSAL = re.compile(rf"\S+ is not YAML: .+|\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+")
+"""Every line but the first is a problem with its path."""
+
+
+@given(
+    content=damaged_tree(SMALL).map(lambda tree: json.dumps(tree).replace("NaN", ".nan").replace("Infinity", ".inf"))
+    | damaged_text(
+        SMALL_TEXT.getvalue(),
+        [*"\t\n:-&*[]{}'\"#", "\n  ", "<<: ", "- ", "*a", "&a ", "~", "1e9", "9" * 400, "\0", "\\ud800"],
+    )
 )
-
-
-@given(data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_any_damage_gives_a_message_or_valid_params(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """Replaces one random value of the shipped file by a random one."""
-    raw = YAML(typ="safe").load(SHIPPED)
-    here, depth = raw, 0
-    while True:
-        key = data.draw(st.sampled_from(sorted(here) if isinstance(here, dict) else range(len(here))))
-        if not isinstance(here[key], dict) or not here[key] or (depth and data.draw(st.integers(0, 3)) == 0):
-            break
-        here, depth = here[key], depth + 1
-    here[key] = data.draw(yaml_values)
+@quick(80)
+def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(content: str, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    path.write_text(content, encoding="utf-8")
     try:
-        load(raw, tmp_path_factory.mktemp("params"))
+        params = load_params(path)
     except UserError as error:
-        assert "problem" in error.message
+        assert A_REFUSAL.fullmatch(error.message)
+        return
+    for name in params.recipes:
+        with suppress(UserError):
+            assert resolve_plan(params, name, train_samples=7).schedule.num_steps
+
+
+MISTAKES = [
+    (("profile",), "tinny", "profile"),
+    (("tracking", "wandb"), "yes", "tracking.wandb"),
+    (("more",), {}, "more"),
+    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base"),
+    (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank"),
+    (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch"),
+    (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data"),
+    (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base"),
+    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate"),
+    (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization"),
+    (("recipes", "amr-ptr", "parts", "vision"), "lora", "recipes.amr-ptr.lora.targets.vision"),
+    (("recipes", "amr-ptr", "base"), "bases/lm", "recipes.amr-ptr.base"),
+    (("recipes", "moe-gate-labels", "domains"), ["a", "a"], "recipes.moe-gate-labels.domains"),
+    (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
+    (("builds", "moe", "experts"), ["moe-expert-truthfulqa", "nobody"], "builds.moe.experts"),
+    (("builds", "moe", "top_k"), 7, "builds.moe.top_k"),
+    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
+    (("predictions", "example-sentences", "recipe"), "amr", "predictions.example-sentences.recipe"),
+    (("predictions", "example-sentences", "inputs"), "data/../x", "predictions.example-sentences.inputs"),
+    (("profiles", "tiny", "images", "min_pixels"), 10**9, "profiles.tiny.images.min_pixels"),
+    (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
+    (("profiles", "tiny", "memory", "precision"), "fp16", "profiles.tiny.memory"),
+    (
+        ("profiles", "tiny", "datasets", "both-domains", "mix", "ohter"),
+        1,
+        "profiles.tiny.datasets.both-domains.mix.ohter",
+    ),
+    (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement"),
+]
+
+
+@given(mistakes=st.lists(st.sampled_from(MISTAKES), unique_by=lambda mistake: mistake[2], min_size=2))
+@example(mistakes=MISTAKES)
+@quick(25)
+def test_of_several_mistakes_of_any_kind_none_hides_another(mistakes: list[Any], tmp_path_factory: Any) -> None:
+    raw = copy.deepcopy(SMALL)
+    for (*above, key), value, _ in mistakes:
+        at(raw, tuple(above))[key] = value
+    message = refusal(raw, tmp_path_factory.getbasetemp())
+    assert all(f"\n  {path}: " in message for _, _, path in mistakes)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("profile: other", "profile: set twice, in lines 4 and 5"),
+        ("2024: x", "2024: a key has to be text; put it in quotes"),
+        ("[a, b]: x", "the file: a key that is a list or a mapping, in line 5"),
+        ("more: &a [*a]", "more.0.0.0: lists and mappings are nested more than 50 deep"),
+    ],
+)
+def test_what_yaml_allows_and_we_do_not_is_refused_with_its_path(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(SHIPPED.read_text(encoding="utf-8").replace("profile: tiny\n", f"profile: tiny\n{text}\n", 1))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        load_params(path)
+
+
+def test_a_recipe_may_take_its_settings_from_another_by_an_alias(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    text = SHIPPED.read_text(encoding="utf-8").replace("  r1-llm-only:\n", "  r1-llm-only: &r1\n", 1)
+    path.write_text(text.replace("  r2-vision-only:\n", "  r1-wide: {<<: *r1, epochs: 9}\n  r2-vision-only:\n", 1))
+    params = load_params(path)
+    assert params.recipe("r1-wide") == replace(params.recipe("r1-llm-only"), epochs=9)
 
 
 def with_build(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """With a build of two recipes, and a recipe and a baseline that start from it."""
     build = {"task": "detection", "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"], **changes}
-    raw["builds"]["moe"] = build
+    raw["builds"] = {**raw["builds"], "moe": build}
     raw["recipes"]["after"] = {**raw["recipes"]["r1-llm-only"], "base": "builds/moe"}
     raw["baselines"]["base-moe"] = {**raw["baselines"]["base-vlm"], "base": "builds/moe"}
     return raw

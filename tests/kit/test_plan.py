@@ -1,4 +1,6 @@
-from dataclasses import replace
+import json
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from stages.kit.errors import UserError
-from stages.kit.params import Params, load_params
+from stages.kit.params import Params, load_params, made_by
 from stages.kit.plan import read_plan, resolve_plan, write_plan
+from tests.damage import damaged_bytes, damaged_tree, quick
 
 PARAMS = load_params(Path(__file__).parents[2] / "params.yaml")
 
@@ -101,8 +104,54 @@ def test_a_damaged_plan_names_the_command_that_mends_it(tmp_path: Path) -> None:
     (tmp_path / "r1-llm-only").mkdir()
     for text in ("", "a: [", "recipe: 3\n", "\0"):
         (tmp_path / "r1-llm-only/plan.yaml").write_text(text)
-        with pytest.raises(UserError, match="is damaged"):
+        with pytest.raises(UserError, match=r"is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
             read_plan("r1-llm-only", runs_dir=tmp_path)
+
+
+PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)
+
+
+@given(
+    content=damaged_tree(json.loads(json.dumps(asdict(PLAN)))).map(lambda tree: json.dumps(tree).encode())
+    | damaged_bytes(json.dumps(asdict(PLAN)).encode())
+)
+@quick(100)
+def test_any_damage_to_a_plan_is_said_on_one_line_or_changes_nothing_that_it_must_be(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "r1-llm-only/plan.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    try:
+        plan = read_plan("r1-llm-only", runs_dir=path.parents[1])
+    except UserError as error:
+        assert re.fullmatch(
+            r".*plan\.yaml is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only", error.message
+        )
+        return
+    assert plan.recipe == "r1-llm-only"
+    assert min(plan.schedule.micro_batch, plan.schedule.grad_accumulation, plan.schedule.num_steps, plan.max_length) > 0
+    assert made_by(plan.base_dir.removeprefix("data/"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"recipe": "r2-vision-only"}, "recipe: this is the plan of 'r2-vision-only'"),
+        ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no folder that a plan is about"),
+        ({"base_dir": "data/bases/.."}, "base_dir: 'data/bases/..' is no folder"),
+        ({"data_dir": "/etc"}, "data_dir: '/etc' is no folder"),
+        ({"trainable": {"llm": 3}}, "trainable: expected the number of each of vision, projector, llm, total and all"),
+        ({"optimizer": "sgd"}, "optimizer: input should be 'adamw_torch'"),
+        ({"max_length": 0}, "max_length: input should be greater than or equal to 1"),
+    ],
+)
+def test_a_plan_that_leads_astray_is_refused(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "r1-llm-only/plan.yaml"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**asdict(PLAN), **change}))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        read_plan("r1-llm-only", runs_dir=tmp_path)
 
 
 def test_the_shipped_parameters_round_trip_through_json() -> None:

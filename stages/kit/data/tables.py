@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.kit.data.pictures import DECODING_ERRORS
 from stages.kit.errors import UserError
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
+
+READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
+_FETCH = "fetch or copy it again"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -56,26 +63,77 @@ def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
 
     Raises UserError where the file is not parquet.
     """
-    with _open(path) as file:
-        schema = file.schema_arrow
-    return [name for name in required if not _has_column(pa.struct(list(schema)), name.split("."))]
+    columns = pa.struct(list(_schema(path)))
+    return [name for name in required if not _has_column(columns, name.split("."))]
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _FETCH) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, as plain Python values, a few at a time.
 
-    Raises UserError where the file is not parquet or is damaged.
+    mend: for the message of the UserError raised where the file is not parquet or is damaged.
     """
-    with _open(path) as file:
-        batches = file.iter_batches(batch_size=ROW_GROUP, columns=list(columns) if columns else None)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise UserError(f"{path} is damaged: {error}; fetch or copy it again") from error
-            if batch is None:
-                return
-            yield from batch.to_pylist()
+    with _open(path, mend) as file:
+        try:
+            for batch in file.iter_batches(batch_size=ROW_GROUP, columns=list(columns) if columns else None):
+                batch.validate(full=True)
+                yield from batch.to_pylist()
+        except READING_ERRORS as error:
+            raise UserError(f"{path} is damaged: {error}; {mend}") from error
+
+
+@dataclass(frozen=True)
+class PreparedRow:
+    """A row of a split that `prepare` wrote."""
+
+    path: Path
+    row: int
+    """Counted from 0."""
+
+    def damaged(self, problem: str) -> UserError:
+        """To be raised for it."""
+        return UserError(f"{self.path} row {self.row}: {problem}; {_rebuild(self.path.parent)}")
+
+
+def read_prepared(
+    prepared_dir: Path,
+    split: str,
+    schema: pa.Schema,
+    parse: Callable[[dict[str, Any], PreparedRow], T],
+    *,
+    may_lack: Collection[str] = (),
+) -> list[T]:
+    """The records of a split that `prepare` wrote, in their order, at least one.
+
+    parse: makes a record of a row; raises ValueError, TypeError or one of DECODING_ERRORS for what is none.
+    may_lack: columns whose value may be missing.
+    Raises UserError where prepare has not run, and where the file is damaged or another task's.
+    """
+    path, mend = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
+    if not path.is_file():
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+    found = _schema(path, mend)
+    if not found.equals(schema):
+        here, there = ([f"{field.name} ({field.type})" for field in each] for each in (found, schema))
+        wrong = [field for field in here if field not in there] + [
+            f"no {field}" for field in there if field not in here
+        ]
+        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {mend}")
+    records = []
+    for number, row in enumerate(read_rows(path, mend=mend)):
+        place = PreparedRow(path, number)
+        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
+            raise place.damaged(f"{', '.join(missing)} is missing")
+        try:
+            records.append(parse(row, place))
+        except (*DECODING_ERRORS, TypeError) as error:
+            raise place.damaged(str(error)) from None
+    if not records:
+        raise UserError(f"{path} has no row; {mend}")
+    return records
+
+
+def _rebuild(prepared_dir: Path) -> str:
+    return f"rebuild it with: dvc repro -f -s prepare@{prepared_dir.name}"
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
@@ -100,11 +158,21 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
         aside.unlink(missing_ok=True)
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}") from error
+    except READING_ERRORS as error:
+        raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
+
+
+def _schema(path: Path, mend: str = _FETCH) -> pa.Schema:
+    with _open(path, mend) as file:
+        try:
+            schema = file.schema_arrow
+            str(schema)  # names are decoded where they are looked at
+        except READING_ERRORS as error:
+            raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
+    return schema
 
 
 def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from stages.kit.documents import Unreadable, problems, read_yaml, refusal
 from stages.kit.errors import UserError
 
 ASSUMED = "assumed"
@@ -79,17 +76,19 @@ class Calibration:
 def load_calibration(path: Path = SHIPPED_PATH) -> Calibration:
     """Raises UserError with every problem found, each under its dotted path."""
     try:
-        raw = YAML(typ="safe", pure=True).load(path)
+        raw, found = read_yaml(path)
         # JSON mode is strict about types, yet takes 1 for 1.0, as a person writing YAML does.
-        calibration = TypeAdapter(Calibration).validate_json(json.dumps(raw, default=str), strict=True)
+        calibration = TypeAdapter(Calibration).validate_json(json.dumps(raw), strict=True)
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
         raise UserError(f"{path} is not YAML: {error}") from None
     except ValidationError as error:
-        raise _refusal(path, [_problem(details) for details in error.errors()]) from None
-    if problems := list(_contradictions(calibration)):
-        raise _refusal(path, problems)
+        raise refusal(path, {**problems(error, Calibration), **found}) from None
+    if found := {**_contradictions(calibration), **found}:
+        raise refusal(path, found)
     return calibration
 
 
@@ -98,29 +97,14 @@ def _label(constants: tuple[Constant, ...]) -> str:
     return ASSUMED if ASSUMED in sources else "; ".join(sources)
 
 
-def _refusal(path: Path, problems: list[str]) -> UserError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return UserError(f"{path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def _problem(details: Any) -> str:
-    where = ".".join(map(str, details["loc"])) or "the file"
-    if "unexpected_keyword" in details["type"]:
-        known = [field.name for field in fields(Calibration if len(details["loc"]) == 1 else Constant)]
-        match = get_close_matches(str(details["loc"][-1]), known, n=1)
-        return f"{where}: unknown key" + (f" (did you mean {match[0]!r}?)" if match else "")
-    if "missing" in details["type"]:
-        return f"{where}: missing"
-    return f"{where}: {details['msg'][0].lower()}{details['msg'][1:]}, found {details['input']!r}"
-
-
-def _contradictions(calibration: Calibration) -> Iterator[str]:
-    """Values that are no such thing as their name says."""
+def _contradictions(calibration: Calibration) -> dict[str, str]:
+    """Values that are no such thing as their name says, by dotted path."""
+    found = {}
     for field in fields(calibration):
         constant: Constant = getattr(calibration, field.name)
         value = constant.value
         if constant.unit != (unit := _unit(field.name)):
-            yield f"{field.name}.unit: {unit} was expected, found {constant.unit}"
+            found[f"{field.name}.unit"] = f"{unit} was expected, found {constant.unit}"
         if field.name.endswith("_low"):
             expected, right = "above -1 and at most 0", -1 < value <= 0
         elif field.name.endswith("_high"):
@@ -130,7 +114,8 @@ def _contradictions(calibration: Calibration) -> Iterator[str]:
         else:
             expected, right = "above 0", value > 0
         if not right:
-            yield f"{field.name}.value: {expected} was expected, found {value:g}"
+            found[f"{field.name}.value"] = f"{expected} was expected, found {value:g}"
+    return found
 
 
 def _unit(name: str) -> str:

@@ -9,31 +9,34 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from stages.kit.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True)
 
+Amount = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""In bytes. Of a group that is over its limit, less than nothing is free."""
+
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Held:
     """At one moment. Of several GPUs the sum, of their peaks too, which need not be at one moment."""
 
-    held_bytes: int
+    held_bytes: Amount
     """By this process: in tensors on a GPU; on a CPU all that is resident, Python and its libraries among it."""
-    reserved_bytes: int
+    reserved_bytes: Amount
     """What torch took from the GPU for its tensors; on a CPU the same as held."""
-    peak_bytes: int
+    peak_bytes: Amount
     """Held at most until then."""
-    peak_reserved_bytes: int
+    peak_reserved_bytes: Amount
     """Likewise."""
-    free_bytes: int
+    free_bytes: Amount
     """Of the device, whoever holds the rest; on a CPU of the machine or container."""
-    total_bytes: int
+    total_bytes: Amount
     """Of the same."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.kit.errors import UserError
-from stages.kit.memory.prediction import Budget, Phase
+from stages.kit.documents import read_json
+from stages.kit.memory.prediction import PHASES, Budget, Phase
 from stages.kit.publish import publish_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class MemoryRecord:
     high_gib: float
     usable_gib: float | None
     peak_phase: Phase
-    phases_gib: dict[Phase, float]
+    phases_gib: Annotated[dict[Phase, float], Field(min_length=len(PHASES))]
+    """Of each."""
     budget_gib: dict[Budget, float]
     calibration: str
     changes: list[str]
@@ -76,11 +77,11 @@ def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) 
     On a CPU the two passes are measured, and not the optimizer's step (training/peak.py).
     """
     passes = max(record.phases_gib["forward"], record.phases_gib["backward"])
-    predicted_gib, measured_gib = passes if on_cpu else record.allocated_gib, in_gib(measured_bytes)
+    predicted_gib = passes if on_cpu else record.allocated_gib
     return {
         "memory_predicted_gib": predicted_gib,
-        "memory_measured_gib": measured_gib,
-        "memory_error": round(predicted_gib / measured_gib - 1, 4),
+        "memory_measured_gib": in_gib(measured_bytes),
+        "memory_error": round(predicted_gib / (measured_bytes / GIB) - 1, 4),
     }
 
 
@@ -95,9 +96,4 @@ def write_memory_record(record: MemoryRecord, path: Path) -> None:
 
 def read_memory_record(path: Path) -> MemoryRecord:
     """Raises UserError where it is missing or damaged."""
-    try:
-        return TypeAdapter(MemoryRecord).validate_json(path.read_text(encoding="utf-8"), strict=True)
-    except (OSError, ValueError) as error:  # pydantic's own is a ValueError
-        raise UserError(
-            f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s plan@{path.parent.name}"
-        ) from None
+    return read_json(MemoryRecord, path, mend=f"dvc repro -f -s plan@{path.parent.name}")

@@ -7,6 +7,9 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict
+
+from stages.kit.documents import read_json
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short, verified_lineage
 from stages.kit.params import Params, made_by
@@ -41,6 +44,8 @@ class Certificate:
     """Of the frozen weights in training; the adapter was trained on nf4 weights where it says so, and merged into the
     unquantized ones."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     def problems(self) -> list[str]:
         found = []
         if not self.logit_deviation <= self.tolerance:  # a NaN is a problem too
@@ -60,20 +65,14 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
     publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
-def read_certificate(path: Path, *, mend: str) -> Certificate:
-    """As it was written, whatever it certifies. mend: for the message of the UserError where there is none to read."""
-    try:
-        return Certificate(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing, and no model is evaluated without its certificate; {mend}") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+def read_certificate(path: Path) -> Certificate:
+    """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
+    return read_json(Certificate, path, mend=f"dvc repro merge@{path.parent.name}")
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    mend = f"rebuild it with: dvc repro merge@{merged.name}"
-    certificate = read_certificate(path, mend=mend)
+    certificate, mend = read_certificate(path), f"rebuild it with: dvc repro merge@{merged.name}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"

@@ -14,6 +14,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stages.kit.data.pictures import DECODING_ERRORS
+from stages.kit.errors import UserError
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.origins import origin_warnings, origins_table
@@ -227,13 +229,20 @@ def _curves(comparison: Comparison, runs: Sequence[Run], colours: dict[str, str]
     return drawings
 
 
+def _run_picture(run: Run, path: Path) -> Picture:
+    try:
+        return inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}")
+    except DECODING_ERRORS as error:
+        raise UserError(f"{path} is damaged: {error}; rebuild it with: dvc repro -f -s {run.stage}") from None
+
+
 def _gallery(run: Run) -> Gallery:
     return Gallery(
         name=run.name,
         groups=tuple(
             (
                 kind,
-                tuple(inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths),
+                tuple(_run_picture(run, path) for path in paths),
             )
             for kind, paths in run.pictures.items()
             if paths

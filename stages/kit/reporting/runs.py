@@ -9,13 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
 
+from stages.kit.documents import read_json
 from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
@@ -23,6 +22,7 @@ from stages.kit.memory.held import StageMemory
 from stages.kit.plan import Plan, read_plan
 from stages.kit.provenance import Provenance, provenance_of_run
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
+from stages.kit.training.record import TrainingRecord, read_record
 
 PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""
@@ -53,7 +53,7 @@ class Run:
     """Per-sample values by column of predictions.parquet, each (samples,)."""
     plan: Plan | None = None
     """None for an untrained base; likewise the training record."""
-    training: Mapping[str, Any] | None = None
+    training: TrainingRecord | None = None
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]
     """By kind, in order of name."""
@@ -96,17 +96,19 @@ def read_run(
     return Run(
         name=name,
         stage=stage,
-        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE).of_random_weights(),
-        metrics=_read_json(metrics_path, stage),
-        samples=tuple(json.dumps(sample, ensure_ascii=False) for sample in described),
+        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE, mend=_command(stage)).of_random_weights(),
+        metrics=read_json(dict[str, int | float | str], metrics_path, mend=_command(stage)),
+        samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
-        training=_read_json(training_dir / "training.json", f"train@{name}") if trained else None,
+        training=read_record(training_dir / "training.json") if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
         pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
         memory=tuple(
-            _read_memory(path, made_by) for made_by, path in (memory_by_stage or {}).items() if path.is_file()
+            read_json(StageMemory, path, mend=_command(made_by))
+            for made_by, path in (memory_by_stage or {}).items()
+            if path.is_file()
         ),
         provenance=tuple(provenance_of_run(records_dir, name)) if records_dir else (),
     )
@@ -157,27 +159,12 @@ def _digest(samples: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
 
 
+def _command(stage: str) -> str:
+    return f"dvc repro -f -s {stage}"
+
+
 def _rebuild(stage: str) -> str:
-    return f"rebuild it with: dvc repro -f -s {stage}"
-
-
-def _read_json(path: Path, stage: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_rebuild(stage)}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, expected a mapping; {_rebuild(stage)}")
-    return content
-
-
-def _read_memory(path: Path, stage: str) -> StageMemory:
-    try:
-        return TypeAdapter(StageMemory).validate_json(path.read_text(encoding="utf-8"), strict=True)
-    except ValueError as error:  # pydantic's own, and of what is no text
-        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
+    return f"rebuild it with: {_command(stage)}"
 
 
 def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Table:
@@ -187,13 +174,18 @@ def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Tabl
             raise UserError(
                 f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {_rebuild(stage)}"
             )
-        return pq.read_table(path, columns=list(dict.fromkeys(columns)))
-    except pa.ArrowInvalid as error:
+        table = pq.read_table(path, columns=list(dict.fromkeys(columns)))
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
+    return table
 
 
 def _numbers(rows: pa.Table, name: str, path: Path, stage: str) -> Floats:
-    values = np.asarray(rows.column(name).to_pylist(), dtype=np.float64)  # a null becomes NaN
+    try:
+        values = np.asarray(rows.column(name).to_pylist(), dtype=np.float64)  # a null becomes NaN
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{path} holds in {name} what is no number: {error}; {_rebuild(stage)}") from None
     if broken := int((~np.isfinite(values)).sum()):
         raise UserError(
             f"{path}: {broken} of {len(values)} values of {name} are missing or not finite, expected "
@@ -206,14 +198,14 @@ def _read_curve(path: Path, stage: str) -> Curve | None:
     """A DVCLive curve: tab-separated, a `step` column and one named as the metric (`train/loss`)."""
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
-    if value_column is None:
-        return None
     try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        value_column = next((name for name in rows[0] if name not in ("step", "timestamp")), None) if rows else None
+        if value_column is None:
+            return None
         points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
-    except (KeyError, ValueError) as error:
+    except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
     steps, values = np.asarray(points, dtype=np.float64).T
     return Curve(steps=steps, values=values)

@@ -112,9 +112,8 @@ def cost_table(runs: Sequence[Run]) -> Table:
     )
     rows = []
     for run in runs:
-        training = run.training or {}
-        values = {
-            **training,
+        values: dict[str, Any] = {
+            **(asdict(run.training) if run.training else {}),
             "memory_error": run.metrics.get("memory_error"),
             "evaluation_samples_per_second": run.metrics.get("samples_per_second"),
         }
@@ -154,7 +153,6 @@ def memory_table(runs: Sequence[Run]) -> Table:
 
 def _trainable(run: Run) -> Mapping[str, int]:
     """What training counted, or else what the plan says."""
-    if run.training and run.training.get("trainable"):
-        counted: Mapping[str, int] = run.training["trainable"]
-        return counted
+    if run.training and run.training.trainable:
+        return run.training.trainable
     return run.plan.trainable if run.plan else {}

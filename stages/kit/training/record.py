@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from transformers import TrainerState
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
-from stages.kit.errors import UserError
+from stages.kit.documents import read_json
 from stages.kit.plan import Plan
 from stages.kit.publish import publish_text
-from stages.kit.training.peak import PeakMemory
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from stages.kit.training.peak import PeakMemory
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class TrainingRecord:
     recipe: str
     profile: str
-    attempt: int
+    attempt: Count
     """How many rungs of the ladder were taken for want of memory: 0 is as planned. The settings are those used."""
     micro_batch: int
     grad_accumulation: int
     gradient_checkpointing: bool
     optimizer: str
     quantization: str
-    num_steps: int
-    epochs: float
+    num_steps: Count
+    epochs: Amount
     train_loss: float
-    """Mean over the run."""
+    """Mean over the run. NaN, like the next, where training went astray."""
     final_loss: float
     """As logged last."""
-    train_seconds: float
-    samples_per_second: float
-    peak_memory_bytes: int
-    reserved_memory_bytes: int
+    train_seconds: Amount
+    samples_per_second: Amount
+    peak_memory_bytes: Annotated[int, Field(ge=1, lt=2**63)]
+    reserved_memory_bytes: Count
     memory_kind: str
     """See training/peak.py."""
-    trainable: dict[str, int]
+    trainable: dict[str, Count]
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
@@ -84,10 +93,4 @@ def write_record(record: TrainingRecord, path: Path) -> None:
 
 def read_record(path: Path) -> TrainingRecord:
     """Raises UserError where it is missing or damaged."""
-    try:
-        return TrainingRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        recipe = path.parent.parent.name
-        raise UserError(
-            f"{path} is missing or damaged: {error}; rebuild it with: dvc repro -f -s train@{recipe}"
-        ) from None
+    return read_json(TrainingRecord, path, mend=f"dvc repro -f -s train@{path.parent.parent.name}")

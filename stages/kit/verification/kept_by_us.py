@@ -86,12 +86,12 @@ def _certificate(path: Path) -> tuple[Path, Callable[[Path], tuple[str, list[str
 
 
 def _of_merge(path: Path) -> tuple[str, list[str]]:
-    certificate = read_certificate(path, mend="")
+    certificate = read_certificate(path)
     return certificate.merged_digest, certificate.problems()
 
 
 def _of_build(path: Path) -> tuple[str, list[str]]:
-    certificate = read_build_certificate(path, mend="")
+    certificate = read_build_certificate(path)
     return certificate.built_digest, certificate.problems()
 
 

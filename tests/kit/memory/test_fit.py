@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stages.kit.errors import UserError
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
@@ -16,6 +19,7 @@ from stages.kit.memory.ladder import rungs
 from stages.kit.memory.prediction import Prediction
 from stages.kit.memory.record import MemoryRecord, beside_measured, read_memory_record, write_memory_record
 from stages.kit.plan import Plan
+from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_ladder import plan_with
 
 GIB = 2**30
@@ -195,10 +199,12 @@ def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any,
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
-    with pytest.raises(UserError, match=r"memory\.json is missing or damaged: (?s:.*)dvc repro -f -s plan@r1-llm-only"):
+    with pytest.raises(
+        UserError, match=r"memory\.json is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only"
+    ):
         read_memory_record(path)
     path.unlink()
-    with pytest.raises(UserError, match="missing or damaged"):
+    with pytest.raises(UserError, match=r"memory\.json is missing; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
         read_memory_record(path)
 
 
@@ -215,3 +221,24 @@ def test_what_was_measured_on_a_cpu_has_no_optimizers_step() -> None:
     record = MemoryRecord.of(replace(start(None), prediction=step), start(None))
     assert beside_measured(record, 2 * GIB, on_cpu=True)["memory_error"] == 0
     assert beside_measured(record, 3 * GIB, on_cpu=False)["memory_error"] == 0
+
+
+@given(data=st.data())
+@quick(60)
+def test_any_damage_to_a_record_is_said_on_one_line_or_it_compares(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "r1-llm-only/memory.json"
+    write_memory_record(MemoryRecord.of(start(12), start(12)), path)
+    good = path.read_bytes()
+    tree = damaged_tree(json.loads(good)).map(lambda tree: json.dumps(tree).encode())
+    path.write_bytes(data.draw(tree | damaged_bytes(good)))
+    try:
+        record = read_memory_record(path)
+    except UserError as error:
+        assert re.fullmatch(
+            r".*memory\.json is damaged: .*; rebuild it with: dvc repro .* plan@r1-llm-only", error.message
+        )
+        return
+    assert record.summary()
+    assert beside_measured(record, 1, on_cpu=True)

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.lineage import write_lineage
+from stages.kit.lineage import Lineage, write_lineage
 from stages.kit.models.certificate import Certificate, require_certificate, write_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.params import ImageParams
+from tests.damage import damaged_bytes, damaged_tree, quick
 
 GOOD = Certificate(
     recipe="r1",
@@ -92,3 +94,20 @@ def test_another_picture_size_breaks_processor_parity(tiny_vlm: Path, probes: li
     assert same_inputs(one, load_processor(tiny_vlm, None), probes)
     smaller = load_processor(tiny_vlm, ImageParams(min_pixels=28 * 28, max_pixels=28 * 28))
     assert not same_inputs(one, smaller, probes)
+
+
+@given(
+    content=damaged_tree(asdict(GOOD)).map(lambda tree: json.dumps(tree).encode())
+    | damaged_bytes(json.dumps(asdict(GOOD)).encode())
+)
+@quick(80)
+def test_any_damage_to_a_certificate_is_refused_or_leaves_it_holding(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "merge.json"
+    path.write_bytes(content)
+    merged = Lineage(kind="merged", name="r1", digest=GOOD.merged_digest)
+    try:
+        require_certificate(path, merged)
+    except UserError as error:
+        assert error.message.endswith("rebuild it with: dvc repro merge@r1")

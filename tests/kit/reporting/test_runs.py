@@ -7,9 +7,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
 from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
+from stages.kit.reporting.settings import cost_table, memory_table, plan_settings, trainable_table
+from stages.kit.reporting.tables import markdown
+from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
 
 
@@ -32,7 +38,7 @@ def test_reads_all_that_a_trained_run_left(tmp_path: Path) -> None:
     assert run.columns["iou"].tolist() == [0.5, 0.75]
     assert run.sample_ids == ("image-000", "image-001")
     assert run.plan.recipe == "r1-llm-only"
-    assert run.training["num_steps"] == 30
+    assert run.training.num_steps == 30
     assert run.loss.steps.tolist() == list(range(1, 31))
     assert [path.name for path in run.pictures["worst"]] == ["worst-1.png"]
 
@@ -152,3 +158,67 @@ def test_a_run_of_numpy_scores_keeps_their_precision(tmp_path: Path) -> None:
     run_dir = write_made_up_run(tmp_path, "one", scores)
     assert evaluated(run_dir).columns["iou"].tolist() == scores.tolist()
     assert json.loads((run_dir / "metrics.json").read_text())["mean_iou"] == scores.mean()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a trained and evaluated run; beside it what its stages held."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_dir = write_made_up_run(folder, "r1-llm-only", [0.5, 0.6], params=project_params())
+    write_made_up_memory(folder, "detection", made_up_memory("train", "r1-llm-only"))
+    return run_dir
+
+
+FILES = {
+    "metrics.json": "evaluate@r1-llm-only",
+    "lineage.json": "evaluate@r1-llm-only",
+    "predictions.parquet": "evaluate@r1-llm-only",
+    "plan.yaml": "plan@r1-llm-only",
+    "training/training.json": "train@r1-llm-only",
+    "training/plots/metrics/train/loss.tsv": "train@r1-llm-only",
+    "../report/detection/memory/r1-llm-only/train.json": "train@r1-llm-only",
+}
+"""Below a run's folder, and the stage that makes each."""
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(data=st.data())
+@quick(60)
+def test_damage_to_any_file_is_said_with_the_stage_that_mends_it_or_the_run_can_be_shown(
+    finished: Path, name: str, data: st.DataObject
+) -> None:
+    path = finished / name
+    good = path.read_bytes()
+    damaged = damaged_bytes(good)
+    if name.endswith((".json", ".yaml")):
+        damaged |= damaged_tree(YAML(typ="safe").load(good)).map(lambda tree: json.dumps(tree).encode())
+    path.write_bytes(data.draw(damaged))
+    memory = {"train@r1-llm-only": finished / "../report/detection/memory/r1-llm-only/train.json"}
+    try:
+        run = read_run(finished, identity=("image_id", "truth"), columns=("iou",), trained=True, memory_by_stage=memory)
+        assert run is not None
+        for table in (cost_table([run]), memory_table([run]), trainable_table([run])):
+            assert markdown(table).encode()
+        assert run.plan is not None
+        assert plan_settings(run.plan)
+    except UserError as error:
+        assert path.name in error.message
+        assert f"dvc repro -f -s {FILES[name]}" in error.message
+    finally:
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [[0.5], [0.6]], [10**400, 1]])
+def test_a_score_that_is_no_number_is_refused(tmp_path: Path, values: list[object]) -> None:
+    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5, 0.6])
+    if isinstance(values[0], int):
+        metrics = json.loads((run_dir / "metrics.json").read_text())
+        (run_dir / "metrics.json").write_text(json.dumps({**metrics, "mean_iou": values[0]}))
+        reason = r"metrics\.json is damaged: mean_iou"
+    else:
+        rows = pq.read_table(run_dir / "predictions.parquet")
+        index = rows.column_names.index("iou")
+        pq.write_table(rows.set_column(index, "iou", pa.array(values)), run_dir / "predictions.parquet")
+        reason = r"predictions\.parquet.* is no number|values of iou"
+    with pytest.raises(UserError, match=rf"{reason}.*; rebuild it with: dvc repro"):
+        read(run_dir)

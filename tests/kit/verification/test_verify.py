@@ -292,7 +292,7 @@ def test_changed_sources_are_named_with_who_read_them(workspace: Path) -> None:
 def test_a_certificate_of_other_content_is_worth_nothing(unknown_to_dvc: Path) -> None:
     workspace = unknown_to_dvc
     path = workspace / "data/runs/r1/merge.json"
-    good = read_certificate(path, mend="")
+    good = read_certificate(path)
     for bad, said in (
         (replace(good, merged_digest="0" * 64), "certifies content 000000000000, but data/runs/r1/merged holds "),
         (replace(good, logit_deviation=float("nan")), "certifies a failure: logits deviate"),
@@ -384,7 +384,7 @@ def test_a_record_of_other_outputs_is_found_out(unknown_to_dvc: Path) -> None:
     assert (path, command) == ("data/provenance/detection/train@r1.json", "dvc repro -f -s train@r1")
     assert "tells of data/runs/r1/trained with content 222222222222, which now holds" in found
     record.write_text("{")
-    assert "is missing or damaged" in only_damage(workspace)[1]
+    assert "is damaged" in only_damage(workspace)[1]
 
 
 def test_only_what_is_there_is_looked_at(workspace: Path) -> None:

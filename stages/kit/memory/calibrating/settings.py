@@ -17,7 +17,7 @@ from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor
 from stages.kit.models.random_weights import take_token_ids
-from stages.kit.params import DeviceParams, LoraParams, PartsParams
+from stages.kit.params import Attention, DeviceParams, LoraParams, Optimizer, PartsParams
 from stages.kit.plan import Plan, Schedule
 
 Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]
@@ -39,8 +39,8 @@ class Setting:
     precision: Literal["fp32", "fp16", "bf16"] = "bf16"
     micro_batch: int = 1
     checkpointing: bool = True
-    optimizer: str = "adamw_torch_fused"
-    attn: str = "sdpa"
+    optimizer: Optimizer = "adamw_torch_fused"
+    attn: Attention = "sdpa"
     max_length: int = 2048
     max_pixels: int = 1003520
 

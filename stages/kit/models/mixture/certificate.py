@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from stages.kit.errors import UserError
+from stages.kit.documents import read_json
 from stages.kit.publish import publish_text
 
 # How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
@@ -88,11 +86,6 @@ def write_build_certificate(certificate: BuildCertificate, path: Path) -> None:
     publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
-def read_build_certificate(path: Path, *, mend: str) -> BuildCertificate:
-    """As it was written, whatever it certifies. mend: for the message of the UserError where there is none to read."""
-    try:
-        return TypeAdapter(BuildCertificate).validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {mend}") from None
-    except ValueError as error:  # pydantic's own is one
-        raise UserError(f"{path} is damaged: {error}; {mend}") from None
+def read_build_certificate(path: Path) -> BuildCertificate:
+    """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
+    return read_json(BuildCertificate, path, mend=f"dvc repro build@{path.stem}")

@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import penman
@@ -172,20 +174,31 @@ _WORD = r'(?:[^\s()":]|:(?![^\W\d_]))+'
 # Joined to the words around it, this would make a graph of (c / / x), and of a comment behind a word (c / x # why).
 _STRAY = r':[^\s()"]*|[/#]+(?=[\s()":]|\Z)'
 _VARIABLE = r'[^\s()":/]+\s*/'
-_WITH_VARIABLES = re.compile(
-    rf"(?P<string>{_STRING})|(?P<open>\()(?:\s*(?P<variable>{_VARIABLE}))?|(?P<close>\))|(?P<role>{_ROLE})"
-    rf'|(?P<stray>{_STRAY})|(?P<word>{_WORD})|(?P<quote>")',
-    re.DOTALL,
-)
-_WITHOUT_VARIABLES = re.compile(
-    rf"(?P<string>{_STRING})|(?P<open>\()|(?P<close>\))|(?P<role>{_ROLE})"
-    rf'|(?P<pointer>\#[0-9]+(?=[\s()"]|{_ROLE}|\Z))|(?P<stray>{_STRAY})|(?P<word>{_WORD})|(?P<quote>")',
-    re.DOTALL,
-)
 _ALIGNMENT = re.compile(r"~(?:[a-z]\.?)?[0-9]+(?:,[0-9]+)*$")
 _PLAIN = re.compile(r"[^\s()\"/:~#][^\s()\"/:~]*(?:\N{NO-BREAK SPACE}[^\s()\"/:~]+)*")
 # Holds words together on their way through penman, to which only ASCII whitespace is a space.
 _JOINT = "\N{NO-BREAK SPACE}"
+
+
+@cache
+def _pattern(*, variables: bool, strings: bool = True) -> re.Pattern[str]:
+    head = rf"(?:\s*(?P<variable>{_VARIABLE}))?" if variables else ""
+    pointer = "" if variables else rf'(?P<pointer>\#[0-9]+(?=[\s()"]|{_ROLE}|\Z))|'
+    string = rf"(?P<string>{_STRING})|" if strings else ""
+    return re.compile(
+        rf"{string}(?P<open>\(){head}|(?P<close>\))|(?P<role>{_ROLE})|{pointer}(?P<stray>{_STRAY})|(?P<word>{_WORD})"
+        '|(?P<quote>")',
+        re.DOTALL,
+    )
+
+
+def _pieces(text: str, *, variables: bool) -> Iterator[re.Match[str]]:
+    for match in _pattern(variables=variables).finditer(text):
+        yield match
+        if match["quote"]:
+            # Nothing closes this quote, and so none behind it: to search for that at each takes the square of the text.
+            yield from _pattern(variables=variables, strings=False).finditer(text, match.end())
+            return
 
 
 def tokenized(text: str, *, variables: bool = True) -> list[Token]:
@@ -195,7 +208,7 @@ def tokenized(text: str, *, variables: bool = True) -> list[Token]:
     """
     tokens: list[Token] = []
     line, end = 0, 0
-    for match in (_WITH_VARIABLES if variables else _WITHOUT_VARIABLES).finditer(text):
+    for match in _pieces(text, variables=variables):
         line, end = line + text.count("\n", end, match.start()), match.start()
         kind = "open" if match["open"] else str(match.lastgroup)
         if kind == "string":
@@ -301,7 +314,7 @@ def _parse(tokens: Sequence[Token]) -> Node:
         around = spaced(" ".join(lines[line]))
         raise MalformedGraph(f"{str(error.message).lower()}, found {around}", line) from None
     names = [_nfc(str(variable)) for variable, _ in tree.nodes()]
-    if again := next((name for index, name in enumerate(names) if name in names[:index]), None):
+    if again := next((name for name, count in Counter(names).items() if count > 1), None):
         raise MalformedGraph(f"variable {again} is defined twice")
     return linked(_node(tree.node), names)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from stages.kit.data.tables import read_rows
-from stages.kit.errors import UserError
-from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
+from stages.kit.data.tables import PreparedRow, read_prepared
+from stages.tasks.amr.samples.graphs import MalformedGraph, Node, canonical, penman_line, read_graph
 
 SCHEMA = pa.schema(
     [
@@ -38,10 +37,23 @@ class Record:
     """Where it was read, relative to the dataset's folder."""
     line: int
     """Of the sentence, counted from 1."""
+    place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def parsed(self) -> Node:
-        """The canonical graph."""
-        return read_graph(self.canonical)
+        """The canonical graph. Raises UserError where prepared data are damaged."""
+        return self._read(self.canonical)
+
+    def as_it_was(self) -> Node:
+        """The graph as it was read. Raises likewise."""
+        return self._read(self.graph)
+
+    def _read(self, graph: str) -> Node:
+        try:
+            return read_graph(graph)
+        except MalformedGraph as malformed:
+            if self.place is None:
+                raise
+            raise self.place.damaged(str(malformed)) from None
 
 
 def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: int) -> Record:
@@ -51,15 +63,12 @@ def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: 
 
 def to_row(record: Record) -> dict[str, Any]:
     """A record as a row of SCHEMA."""
-    return dict(vars(record))
+    return {name: getattr(record, name) for name in SCHEMA.names}
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order.
 
-    Raises UserError where prepare has not run.
+    Raises UserError where prepare has not run, or what it wrote is damaged.
     """
-    path = prepared_dir / f"{split}.parquet"
-    if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
-    return [Record(**row) for row in read_rows(path)]
+    return read_prepared(prepared_dir, split, SCHEMA, lambda row, place: Record(**row, place=place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from stages.tasks.amr.samples.graphs import MAX_DEPTH, Node, Reference, Token, linked, spaced, tokenized
@@ -27,7 +28,7 @@ class _Open:
     def walk(self) -> list[_Open]:
         return [self, *(node for _, target in self.edges if isinstance(target, _Open) for node in target.walk())]
 
-    def node(self, names: list[str]) -> Node:
+    def node(self, names: AbstractSet[str]) -> Node:
         """names: of all nodes; a pointer that is not among them points nowhere and is dropped."""
         assert self.concept is not None
         edges: list[tuple[str, Node | Reference | str]] = []
@@ -69,7 +70,7 @@ def mended(text: str, *, variables: bool) -> Node | None:
     if root is None or root.concept is None:
         return None
     names = [node.name for node in root.walk()]
-    return linked(root.node(names), names)
+    return linked(root.node(frozenset(names)), names)
 
 
 def _close(stack: list[_Open]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages.kit.evaluation.intervals import bootstrap, corpus_f1
-from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
+from stages.tasks.amr.samples.graphs import Node, canonical, penman_line
 from stages.tasks.amr.samples.records import Record
 from stages.tasks.amr.samples.targets import decode, repaired
 from stages.tasks.amr.scoring.smatch import TIME_LIMIT_S, as_written, best_match, normalized, triples_of
@@ -114,7 +114,7 @@ def _row(record: Record, text: str, target: str, time_limit_s: float) -> dict[st
         return _counts(graph, gold, normalized, time_limit_s)
 
     strict = count(decoded.graph)
-    as_read = read_graph(record.graph)
+    as_read = record.as_it_was()
     same = decoded.graph is None or _same_words(decoded.graph.words() | as_read.words())
     written = strict if same else _counts(decoded.graph, as_read, as_written, time_limit_s)
     mended = strict if decoded.valid else count(repaired(text, target))

@@ -28,6 +28,9 @@ NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
 """Roles that merely end like an inverse one."""
 TIME_LIMIT_S = 60.0
 """For one pair of graphs; the largest of ViSemPar take about 0.1 s."""
+MAX_PAIRS = 500_000
+"""Of relations that may match, where there are more of them no program is tried: its limit does not count the minutes
+and gigabytes of writing it down. Graphs of ViSemPar have hundreds."""
 _OUT_OF_TIME = 1
 """The status of scipy's milp."""
 
@@ -104,8 +107,8 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
     gains = _gains(ours, theirs)
     bound = _bound(ours, theirs, gains)
     found = _climbed(gains, bound)
-    if found == bound:
-        return Match(found, proven=True)
+    if found == bound or len(gains.weights) > MAX_PAIRS:
+        return Match(found, proven=found == bound)
     return _program(gains, found, bound, time_limit_s)
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 _COMMENT = re.compile(r"\s*#")
 _SENTENCE = re.compile(r"\s*#\s*::snt(?:\s+(?P<sentence>.*))?\Z", re.DOTALL)
 _ID = re.compile(r"\s*#\s*::id\s+(?P<id>\S+)")
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[()]')
+# A quote that nothing closes on its line is none: what stands behind it is looked at as a whole, or each of many such
+# quotes would search the whole line.
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|(?P<open_end>\\?\Z))|(?P<bracket>[()])')
 
 
 class UnreadableText(ValueError):
@@ -32,14 +34,25 @@ class Block:
     graph_line: int = 0
     graph: list[str] = field(default_factory=list)
     """Its lines from `graph_line` on."""
+    opened: int = 0
+    closed: int = 0
+    """Parentheses so far, those in quotes left out."""
+
+    def add(self, number: int, line: str) -> None:
+        """A line of its graph."""
+        self.graph_line = self.graph_line or number
+        self.graph.append(line)
+        for match in _BRACKETS.finditer(line):
+            counted = match[0] if match["bracket"] or match["open_end"] is not None else ""
+            self.opened += counted.count("(")
+            self.closed += counted.count(")")
 
     def graph_text(self) -> str:
         return "\n".join(self.graph).strip()
 
     def finished(self) -> bool:
         """Whether all parentheses of its graph are closed again."""
-        brackets = [match[0] for match in _BRACKETS.finditer("\n".join(self.graph))]
-        return bool(brackets) and brackets.count("(") <= brackets.count(")")
+        return self.opened + self.closed > 0 and self.opened <= self.closed
 
 
 def read_lines(path: Path) -> list[str]:
@@ -80,8 +93,7 @@ def read_blocks(lines: list[str]) -> Iterator[Block]:
             block.id = sample_id["id"]
         elif is_text:
             block = block or Block(number)
-            block.graph_line = block.graph_line or number
-            block.graph.append(line)
+            block.add(number, line)
         elif block and block.graph:
             block.graph.append("")  # so that what follows keeps its line number
     if block:

@@ -121,7 +121,7 @@ def _to_grid(low: float, high: float, steps: int) -> tuple[int, int]:
 def _grid_problem(box: GridBox, width: int, height: int) -> str | None:
     x0, y0, x1, y1 = box
     if not (0 <= x0 <= width and 0 <= x1 <= width and 0 <= y0 <= height and 0 <= y1 <= height):
-        return f"{box} lies outside 0..{width}, 0..{height}"
+        return f"{_shortened(str(box))} lies outside 0..{width}, 0..{height}"
     if x0 > x1 or y0 > y1:
         return f"{box} is reversed"
     if x0 == x1 or y0 == y1:
@@ -162,8 +162,8 @@ def _shortened(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
-# One flat JSON object, which is what a box is; the list and the fence around it do not matter.
-_MEANT_AS_JSON_BOX = re.compile(r'\{[^{}]*"bbox_2d"[^{}]*(?:\}|\Z)')
+# A flat JSON object, which is what a box is; the list and the fence around it do not matter.
+_FLAT_OBJECT = re.compile(r"\{[^{}]*+(?:\}|\Z)")
 
 
 def _render_json(boxes: Sequence[GridBox], label: str) -> str:
@@ -171,7 +171,9 @@ def _render_json(boxes: Sequence[GridBox], label: str) -> str:
 
 
 def _find_json(text: str) -> Iterator[GridBox | str]:
-    for match in _MEANT_AS_JSON_BOX.finditer(text):
+    for match in _FLAT_OBJECT.finditer(text):
+        if '"bbox_2d"' not in match[0]:  # looked for by the pattern, it would take the square of the text's length
+            continue
         try:
             numbers = json.loads(match[0]).get("bbox_2d")
         except (ValueError, RecursionError):  # the latter for a model's endless "[[[["

@@ -12,17 +12,16 @@ import io
 import math
 import struct
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from stages.kit.data.tables import read_rows
-from stages.kit.errors import UserError
+from stages.kit.data.pictures import DECODING_ERRORS
+from stages.kit.data.tables import PreparedRow, read_prepared
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
@@ -52,16 +51,6 @@ ROUNDING = 1e-6
 
 _ORIENTATION = 0x0112
 _TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and means nothing
-# What Pillow and its plugins raise on damaged files; DecompressionBombError is not among them by inheritance.
-_DECODING_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
 
 
 @dataclass(frozen=True)
@@ -78,11 +67,17 @@ class DetectionRecord:
     """One for each box."""
     sha256: str = ""
     """Of the upright image's pixels."""
+    place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def open_image(self) -> Image.Image:
-        """The decoded picture, RGB."""
-        with Image.open(io.BytesIO(self.image)) as image:
-            return image.convert("RGB")
+        """The decoded picture, RGB. Raises UserError where prepared data are damaged."""
+        try:
+            with Image.open(io.BytesIO(self.image)) as image:
+                return image.convert("RGB")
+        except DECODING_ERRORS as error:
+            if self.place is None:
+                raise
+            raise self.place.damaged(f"unreadable image: {error}") from None
 
     def first_annotated(self) -> Box:
         """The nutrition table that the dataset names first."""
@@ -116,7 +111,7 @@ def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
         return [*problems, "no image: there are no bytes in column image"]
     try:
         image, (width, height), sha256 = _upright(encoded)
-    except _DECODING_ERRORS as error:
+    except DECODING_ERRORS as error:
         return [*problems, f"unreadable image: {error}"]
     return problems or DetectionRecord(row["image_id"], image, width, height, boxes, categories, sha256)
 
@@ -124,7 +119,7 @@ def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
 def to_row(record: DetectionRecord) -> dict[str, Any]:
     """A record as a row of SCHEMA."""
     return {
-        **vars(record),
+        **{name: getattr(record, name) for name in SCHEMA.names},
         "boxes": [list(box) for box in record.boxes],
         "categories": list(record.categories),
     }
@@ -133,17 +128,24 @@ def to_row(record: DetectionRecord) -> dict[str, Any]:
 def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
     """The records of a prepared split, in their order.
 
-    Raises UserError where prepare has not run.
+    Raises UserError where prepare has not run, or what it wrote is damaged.
     """
-    path = prepared_dir / f"{split}.parquet"
-    if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
-    return [_from_row(row) for row in read_rows(path)]
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row)
 
 
-def _from_row(row: dict[str, Any]) -> DetectionRecord:
-    boxes = tuple((x0, y0, x1, y1) for x0, y0, x1, y1 in row["boxes"])
-    return DetectionRecord(**{**row, "boxes": boxes, "categories": tuple(row["categories"])})
+def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
+    boxes, categories = tuple(tuple(box) for box in row["boxes"]), tuple(map(str, row["categories"]))
+    for x0, y0, x1, y1 in boxes:
+        if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
+            raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
+    if len(boxes) != len(categories):
+        raise ValueError(f"{len(boxes)} boxes, but {len(categories)} categories")
+    if not any(category.startswith(TARGET) for category in categories):
+        raise ValueError(f"no box of a {TARGET}")
+    with Image.open(io.BytesIO(row["image"])) as image:  # its beginning; the rest is read where it is needed
+        if image.size != (row["width"], row["height"]):
+            raise ValueError(f"the image is {image.size}, expected {(row['width'], row['height'])}")
+    return DetectionRecord(**{**row, "boxes": boxes, "categories": categories}, place=place)
 
 
 def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
@@ -197,7 +199,7 @@ def _upright(encoded: bytes) -> tuple[bytes, tuple[int, int], str]:
     Returns (encoded bytes, (width, height), digest of the pixels). The bytes stay as they are unless the
     image has to be turned; then they are a JPEG of quality 95 without chroma subsampling, so that boxes on
     fine lines survive.
-    Raises one of _DECODING_ERRORS where it is no image, or not a whole one.
+    Raises one of DECODING_ERRORS where it is no image, or not a whole one.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain

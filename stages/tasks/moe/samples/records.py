@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from stages.kit.data.tables import read_rows
-from stages.kit.errors import UserError
+from stages.kit.data.tables import PreparedRow, read_prepared
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")
@@ -79,16 +78,18 @@ def to_row(record: Record) -> dict[str, Any]:
 def read_split(prepared_dir: Path, split: str) -> list[Record]:
     """The records of a prepared split, in their order.
 
-    Raises UserError where prepare has not run.
+    Raises UserError where prepare has not run, or what it wrote is damaged.
     """
-    path = prepared_dir / f"{split}.parquet"
-    if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
-    return [_from_row(row) for row in read_rows(path)]
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_lack=("context",))
 
 
-def _from_row(row: dict[str, Any]) -> Record:
-    return Record(**{**row, "correct": tuple(row["correct"]), "incorrect": tuple(row["incorrect"])})
+def _from_row(row: dict[str, Any], _: PreparedRow) -> Record:
+    correct, incorrect = tuple(row["correct"]), tuple(row["incorrect"])
+    if row["domain"] not in DOMAINS:
+        raise ValueError(f"unknown domain {row['domain']!r}, expected one of {', '.join(DOMAINS)}")
+    if row["best"] not in correct or None in (*correct, *incorrect):
+        raise ValueError("the best answer is none of the correct ones, or an answer is missing")
+    return Record(**{**row, "correct": correct, "incorrect": incorrect})
 
 
 def _digest(*texts: str) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stages.kit.documents import SURROGATE, dotted, shown
 from stages.kit.errors import UserError
 from stages.tasks.moe.samples.records import Domain, Record
 
@@ -88,7 +89,7 @@ def read_corpus(path: Path) -> Corpus:
         if isinstance(found, UnreadableText):
             corpus.invalid.append((Place(path.name, line), str(found)))
         elif problem := found.problem():
-            corpus.invalid.append((Place(path.name, line), f"{problem}; the question is: {found.question!r}"))
+            corpus.invalid.append((Place(path.name, line), f"{problem}; the question is: {shown(found.question)}"))
         else:
             corpus.records.append(found.record(f"{path.name}:{line}{suffix}", path.name, line))
     return corpus
@@ -115,6 +116,7 @@ class _Sample:
             "no incorrect answer": self.domain == "truthfulqa" and not self.incorrect,
             "the best answer is among the incorrect ones": self.best in self.incorrect,
             "a text holds chat markup such as <|im_end|>": any(mark in text for text in texts for mark in _MARKUP),
+            "a text holds half of a surrogate pair": any(SURROGATE.search(text) for text in texts),
         }
         return next((problem for problem, found in checks.items() if found), None)
 
@@ -183,10 +185,10 @@ def _objects(text: str) -> Iterator[tuple[int, dict[str, Any] | UnreadableText]]
             continue
         try:
             content = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
             yield number, UnreadableText(f"not JSON: {error}")
             continue
-        found = f"a JSON object is expected, found {str(content)[:60]}"
+        found = f"a JSON object is expected, found {shown(content)}"
         yield number, content if isinstance(content, dict) else UnreadableText(found)
 
 
@@ -222,11 +224,11 @@ def _meeting(content: Mapping[str, Any]) -> Iterator[_Sample | UnreadableText]:
 def _longbench(content: Mapping[str, Any]) -> Iterator[_Sample | UnreadableText]:
     answers = content["answers"]
     if content.get("dataset", "qmsum") != "qmsum":
-        yield UnreadableText(f"of LongBench's {content['dataset']!r}, expected its qmsum")
+        yield UnreadableText(f"of LongBench's {shown(content['dataset'])}, expected its qmsum")
     elif not _has_texts(content, "input", "context"):
         yield UnreadableText("no text as input, or none as context")
     elif not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        yield UnreadableText(f"answers is no list of texts, found {str(answers)[:60]}")
+        yield UnreadableText(f"answers is no list of texts, found {shown(answers)}")
     else:
         correct = tuple(answer.strip() for answer in answers)
         yield _Sample(
@@ -242,8 +244,8 @@ def _has_texts(content: Any, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(key), str) for key in keys)
 
 
-def _keys(names: Any) -> str:
-    return ", ".join(map(str, names)) or "nothing"
+def _keys(names: Iterable[str]) -> str:
+    return ", ".join(map(dotted, ([name] for name in names))) or "nothing"
 
 
 def _read(path: Path) -> str:

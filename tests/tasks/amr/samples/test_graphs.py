@@ -2,6 +2,7 @@ import logging
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from stages.tasks.amr.samples.graphs import (
     MAX_DEPTH,
@@ -15,7 +16,9 @@ from stages.tasks.amr.samples.graphs import (
     read_without_variables,
     variable_names,
 )
-from tests.tasks.amr.drawn import TEXTS, graphs
+from stages.tasks.amr.samples.targets import TARGETS, complete, decode, repaired
+from tests.damage import damaged_text, quick
+from tests.tasks.amr.drawn import PIECES, TEXTS, graphs
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ from tests.tasks.amr.drawn import TEXTS, graphs
         ("(ô / x :theme o\N{COMBINING CIRCUMFLEX ACCENT})", Node("x", ((":theme", Reference(0)),))),
         ("(t / a/\\)", Node('"a/\\\\"')),
     ],
-)  # fmt: skip
+)
 def test_what_annotators_write_is_read(text: str, expected: Node) -> None:
     assert read_graph(text) == expected
 
@@ -121,3 +124,77 @@ def test_penman_is_not_heard_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(MalformedGraph):
         read_graph("(t / tôi :a )")
     assert not caplog.records
+
+
+@given(graph=graphs(), data=st.data())
+@quick(150)
+def test_a_graph_with_its_text_damaged_is_a_graph_or_malformed(graph: Node, data: st.DataObject) -> None:
+    lines = data.draw(st.sampled_from([penman_line, penman_lines]))(graph)
+    text = data.draw(damaged_text(lines, PIECES))
+    for read in (read_graph, read_without_variables):
+        try:
+            form = canonical(read(text))
+            assert canonical(read_graph(penman_line(form))) == form
+        except MalformedGraph as malformed:
+            assert malformed.line is None or 0 <= malformed.line <= text.count("\n")
+
+
+LONG = [
+    *(
+        "(",
+        ")",
+        '"',
+        "\\",
+        '\\"',
+        '"\\',
+        ":",
+        "::",
+        "/",
+        "#",
+        " ",
+        "\n",
+        "~e.1",
+        ",1",
+        "1:",
+        "a",
+        "a ",
+        "(a",
+        "(a / b",
+        " :c",
+        " :c d",
+    ),
+    *(
+        " :c (d / e)",
+        " :c #1",
+        " #1",
+        "\N{COMBINING CIRCUMFLEX ACCENT}",
+        "/ ",
+        "# ",
+        '" "',
+        "()",
+        " :c (d #1)",
+        "\n---\n",
+    ),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("before", ["", "(a / b", '(a / "'])
+@pytest.mark.parametrize("repeated", LONG)
+def test_an_answer_without_end_takes_no_longer_than_its_length(before: str, repeated: str) -> None:
+    """Sixty thousand characters, of which the square would take minutes."""
+    text = before + repeated * (60_000 // len(repeated))
+    for target in TARGETS:
+        decoded = decode(text, target)
+        assert decoded.valid == (decoded.problem is None)
+        repaired(text, target)
+        complete(text, target)
+
+
+@pytest.mark.timeout(60)
+def test_many_nodes_are_read_one_by_one() -> None:
+    nodes = "".join(f" :c (x{number} / d)" for number in range(20_000))
+    assert len(read_graph(f"(a / b{nodes})").edges) == 20_000
+    pointed = "".join(f" :c (d #{number})" for number in range(20_000))
+    assert len(read_without_variables(f"(b{pointed})").edges) == 20_000
+    assert repaired(f"(b{pointed}", "ptr") == read_without_variables(f"(b{pointed})")

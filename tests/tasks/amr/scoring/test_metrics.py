@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from stages.kit.data.tables import write_rows
@@ -10,6 +12,8 @@ from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, encode
 from stages.tasks.amr.scoring import PREDICTIONS, metrics, score, summary, write_pictures
 from stages.tasks.amr.scoring.pictures import EXAMPLES
 from stages.tasks.amr.scoring.smatch import Match
+from tests.damage import damaged_text, quick
+from tests.tasks.amr.drawn import PIECES, TEXTS
 
 GOLD = (
     "(đ / đi :agent (t / tôi) :time (h / hôm qua))",  # 6 triples
@@ -133,3 +137,18 @@ def test_pictures_bear_what_models_write(tmp_path: Path) -> None:
     write_pictures(records(), rows, tmp_path, count=3)
     with Image.open(tmp_path / "worst-1.png") as picture:
         assert picture.height < 2000
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(data=st.data())
+@quick(25)
+def test_whatever_a_model_answers_is_scored_or_counted_invalid(
+    target: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    right = [encode(record.parsed(), target) for record in records()]
+    answers = [data.draw(st.just(text) | damaged_text(text, PIECES) | TEXTS) for text in right]
+    figures, rows = score(records(), answers, target=target, time_limit_s=1.0)
+    assert 0 <= float(figures["smatch_f1"]) <= 1
+    assert figures["invalid"] == sum(row["problem"] is not None for row in rows)
+    assert all(row["matched"] <= min(row["predicted"], row["gold"]) for row in rows)
+    write_rows(rows, tmp_path_factory.getbasetemp() / "predictions.parquet", PREDICTIONS)

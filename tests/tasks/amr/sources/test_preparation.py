@@ -1,16 +1,20 @@
 import json
 import logging
+import re
 import unicodedata
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
 
 from stages.kit.errors import UserError
 from stages.kit.params import GenerateParams
 from stages.tasks.amr.samples.records import SCHEMA, read_split
+from stages.tasks.amr.sources.corpora import read_blocks
 from stages.tasks.amr.sources.grammar import generate
 from stages.tasks.amr.sources.preparation import prepare
+from tests.damage import damaged_bytes, damaged_text, quick
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
 
@@ -228,3 +232,36 @@ def test_the_digest_follows_the_content_and_not_the_place(tmp_path: Path) -> Non
         for name, text in contents.items()
     ]
     assert digests[0] == digests[1] != digests[2]
+
+
+CORPUS = (block(1) + "# ::id x.2\n" + block(2) + block(3) + BAD + block(4)).encode()
+
+
+@given(
+    content=damaged_bytes(CORPUS)
+    | damaged_text(CORPUS.decode(), ["#::snt ", "# ::id x\n", "\r", "(", ")", '"']).map(str.encode)
+)
+@quick(60)
+def test_any_damage_to_a_corpus_is_said_by_file_and_line_or_left_out_and_counted(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = tmp_path_factory.getbasetemp() / "damaged"
+    source.mkdir(exist_ok=True)
+    (source / "train.txt").write_bytes(content)
+    for skip_invalid in (False, True):
+        try:
+            stats = prepare(f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
+        except UserError as error:
+            assert "train.txt" in error.message or str(source) in error.message
+            continue
+        train, val = (read_split(source / "out", split) for split in ("train", "val"))
+        assert (len(train), len(val)) == tuple(stats["splits"][split]["records"] for split in ("train", "val"))
+        assert all(record.parsed() for record in (*train, *val))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("repeated", ["\n", "# x\n", "---\n\n", "(\n\n", '\\"', ")", "#::snt\n", "\r", "# ::id x\n"])
+def test_a_file_without_end_takes_no_longer_than_its_length(repeated: str) -> None:
+    """A quarter of a million characters, of which the square would take hours."""
+    lines = re.split(r"\r\n|\r|\n", "#::snt a\n(a / b\n" + repeated * (250_000 // len(repeated)))
+    assert list(read_blocks(lines))

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from stages.tasks.detection.samples.boxes import CODECS, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import Box, reading_order
+from tests.damage import damaged_text
 
 SIZE = (644, 924)
 """Of a resized image, for the families that count its pixels."""
@@ -127,12 +128,37 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("family", CODECS)
-@given(text=st.one_of(st.text(), st.lists(st.sampled_from(TOKENS)).map("".join)))
+@given(
+    text=st.one_of(
+        st.text(),
+        st.lists(st.sampled_from(TOKENS)).map("".join),
+        st.lists(boxes(), max_size=3).flatmap(
+            lambda some: st.sampled_from(sorted(CODECS)).flatmap(
+                lambda family: damaged_text(encode_boxes(some, family=family, size=SIZE), TOKENS)
+            )
+        ),
+    )
+)
 @example(text="<|box_start|>(" + "9" * 5000 + ",1),(2,3)<|box_end|>")
 @example(text='{"bbox_2d": ' + "[" * 100_000)
 @example(text='{"bbox_2d": [' + "9" * 5000 + "]}")
 @example(text='{"label": "bbox_2d"}')
 def test_decoding_never_raises_and_gives_only_proper_boxes(family: str, text: str) -> None:
-    for x0, y0, x1, y1 in decode_boxes(text, family=family, size=SIZE).boxes:
+    decoded = decode_boxes(text, family=family, size=SIZE)
+    for x0, y0, x1, y1 in decoded.boxes:
         assert 0 <= x0 < x1 <= 1
         assert 0 <= y0 < y1 <= 1
+    assert all(len(problem) < 150 for problem in decoded.problems)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("repeated", [*TOKENS, "(1,", "(1,2),", '{"bbox_2d"', "<|box_start|>(1,2),(3,4)<|box_end|>"])
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("{", "{"), ("<|box_start|>", "("), ('{"bbox_2d": ', "}")])
+def test_an_answer_without_end_takes_no_longer_than_its_length(
+    family: str, before: str, repeated: str, after: str
+) -> None:
+    """A quarter of a million characters, of which the square would take hours."""
+    times = 250_000 // len(repeated)
+    decoded = decode_boxes(before + repeated * times + after, family=family, size=SIZE)
+    assert len(decoded.boxes) + decoded.malformed <= times + 1

@@ -1,12 +1,16 @@
 import io
+import json
 import re
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from stages.tasks.detection.samples.records import DetectionRecord, parse_row, reading_order
+from stages.tasks.detection.samples.records import DetectionRecord, parse_row, reading_order, to_row
+from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.tasks.detection.rows import RED, patch_jpeg, picture, raw_row
 
 
@@ -121,3 +125,20 @@ def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
 def test_reading_order_is_top_to_bottom_then_left_to_right() -> None:
     low, right, left = (0.0, 0.5, 0.2, 0.9), (0.6, 0.1, 0.9, 0.3), (0.1, 0.1, 0.4, 0.4)
     assert reading_order([low, right, left]) == (left, right, low)
+
+
+@given(data=st.data())
+@quick(150)
+def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataObject) -> None:
+    image = data.draw(st.sampled_from([picture(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (60, 40), orientation=6)]))
+    row = raw_row(image=image)
+    row = data.draw(st.just(row) | damaged_tree(row).filter(lambda tree: isinstance(tree, dict)))
+    if isinstance(row.get("image"), dict) and row["image"].get("bytes") == image:
+        row["image"]["bytes"] = data.draw(st.just(image) | damaged_bytes(image))
+    found = parse_row(row)
+    if isinstance(found, DetectionRecord):
+        assert found.target_boxes()
+        assert found.open_image().size == (found.width, found.height)
+        assert json.dumps(to_row(found) | {"image": ""}).encode()
+    else:
+        assert all(len(problem) < 300 and problem.isprintable() for problem in found)

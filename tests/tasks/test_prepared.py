@@ -1,0 +1,149 @@
+"""What `prepare` wrote, damaged afterwards, as the stages read it: the same for every task."""
+
+import io
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.kit.errors import UserError
+from stages.tasks import load_task
+from stages.tasks.amr.samples.records import parse_record
+from tests.damage import damaged_bytes, quick
+from tests.tasks.detection.rows import picture, record
+from tests.tasks.moe.made_up import fact, meeting
+
+GRAPH = "(đ / đi :agent (t / tôi))"
+RECORDS: dict[str, list[Any]] = {
+    "detection": [record([(0.1, 0.1, 0.5, 0.5)], name) for name in "abc"],
+    "amr": [parse_record(name, "Tôi đi .", GRAPH, file="x.txt", line=1) for name in "abc"],
+    "moe": [fact(1), meeting(2), fact(3)],
+}
+
+
+@dataclass
+class Prepared:
+    """A split of three rows."""
+
+    task: str
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.records = import_module(f"stages.tasks.{self.task}.samples.records")
+        self.rows = [self.records.to_row(each) for each in RECORDS[self.task]]
+
+    def content(self, rows: list[dict[str, Any]]) -> bytes:
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema=self.records.SCHEMA), buffer, compression="none")
+        return buffer.getvalue()
+
+    def use(self, content: bytes) -> int:
+        """How many records there are; each is made a question and its answer of."""
+        (self.folder / "val.parquet").write_bytes(content)
+        module, target = load_task(self.task, "samples"), "full" if self.task == "amr" else None
+        found = module.read_split(self.folder, "val")
+        for each in found:
+            module.conversation(each, answered=True, target=target)
+        return len(found)
+
+    def refusal(self, content: bytes) -> str:
+        with pytest.raises(UserError) as error:
+            self.use(content)
+        assert f"{self.folder / 'val.parquet'}" in error.value.message
+        assert error.value.message.endswith(f"rebuild it with: dvc repro -f -s prepare@{self.folder.name}")
+        return error.value.message
+
+
+@pytest.fixture(scope="module", params=RECORDS)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return Prepared(request.param, tmp_path_factory.mktemp("prepared"))
+
+
+def test_what_was_written_is_read_as_it_was(prepared: Prepared) -> None:
+    content = prepared.content(prepared.rows)
+    assert prepared.use(content) == 3
+    found = load_task(prepared.task, "samples").read_split(prepared.folder, "val")
+    assert found == RECORDS[prepared.task]
+    assert [prepared.records.to_row(each) for each in found] == prepared.rows
+
+
+@given(data=st.data())
+@quick(80)
+def test_a_damaged_file_is_refused_by_name_or_read(prepared: Prepared, data: st.DataObject) -> None:
+    content = data.draw(damaged_bytes(prepared.content(prepared.rows)))
+    try:
+        assert prepared.use(content)
+    except UserError as error:
+        assert "val.parquet" in error.message
+        assert "prepare@" in error.message
+
+
+def test_a_file_of_another_task_or_without_rows_is_refused(prepared: Prepared) -> None:
+    for other in RECORDS.keys() - {prepared.task}:
+        another = Prepared(other, prepared.folder)
+        assert "is not of this task: it has" in prepared.refusal(another.content(another.rows))
+    assert "has no row" in prepared.refusal(prepared.content([]))
+
+
+def test_a_column_too_many_or_too_few_or_of_another_type_is_named(prepared: Prepared) -> None:
+    schema = prepared.records.SCHEMA
+    for index, field in enumerate(schema):
+        table = pa.Table.from_pylist(prepared.rows, schema=schema)
+        for changed in (table.drop_columns([field.name]), table.set_column(index, field.name, pa.array([True] * 3))):
+            buffer = io.BytesIO()
+            pq.write_table(changed, buffer)
+            assert f"no {field.name} ({field.type})" in prepared.refusal(buffer.getvalue())
+    buffer = io.BytesIO()
+    pq.write_table(table.append_column("more", pa.array([1, 2, 3])), buffer)
+    assert "it has more (int64)" in prepared.refusal(buffer.getvalue())
+
+
+def test_a_missing_value_is_named_with_its_row(prepared: Prepared) -> None:
+    for name in set(prepared.records.SCHEMA.names) - {"context"}:
+        rows = [prepared.rows[0], {**prepared.rows[1], name: None}, prepared.rows[2]]
+        assert f"row 1: {name} is missing" in prepared.refusal(prepared.content(rows))
+
+
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "detection": [
+        ({"image": b"<html>"}, "cannot identify image"),
+        ({"image": picture(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
+        ({"image": picture()[:-20]}, "unreadable image"),
+        ({"boxes": []}, "0 boxes, but 1 categories"),
+        ({"boxes": [[0.1, 0.2]]}, "not enough values"),
+        ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),
+        ({"boxes": [[0.1, 0.1, float("nan"), 0.3]]}, "is not x0 < x1"),
+        ({"boxes": [[0.1, 0.1, None, 0.3]]}, "not supported between"),
+        ({"boxes": [None]}, "not iterable"),
+        ({"categories": ["barcode"]}, "no box of a nutrition-table"),
+        ({"categories": [None]}, "no box of a nutrition-table"),
+    ],
+    "amr": [
+        ({"canonical": "(a / "}, "a parenthesis is never closed"),
+        ({"canonical": ""}, "there is no graph"),
+        ({"canonical": "(" * 10_000}, "nested more than"),
+    ],
+    "moe": [
+        ({"domain": "trivia"}, "unknown domain 'trivia'"),
+        ({"correct": []}, "the best answer is none"),
+        ({"correct": ["No."]}, "the best answer is none"),
+        ({"incorrect": [None]}, "an answer is missing"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("prepared", "change", "problem"),
+    [(task, change, problem) for task, changes in WRONG.items() for change, problem in changes],
+    indirect=["prepared"],
+)
+def test_a_wrong_row_is_named(prepared: Prepared, change: dict[str, Any], problem: str) -> None:
+    rows = [*prepared.rows[:2], {**prepared.rows[2], **change}]
+    assert re.search(f"val.parquet row 2: .*{problem}", prepared.refusal(prepared.content(rows)))
