@@ -177,7 +177,9 @@ def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
             name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
         }
         outs = [Path(out) for other in PIPELINE.values() for out in other.outs]
-        records, _, cards = map(Path, stage.inputs("data"))
+        records, report = Path("data/provenance", task), Path("data/report", task)
+        cards, memory = report / "runs", report / "memory"
+        assert {records, cards, memory} == set(map(Path, stage.inputs("data")))
         assert {out.name for out in outs if out.parent == cards} == runs
         assert {out.stem.partition("@")[2] for out in outs if out.parent == records} == runs
 
