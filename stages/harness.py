@@ -32,7 +32,7 @@ from stages.kit.models.processors import load_processor, rendered, shortened, to
 from stages.kit.params import Params, ProfileParams, load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
-from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
 from stages.kit.reporting.runs import evaluation_stage, read_run
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from stages.tasks import load_task
@@ -144,7 +144,7 @@ def own_metrics(params: Params, name: str, lineage: Lineage, sample_ids: Sequenc
     mend = f"run: dvc repro {evaluation_stage(name, trained=trained)}"
     if run is None:
         return {}, f"{name} has not been evaluated yet, so there is nothing to compare with; {mend}"
-    if read_lineage(card_dir).digest != lineage.digest:
+    if read_lineage(card_dir, name=MODEL_LINEAGE_FILE).digest != lineage.digest:
         return {}, f"metrics.json is of what {name} was before, and left out; {mend}"
     if run.sample_ids != tuple(sample_ids):
         return {}, f"metrics.json is of other samples, and left out; {mend}"

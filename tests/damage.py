@@ -54,14 +54,14 @@ def damaged_tree(draw: st.DrawFn, tree: Any, *, most: int = 3) -> Any:
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, most))):
         if not (all_places := places(tree)):
-            return draw(VALUES)
+            return copy.deepcopy(draw(VALUES))
         *above, key = draw(st.sampled_from(all_places))
         around = at(tree, tuple(above))
         match draw(st.sampled_from(["drop", "replace", "add", "exchange", "rename", "wrap"])):
             case "drop":
                 del around[key]
             case "replace":
-                around[key] = draw(VALUES)
+                around[key] = copy.deepcopy(draw(VALUES))
             case "exchange":
                 *other_above, other = draw(st.sampled_from(all_places))
                 around[key] = copy.deepcopy(at(tree, (*other_above, other)))
@@ -70,9 +70,9 @@ def damaged_tree(draw: st.DrawFn, tree: Any, *, most: int = 3) -> Any:
             case "rename" if isinstance(around, dict):
                 around[draw(TEXTS)] = around.pop(key)
             case _ if isinstance(around, dict):
-                around[draw(TEXTS)] = draw(VALUES)
+                around[draw(TEXTS)] = copy.deepcopy(draw(VALUES))
             case _:
-                around.insert(key, draw(VALUES))
+                around.insert(key, copy.deepcopy(draw(VALUES)))
     return tree
 
 

@@ -217,7 +217,7 @@ def test_what_was_not_certified_is_not_evaluated(workspace: Path) -> None:
     write_lineage(run_dir / "merged", kind="merged", name="r1-llm-only")
     assert "merge.json certifies" in refused("evaluate", "r1-llm-only")
     (run_dir / "merge.json").unlink()
-    assert "no model is evaluated without its certificate" in refused("evaluate", "r1-llm-only")
+    assert "merge.json is missing; rebuild it with: dvc repro merge@r1-llm-only" in refused("evaluate", "r1-llm-only")
 
 
 def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None:

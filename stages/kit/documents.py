@@ -125,7 +125,7 @@ class _Reader:
     def _scalar(self, kind: str, node: Node, steps: Steps) -> float | bool | None:
         try:
             value = getattr(self.constructor, f"construct_yaml_{kind}")(node)
-        except (ValueError, KeyError):  # `!!int x`, or more digits than Python reads
+        except (ValueError, KeyError, IndexError):  # `!!int x`, `!!int`, or more digits than Python reads
             self._fault(steps, f"{shown(node.value)} is no {kind}")
             return None
         if kind == "int" and abs(value) >= 2**63:
@@ -136,6 +136,8 @@ class _Reader:
     def _text(self, text: str, steps: Steps) -> str:
         if "\0" in text:
             self._fault(steps, "the character of number 0, which no name and no path has")
+        # JSON writes a character beyond the first 65,536 as two halves, which YAML takes for two characters.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if SURROGATE.search(text):
             self._fault(steps, "half of a surrogate pair, which is no character")
         return SURROGATE.sub("?", text)
@@ -222,5 +224,8 @@ def dotted(steps: Iterable[str | int]) -> str:
 
 def shown(value: Any) -> str:
     """As Python writes it, on one line, cut where it is long."""
-    text = repr(value)
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."

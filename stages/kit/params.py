@@ -367,7 +367,7 @@ class _Wrong:
         raise _LookedAt
 
     __getattr__ = __iter__ = __contains__ = __len__ = __bool__ = __str__ = __format__ = _look
-    __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = _look
+    __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = __fspath__ = _look
 
 
 def _salvaged(kind: Any, raw: Any) -> Any:

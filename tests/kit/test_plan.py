@@ -138,9 +138,9 @@ def test_any_damage_to_a_plan_is_said_on_one_line_or_changes_nothing_that_it_mus
     ("change", "problem"),
     [
         ({"recipe": "r2-vision-only"}, "recipe: this is the plan of 'r2-vision-only'"),
-        ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no folder that a plan is about"),
-        ({"base_dir": "data/bases/.."}, "base_dir: 'data/bases/..' is no folder"),
-        ({"data_dir": "/etc"}, "data_dir: '/etc' is no folder"),
+        ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no such folder"),
+        ({"base_dir": "data/bases/.."}, "base_dir: 'data/bases/..' is no such folder"),
+        ({"data_dir": "/etc"}, "data_dir: '/etc' is no such folder"),
         ({"trainable": {"llm": 3}}, "trainable: expected the number of each of vision, projector, llm, total and all"),
         ({"optimizer": "sgd"}, "optimizer: input should be 'adamw_torch'"),
         ({"max_length": 0}, "max_length: input should be greater than or equal to 1"),

@@ -115,7 +115,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "detection": [
         ({"image": b"<html>"}, "cannot identify image"),
         ({"image": picture(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
-        ({"image": picture()[:-20]}, "unreadable image"),
+        ({"image": picture()[:-40]}, "unreadable image"),
         ({"boxes": []}, "0 boxes, but 1 categories"),
         ({"boxes": [[0.1, 0.2]]}, "not enough values"),
         ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),

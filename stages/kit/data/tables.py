@@ -113,10 +113,7 @@ def read_prepared(
         raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
     found = _schema(path, mend)
     if not found.equals(schema):
-        here, there = ([f"{field.name} ({field.type})" for field in each] for each in (found, schema))
-        wrong = [field for field in here if field not in there] + [
-            f"no {field}" for field in there if field not in here
-        ]
+        wrong = [*_beyond(found, schema), *(f"no {field}" for field in _beyond(schema, found))]
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {mend}")
     records = []
     for number, row in enumerate(read_rows(path, mend=mend)):
@@ -130,6 +127,11 @@ def read_prepared(
     if not records:
         raise UserError(f"{path} has no row; {mend}")
     return records
+
+
+def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
+    """The columns of one that the other has not."""
+    return [f"{field.name} ({field.type})" for field in one if not any(map(field.equals, other))]
 
 
 def _rebuild(prepared_dir: Path) -> str:

@@ -77,11 +77,11 @@ def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) 
     On a CPU the two passes are measured, and not the optimizer's step (training/peak.py).
     """
     passes = max(record.phases_gib["forward"], record.phases_gib["backward"])
-    predicted_gib = passes if on_cpu else record.allocated_gib
+    predicted_gib, measured_gib = passes if on_cpu else record.allocated_gib, in_gib(measured_bytes)
     return {
         "memory_predicted_gib": predicted_gib,
-        "memory_measured_gib": in_gib(measured_bytes),
-        "memory_error": round(predicted_gib / (measured_bytes / GIB) - 1, 4),
+        "memory_measured_gib": measured_gib,
+        "memory_error": round(predicted_gib / measured_gib - 1, 4),
     }
 
 

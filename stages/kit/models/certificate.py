@@ -65,14 +65,14 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
     publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
-def read_certificate(path: Path) -> Certificate:
+def read_certificate(path: Path, recipe: str) -> Certificate:
     """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(Certificate, path, mend=f"dvc repro merge@{path.parent.name}")
+    return read_json(Certificate, path, mend=f"dvc repro merge@{recipe}")
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, mend = read_certificate(path), f"rebuild it with: dvc repro merge@{merged.name}"
+    certificate, mend = read_certificate(path, merged.name), f"rebuild it with: dvc repro merge@{merged.name}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"

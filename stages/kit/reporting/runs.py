@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from stages.kit.documents import read_json
 from stages.kit.errors import UserError
@@ -28,6 +30,10 @@ PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""
 LOSS_CURVE = "plots/metrics/train/loss.tsv"
 """Where DVCLive writes it, below training/."""
+
+
+Figure: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)] | str
+"""A metric, as `evaluate` writes it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def read_run(
         name=name,
         stage=stage,
         random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE, mend=_command(stage)).of_random_weights(),
-        metrics=read_json(dict[str, int | float | str], metrics_path, mend=_command(stage)),
+        metrics=read_json(dict[str, Figure], metrics_path, mend=_command(stage)),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
@@ -183,7 +189,7 @@ def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Tabl
 
 def _numbers(rows: pa.Table, name: str, path: Path, stage: str) -> Floats:
     try:
-        values = np.asarray(rows.column(name).to_pylist(), dtype=np.float64)  # a null becomes NaN
+        values = np.asarray([float("nan" if row is None else row) for row in rows.column(name).to_pylist()])
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path} holds in {name} what is no number: {error}; {_rebuild(stage)}") from None
     if broken := int((~np.isfinite(values)).sum()):

@@ -86,7 +86,7 @@ def _certificate(path: Path) -> tuple[Path, Callable[[Path], tuple[str, list[str
 
 
 def _of_merge(path: Path) -> tuple[str, list[str]]:
-    certificate = read_certificate(path)
+    certificate = read_certificate(path, path.parent.name)
     return certificate.merged_digest, certificate.problems()
 
 

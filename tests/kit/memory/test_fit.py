@@ -241,4 +241,4 @@ def test_any_damage_to_a_record_is_said_on_one_line_or_it_compares(
         )
         return
     assert record.summary()
-    assert beside_measured(record, 1, on_cpu=True)
+    assert beside_measured(record, GIB, on_cpu=True)

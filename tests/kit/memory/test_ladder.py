@@ -71,8 +71,8 @@ def test_every_rung_keeps_the_effective_batch_and_all_but_the_ladders_settings(p
     for rung in rungs(plan):
         schedule = rung.plan.schedule
         assert schedule.micro_batch * schedule.grad_accumulation * plan.device.count == schedule.effective_batch
-        assert replace(schedule, micro_batch=0, grad_accumulation=0) == replace(
-            plan.schedule, micro_batch=0, grad_accumulation=0
+        assert replace(schedule, micro_batch=1, grad_accumulation=1) == replace(
+            plan.schedule, micro_batch=1, grad_accumulation=1
         )
         assert all(getattr(rung.plan, name) == getattr(plan, name) for name in KEPT)
 

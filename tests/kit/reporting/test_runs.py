@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
 from stages.kit.reporting.settings import cost_table, memory_table, plan_settings, trainable_table
 from stages.kit.reporting.tables import markdown
@@ -171,7 +172,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FILES = {
     "metrics.json": "evaluate@r1-llm-only",
-    "lineage.json": "evaluate@r1-llm-only",
+    MODEL_LINEAGE_FILE: "evaluate@r1-llm-only",
     "predictions.parquet": "evaluate@r1-llm-only",
     "plan.yaml": "plan@r1-llm-only",
     "training/training.json": "train@r1-llm-only",

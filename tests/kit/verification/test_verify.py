@@ -292,7 +292,7 @@ def test_changed_sources_are_named_with_who_read_them(workspace: Path) -> None:
 def test_a_certificate_of_other_content_is_worth_nothing(unknown_to_dvc: Path) -> None:
     workspace = unknown_to_dvc
     path = workspace / "data/runs/r1/merge.json"
-    good = read_certificate(path)
+    good = read_certificate(path, "r1")
     for bad, said in (
         (replace(good, merged_digest="0" * 64), "certifies content 000000000000, but data/runs/r1/merged holds "),
         (replace(good, logit_deviation=float("nan")), "certifies a failure: logits deviate"),

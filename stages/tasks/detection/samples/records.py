@@ -22,6 +22,7 @@ from PIL import Image, ImageOps
 
 from stages.kit.data.pictures import DECODING_ERRORS
 from stages.kit.data.tables import PreparedRow, read_prepared
+from stages.kit.documents import cut, shown
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
@@ -103,11 +104,11 @@ def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
     if problems:
         return problems
     if not isinstance(row["image_id"], str) or not row["image_id"]:
-        problems.append(f"image_id is {row['image_id']!r}, expected a non-empty string")
+        problems.append(f"image_id is {shown(row['image_id'])}, expected a non-empty string")
     boxes, categories, object_problems = _parse_objects(row["objects"])
     problems += object_problems
     encoded = row["image"].get("bytes") if isinstance(row["image"], Mapping) else None
-    if not encoded:
+    if not isinstance(encoded, bytes) or not encoded:
         return [*problems, "no image: there are no bytes in column image"]
     try:
         image, (width, height), sha256 = _upright(encoded)
@@ -150,16 +151,18 @@ def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
 
 def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
     if not isinstance(objects, Mapping):
-        return (), (), [f"objects is {objects!r}, expected bbox and category_name"]
+        return (), (), [f"objects is {shown(objects)}, expected bbox and category_name"]
     missing = [f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None]
     if missing:
         return (), (), missing
     bboxes, names = objects["bbox"], objects["category_name"]
+    if not (isinstance(bboxes, list | tuple) and isinstance(names, list | tuple)):
+        return (), (), [f"objects has bbox {shown(bboxes)} and category_name {shown(names)}, expected lists"]
     if len(bboxes) != len(names):
         return (), (), [f"{len(bboxes)} boxes, but {len(names)} category names"]
     if not bboxes:
         return (), (), ["no boxes"]
-    problems = [f"category {i} is {name!r}, expected a name" for i, name in enumerate(names) if not _is_name(name)]
+    problems = [f"category {i} is {shown(name)}, expected a name" for i, name in enumerate(names) if not _is_name(name)]
     boxes = []
     for index, bbox in enumerate(bboxes):
         if problem := _box_problem(bbox):
@@ -168,7 +171,7 @@ def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list
             y0, x0, y1, x1 = (min(max(float(value), 0.0), 1.0) for value in bbox)
             boxes.append((x0, y0, x1, y1))
     if not problems and not any(name.startswith(TARGET) for name in names):
-        problems.append(f"no box of a category that starts with {TARGET}; found {', '.join(sorted(set(names)))}")
+        problems.append(f"no box of a category that starts with {TARGET}; found {cut(', '.join(sorted(set(names))))}")
     return tuple(boxes), tuple(names), problems
 
 
@@ -179,17 +182,17 @@ def _is_name(name: Any) -> bool:
 def _box_problem(bbox: Any) -> str | None:
     """What is wrong with one (y_min, x_min, y_max, x_max)."""
     if not isinstance(bbox, list | tuple) or len(bbox) != 4:
-        return f"is {bbox!r}, expected (y_min, x_min, y_max, x_max)"
-    shown = "(" + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in bbox) + ")"
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in bbox):
-        return f"{shown} holds what is not a number"
+        return f"is {shown(bbox)}, expected (y_min, x_min, y_max, x_max)"
+    box = cut("(" + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in bbox) + ")")
+    if not all(isinstance(value, int | float) and -math.inf < value < math.inf for value in bbox):
+        return f"{box} holds what is not a number"
     if not all(-ROUNDING <= value <= 1 + ROUNDING for value in bbox):
-        return f"{shown} lies outside 0..1"
+        return f"{box} lies outside 0..1"
     y0, x0, y1, x1 = (min(max(value, 0), 1) for value in bbox)
     if y0 > y1 or x0 > x1:
-        return f"{shown} is in the wrong order: expected y_min < y_max and x_min < x_max"
+        return f"{box} is in the wrong order: expected y_min < y_max and x_min < x_max"
     if y0 == y1 or x0 == x1:
-        return f"{shown} has zero area"
+        return f"{box} has zero area"
     return None
 
 
