@@ -34,7 +34,7 @@ from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.ladder import lowered, settings
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
-from stages.kit.models.load import load_model, see_only
+from stages.kit.models.load import expand_segments, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import process_mesh, shard
@@ -75,6 +75,8 @@ def main(recipe: str, attempt: int) -> None:
     if attempt:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
     see_only(plan.device)
+    if plan.expandable_segments and plan.device.kind == "cuda":
+        expand_segments()
     seed_everything(plan.seed)
     maker = made_by(plan.base_dir.removeprefix("data/"))
     base_lineage = verified_lineage(Path(plan.base_dir), mend=f"dvc repro -f -s {maker}")

@@ -104,6 +104,8 @@ class MemoryParams:
     attn: Attention = "auto"
     gradient_checkpointing: bool = False
     optimizer: Optimizer = "adamw_torch"
+    expandable_segments: bool = False
+    """Whether torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
     """One process on one device; one a device, each with the whole model; one a device, each with its share of every
     weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process

@@ -76,6 +76,7 @@ class Plan:
     attn: Attention
     gradient_checkpointing: bool
     optimizer: Optimizer
+    expandable_segments: bool = False
     dataloader_workers: Annotated[int, Field(ge=0)]
     parts: PartsParams
     lora: LoraParams | None
@@ -116,6 +117,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         attn=memory.attn,
         gradient_checkpointing=memory.gradient_checkpointing,
         optimizer=memory.optimizer,
+        expandable_segments=memory.expandable_segments,
         dataloader_workers=profile.dataloader_workers,
         parts=recipe.parts,
         lora=recipe.lora,

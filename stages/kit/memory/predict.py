@@ -66,7 +66,8 @@ def predict(
     depths = [depth] if exact else sample_depths(config)
 
     def peaks_of(depth: Depth) -> Peaks:
-        return _peaks(record_step(plan, with_depth(config, depth), processor, batch))
+        recording = record_step(plan, with_depth(config, depth), processor, batch)
+        return _peaks(recording, expandable=plan.expandable_segments)
 
     recorded = dict(zip(depths, side_by_side([partial(peaks_of, each) for each in depths]), strict=True))
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
@@ -130,11 +131,11 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
 
 
-def _peaks(recording: Recording) -> Peaks:
+def _peaks(recording: Recording, *, expandable: bool = False) -> Peaks:
     phases = recording.peaks()
     if not recording.rounded:
         return Peaks(phases, 1.0, 1.0)
-    replayed = replay(_events(recording))
+    replayed = replay(_events(recording), expandable=expandable)
     asked = max(peak.size_bytes for peak in phases.values())
     return Peaks(phases, replayed.allocated_bytes / asked, replayed.reserved_bytes / asked)
 

@@ -122,6 +122,11 @@ def see_only(device: DeviceParams) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[: device.count])
 
 
+def expand_segments() -> None:
+    """Let torch's allocator map a GPU's memory page by page; before it allocates (PYTORCH_ALLOC_CONF does the same)."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001
+
+
 def local_device(device: DeviceParams) -> torch.device:
     """The device of this process: cpu, or the GPU that its local rank names."""
     if device.kind == "cpu":

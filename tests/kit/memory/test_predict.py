@@ -202,6 +202,13 @@ def test_balanced_shares_all_but_the_logits_and_the_moments_temporaries(text: An
         assert spread.get(entry) == alone.get(entry), entry
 
 
+def test_expandable_segments_change_what_is_reserved_and_not_what_is_allocated(text: Any) -> None:
+    plan = plan_of(**FULL, **CUDA)
+    plain, expandable = text(plan), text(replace(plan, expandable_segments=True))
+    assert expandable.reserved_bytes != plain.reserved_bytes
+    assert expandable.phases == plain.phases
+
+
 def test_a_paged_optimizer_takes_nothing_of_the_device(text: Any) -> None:
     plan = plan_of(**FULL, **CUDA, optimizer="adamw_8bit")
     paged = text(replace(plan, optimizer="paged_adamw_8bit"))

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.kit.errors import UserError
-from stages.kit.models.load import load_model, resolve_attention, see_only
+from stages.kit.models.load import expand_segments, load_model, resolve_attention, see_only
 from stages.kit.params import DeviceParams
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
@@ -53,6 +54,13 @@ def test_flash_attention_is_taken_where_it_runs(
     if found == "sdpa":
         with pytest.raises(UserError, match=r"memory.attn is flash_attention_2, which needs"):
             resolve_attention("flash_attention_2", TWO_GPUS, precision)
+
+
+def test_segments_expand_once_asked_to() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # it is for the whole process
+        assert "expandable_segments:True" not in fresh.apply(torch._C._accelerator_getAllocatorSettings)
+        fresh.apply(expand_segments)
+        assert "expandable_segments:True" in fresh.apply(torch._C._accelerator_getAllocatorSettings)
 
 
 def test_a_gpu_profile_on_a_machine_without_is_refused(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
