@@ -72,7 +72,7 @@ def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(dvc
 def test_every_expert_of_a_build_is_among_what_it_depends_on() -> None:
     """DVC takes no list from params.yaml: dvc.yaml names experts by their number."""
     for name, build in load_params(ROOT / "params.yaml").builds.items():
-        experts = {f"data/runs/{expert}/merged" for expert in build.experts}
+        experts = {f"data/runs/{recipe}/merged" for recipe in build.recipes}
         assert experts <= set(PIPELINE[f"build@{name}"].deps), name
 
 
@@ -177,7 +177,8 @@ def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:
             name for group in ("recipes", "baselines") for name, run in PARAMS[group].items() if run["task"] == task
         }
         outs = [Path(out) for other in PIPELINE.values() for out in other.outs]
-        records, _, cards = map(Path, stage.inputs("data"))
+        records, cards = Path("data/provenance") / task, Path("data/report") / task / "runs"
+        assert {str(records), str(cards)} <= set(stage.inputs("data"))
         assert {out.name for out in outs if out.parent == cards} == runs
         assert {out.stem.partition("@")[2] for out in outs if out.parent == records} == runs
 

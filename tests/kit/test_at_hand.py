@@ -12,7 +12,7 @@ from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_sourc
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import BuildParams, Params, load_params
+from stages.kit.params import BuildParams, ExpertParams, Params, load_params
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
@@ -84,7 +84,11 @@ def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params
 
 
 def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(params: Params) -> None:
-    build = BuildParams(task="detection", base="bases/vlm", experts=("r1-llm-only", "r2-vision-only"))
+    build = BuildParams(
+        task="detection",
+        base="bases/vlm",
+        experts=tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only")),
+    )
     after = replace(params.recipes["r1-llm-only"], base="builds/moe")
     further = replace(after, base="runs/after/merged")
     recipes = {**params.recipes, "after": after, "further": further}

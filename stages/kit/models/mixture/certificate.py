@@ -43,8 +43,8 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """The mixture on the probes of one expert. Deviations are root mean squares of differences between logits, as a
-    share of the other model's own."""
+    """The mixture on the probes of one expert's domain. Deviations are root mean squares of differences between logits,
+    as a share of the other model's own."""
 
     probes: int
     deviation: dict[str, float]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.errors import UserError
 from stages.kit.models.mixture.certificate import Routing
 from stages.kit.models.processors import Processor, encode
+
+SAME_DIRECTION = 1e-6
+"""Distance of two rows of length 1 that differ by no more than the rounding of fp32."""
 
 
 @torch.inference_mode()
@@ -74,6 +79,7 @@ def mean_hidden_states(
     model: the dense base. domains: conversations by expert, in the order of the experts.
     A row is the mean over the domain's tokens of what the layer's MLP is given, and so the router will be, at length 1.
     After mergekit's `gate_mode: hidden` (mergekit/moe/router.py), which takes the layer's input.
+    Raises UserError where two rows of a layer are equal: between those experts it would choose nothing.
     """
     layers = model.get_decoder().layers
     sums = torch.zeros(len(layers), len(domains), model.config.hidden_size)
@@ -94,7 +100,15 @@ def mean_hidden_states(
         finally:
             for hook in hooks:
                 hook.remove()
-    return nn.functional.normalize(sums, dim=-1)
+    router = nn.functional.normalize(sums, dim=-1)
+    for number, rows in enumerate(router):
+        for (one, first), (other, second) in combinations(zip(domains, rows, strict=True), 2):
+            if torch.dist(first, second) < SAME_DIRECTION:
+                raise UserError(
+                    f"experts {one} and {other} would get the same router in layer {number}, as the hidden states of "
+                    "their probes are the same; give each a `domain` of its own, or take router_init: uniform"
+                )
+    return router
 
 
 def _inputs(

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from stages.kit.errors import UserError
 from stages.kit.models.load import load_model
 from stages.kit.models.mixture.certificate import (
     TOLERANCE,
@@ -103,6 +104,12 @@ def test_the_mean_hidden_states_of_a_domain_are_what_its_router_is_given(
     measure_routing(model, processor, PROBES["a"])
     mean = torch.cat(seen).mean(0)
     torch.testing.assert_close(router[0, 0], mean / mean.norm(), atol=1e-5, rtol=0)
+
+
+def test_a_router_that_would_choose_nothing_is_refused(base_dir: Path, processor: Processor) -> None:
+    domains = {"a": PROBES["a"], "b": PROBES["b"], "c": PROBES["a"][::-1]}
+    with pytest.raises(UserError, match="experts a and c would get the same router in layer 0"):
+        mean_hidden_states(load(base_dir), processor, domains)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
