@@ -77,7 +77,7 @@ def data_at_hand(params: Params, name: str) -> Path | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s prepare@{name}"
+            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s {params.prepared_by(name)}"
         ) from None
     return folder if same_source(str(found), source) else None
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from stages.kit.data.pictures import DECODING_ERRORS
 from stages.kit.errors import UserError
+from stages.kit.params import load_params
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
@@ -110,7 +111,7 @@ def read_prepared(
     """
     path, mend = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro {_stage(prepared_dir)}")
     found = _schema(path, mend)
     if not found.equals(schema):
         here, there = ([f"{field.name} ({field.type})" for field in each] for each in (found, schema))
@@ -133,7 +134,15 @@ def read_prepared(
 
 
 def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: dvc repro -f -s prepare@{prepared_dir.name}"
+    return f"rebuild it with: dvc repro -f -s {_stage(prepared_dir)}"
+
+
+def _stage(prepared_dir: Path) -> str:
+    """What writes the folder, as far as params.yaml says it."""
+    try:
+        return load_params().prepared_by(prepared_dir.name)
+    except UserError:  # of another file than the one that is to be reported
+        return f"prepare@{prepared_dir.name}"
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
