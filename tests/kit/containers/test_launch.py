@@ -207,9 +207,9 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
     for name in ("moe-hidden", "no such"):
         refuse_undeclared("build", (name,), params, tmp_path)
     refuse_undeclared("prepare", ("only-qmsum",), params, tmp_path)
-    with pytest.raises(UserError, match=r"build@moe needs .*data/runs/moe-dense/merged") as build:
+    with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
         refuse_undeclared("build", ("moe",), params, tmp_path)
-    with pytest.raises(UserError, match=r"mix@both-domains needs .*data/prepared/more") as mix:
+    with pytest.raises(UserError, match=r"(?s)mix@both-domains needs .*data/prepared/more") as mix:
         refuse_undeclared("prepare", ("both-domains",), params, tmp_path)
 
     pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")
