@@ -148,3 +148,13 @@ def test_labels_that_the_experts_do_not_have_are_refused_before_anything_is_laun
     plan = Path("data/runs/gate-labels/plan.yaml").read_text()
     assert problem in refused("plan", "gate-labels")
     assert Path("data/runs/gate-labels/plan.yaml").read_text() == plan
+
+
+def test_a_bleurt_that_cannot_measure_is_refused_before_anything_is_answered(finished: Path) -> None:
+    Path("data/bleurt").mkdir()
+    try:
+        said = refused("evaluate", "gate")
+    finally:
+        Path("data/bleurt").rmdir()
+    assert "data/bleurt is no model folder: config.json is missing; expected is BLEURT" in said
+    assert "answered" not in said
