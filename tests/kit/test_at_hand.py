@@ -144,3 +144,28 @@ def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None
     stats.write_text("[]")
     with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@nutrition-tables"):
         data_at_hand(params, "nutrition-tables")
+
+
+def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of_each(params: Params) -> None:
+    params = params.on("tiny")
+    stats = Path("data/prepared/finetune-mix/stats.json")
+    stats.parent.mkdir(parents=True)
+    facts, meetings = ({"source": f"generated:{name}"} for name in ("truthfulqa", "qmsum"))
+    ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
+    others = (
+        {},
+        {**ours, "qmsum": {**meetings, "asked": 0}},
+        {**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}},
+        {"truthfulqa": ours["truthfulqa"]},
+        {**ours, "more": ours["qmsum"]},
+    )
+    for parts in others:
+        stats.write_text(json.dumps({"source": "mix", "parts": parts}))
+        assert data_at_hand(params, "finetune-mix") is None
+    stats.write_text(json.dumps({"source": "mix", "parts": ours}))
+    assert data_at_hand(params, "finetune-mix") == stats.parent
+    assert data_at_hand(params.on("moe-80gb"), "finetune-mix") is None
+    for damaged in ({"qmsum": 1}, {"qmsum": {}}, [1]):
+        stats.write_text(json.dumps({"source": "mix", "parts": damaged}))
+        with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
+            data_at_hand(params, "finetune-mix")

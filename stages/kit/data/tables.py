@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,15 @@ def read_prepared(
     if not records:
         raise UserError(f"{path} has no row; {mend}")
     return records
+
+
+def prepared_source(prepared_dir: Path) -> str:
+    """Where the data of a prepared folder come from. Raises UserError where it does not say so."""
+    path = prepared_dir / "stats.json"
+    try:
+        return str(json.loads(path.read_bytes())["source"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is missing or damaged: {error!r}; {_rebuild(prepared_dir)}") from None
 
 
 def _rebuild(prepared_dir: Path) -> str:

@@ -16,6 +16,7 @@ CHECKPOINT = Path("data/bleurt")
 """A BLEURT checkpoint as a transformers folder: a BERT that classifies pairs of texts, with a single output."""
 
 _TOKENIZERS = ("tokenizer.json", "vocab.txt")
+"""Files that a tokenizer is read from; of none transformers makes an empty one."""
 
 
 def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None:
@@ -34,9 +35,7 @@ def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None
     )
     offline = {"local_files_only": True, "trust_remote_code": False}
     try:
-        check_model_folder(folder)
-        if not any((folder / name).is_file() for name in _TOKENIZERS):  # of none transformers makes an empty one
-            raise UserError(f"{folder} has no tokenizer: neither {' nor '.join(_TOKENIZERS)}")
+        _check_files(folder)
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, **offline
         )
@@ -58,3 +57,9 @@ def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None
             return model(**inputs).logits.item()
 
     return measure
+
+
+def _check_files(folder: Path) -> None:
+    check_model_folder(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{folder} has no tokenizer: neither {' nor '.join(_TOKENIZERS)}")
