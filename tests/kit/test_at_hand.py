@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of
     stats.parent.mkdir(parents=True)
     facts, meetings = ({"source": f"generated:{name}"} for name in ("truthfulqa", "qmsum"))
     ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
-    others = (
+    others: tuple[dict[str, Any], ...] = (
         {},
         {**ours, "qmsum": {**meetings, "asked": 0}},
         {**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}},
@@ -165,7 +166,8 @@ def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of
     stats.write_text(json.dumps({"source": "mix", "parts": ours}))
     assert data_at_hand(params, "finetune-mix") == stats.parent
     assert data_at_hand(params.on("moe-80gb"), "finetune-mix") is None
-    for damaged in ({"qmsum": 1}, {"qmsum": {}}, [1]):
+    faults: tuple[Any, ...] = ({"qmsum": 1}, {"qmsum": {}}, [1])
+    for damaged in faults:
         stats.write_text(json.dumps({"source": "mix", "parts": damaged}))
         with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
             data_at_hand(params, "finetune-mix")

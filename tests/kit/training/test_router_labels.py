@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from stages.kit.errors import UserError
-from stages.kit.evaluation.routing import outputs_of
 from stages.kit.models.load import load_model
 from stages.kit.models.mixture.merge import merge_experts
+from stages.kit.models.mixture.routing import outputs_of
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.params import DeviceParams, PartsParams

@@ -70,7 +70,7 @@ def test_a_single_domain_has_no_figures_of_the_other() -> None:
 
 def test_routing_says_how_far_apart_the_domains_are() -> None:
     def routed(*load: float) -> Routing:
-        return Routing(load=load, probability=load, entropy=0.25)
+        return Routing(load=load, entropy=0.25)
 
     apart = [routed(1, 0) if record.domain == "qmsum" else routed(0.25, 0.75) for record in RECORDS]
     metrics, rows = score(RECORDS, [""] * 4, likelihoods=weighed(RECORDS), routing=apart)
