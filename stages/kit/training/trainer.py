@@ -104,7 +104,7 @@ class RecipeTrainer(ResumableTrainer):
     @property
     def balances(self) -> bool:
         """Not where routers are labelled: a batch of one domain is to use one expert."""
-        return bool(self.balance.routers) and self.balance_coefficient > 0 and self.router_labels is None
+        return self.balance.matters and self.balance_coefficient > 0 and self.router_labels is None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
