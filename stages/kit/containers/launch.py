@@ -145,21 +145,22 @@ def refuse_undeclared(stage: str, args: tuple[str, ...], params: Params, workspa
     Raises UserError with the lines that dvc.yaml lacks.
     """
     name = args[0] if args else ""
-    lines: dict[str, dict[str, str]] = {}  # by what is needed: by list of the stage, what to add there
+    needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
     if stage == "build" and name in params.builds:
         for recipe in params.builds[name].recipes:
-            lines[f"data/runs/{recipe}/merged"] = {"deps": f"data/runs/{recipe}/merged", "params": f"recipes.{recipe}"}
+            needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
     elif stage == "prepare" and name in params.active.datasets:
-        for part in params.active.datasets[name].mix or ():
-            lines[f"data/prepared/{part}"] = {"deps": f"data/prepared/{part}"}
+        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
     declared = stage_that_runs(workspace_dir, " ".join(("docker/run", stage, *args)))
-    if declared is None or not (lacking := lines.keys() - set(declared.deps)):
+    if declared is None:
         return
-    where = f"stages.{declared.name.partition('@')[0]}.do"
-    said = [f"\n  {where}.{key}:  - {line}" for needed in sorted(lacking) for key, line in lines[needed].items()]
-    raise UserError(
-        f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:{''.join(said)}"
-    )
+    kind = declared.name.partition("@")[0]
+    lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
+    if lacking:
+        raise UserError(
+            f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:\n  "
+            + "\n  ".join(lacking)
+        )
 
 
 def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:
