@@ -1,6 +1,6 @@
 """Build a mixture of experts from dense models of one base, and certify it by reloading it from disk.
 
-Reads   builds.NAME; its base; data/runs/EXPERT/merged/ of each of its experts
+Reads   builds.NAME; its base; data/runs/RECIPE/merged/ of each of its experts
 Writes  data/builds/NAME/       a standard Qwen2Moe folder, a base like any other; lineage.json
         data/builds/NAME.json   the certificate: what each expert is within it, and where tokens go
         data/report/TASK/memory/NAME/build.json  what the process held
@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 from transformers import PreTrainedModel
 
+from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
@@ -28,7 +29,7 @@ from stages.kit.models.mixture.experts import check_lineages, check_models
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import mean_hidden_states
 from stages.kit.models.processors import load_processor
-from stages.kit.params import load_params, made_by
+from stages.kit.params import ExpertParams, RecipeParams, load_params, made_by
 from stages.kit.publish import published
 from stages.tasks import load_task
 
@@ -44,7 +45,7 @@ def main(name: str) -> None:
     device = params.active.device.one()
     see_only(device)
     base_dir = Path("data") / build.base
-    expert_dirs = {expert: Path("data/runs") / expert / "merged" for expert in build.experts}
+    expert_dirs = {expert: Path("data/runs") / expert / "merged" for expert in build.recipes}
     base = verified_lineage(base_dir, mend=f"dvc repro -f -s {made_by(build.base)}")
     experts = {
         expert: verified_lineage(folder, mend=f"dvc repro -f -s merge@{expert}")
@@ -52,6 +53,7 @@ def main(name: str) -> None:
     }
     check_lineages(base, experts)
     check_models(base_dir, expert_dirs)
+    probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}
 
     memory = MemoryLog(device)
 
@@ -61,8 +63,6 @@ def main(name: str) -> None:
         return model
 
     processor = load_processor(base_dir, None)
-    samples = load_task(build.task, "samples")
-    probes = {expert: samples.probes(params.recipe(expert).target) for expert in build.experts}
     router = None
     if build.router_init == "hidden-states":
         router = mean_hidden_states(load(base_dir).eval(), processor, probes)
@@ -103,10 +103,20 @@ def main(name: str) -> None:
     write_stage_memory(memory.finish("build", name), task=build.task)
     for expert, domain in certificate.domains.items():
         shares = ", ".join(
-            f"{other} {share:.0%}" for other, share in zip(build.experts, domain.routing.weight, strict=True)
+            f"{other} {share:.0%}" for other, share in zip(build.recipes, domain.routing.weight, strict=True)
         )
         log.info("on %s: routed to %s; the expert alone off by %.1e", expert, shares, domain.forced_deviation)
     log.info("built %s of %d experts, top %d, content %s", name, len(experts), build.top_k, short(lineage.digest))
+
+
+def probes_of(expert: ExpertParams, recipe: RecipeParams) -> list[Conversation]:
+    """Of the expert's domain, or of the whole task where it has none."""
+    samples = load_task(recipe.task, "samples")
+    if expert.domain is None:
+        return list(samples.probes(recipe.target))
+    if not hasattr(samples, "domain"):
+        raise UserError(f"expert {expert.recipe} has the domain {expert.domain}, but task {recipe.task} knows none")
+    return list(samples.probes(recipe.target, expert.domain))
 
 
 def report_changes(changes: Mapping[str, Change], non_mlp: str) -> None:

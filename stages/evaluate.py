@@ -49,6 +49,8 @@ def main(name: str, attempt: int) -> None:
     model_dir, _ = certified_model(params, name)
     target = subject.target if name in params.baselines else read_plan(name).target
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
+    if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
+        scoring.check()
 
     answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
     records = samples.read_split(Path("data/prepared") / subject.data, "val")[: answerer.settings.max_samples]

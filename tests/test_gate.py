@@ -11,7 +11,6 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage
-from stages.kit.models.mixture.merge import merge_experts
 from tests.closure import ROOT
 from tests.kit.models.mixture.dense import save_base
 from tests.test_stages import done, refused, write_params
@@ -20,6 +19,10 @@ pytestmark = pytest.mark.pipeline
 
 EXPERTS = {"expert-facts": "facts", "expert-meetings": "meetings"}
 GATES = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+def experts(*domains: str) -> list[dict[str, str]]:
+    return [{"recipe": recipe, "domain": domain} for recipe, domain in zip((*EXPERTS, "third"), domains, strict=False)]
 
 
 def params_of(base_dir: Path) -> dict[str, Any]:
@@ -38,14 +41,15 @@ def params_of(base_dir: Path) -> dict[str, Any]:
     common |= {"max_length": 256, "parts": {"llm": "full"}}
     mlp = {"llm": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]}
     gate = {**common, "data": "both", "full_targets": {"llm": ["mlp.gate"]}}
-    labels = {"base": "builds/moe", "loss": "router-labels", "domains": ["truthfulqa", "qmsum"]}
+    labels = {"base": "builds/moe", "loss": "router-labels"}
     raw["baselines"] = {}
     raw["recipes"] = {
         **{name: {**common, "base": "bases/llm", "data": data, "full_targets": mlp} for name, data in EXPERTS.items()},
         "gate-labels": {**gate, **labels},
         "gate": {**gate, "base": "runs/gate-labels/merged"},
     }
-    raw["builds"] = {"moe": {"task": "moe", "base": "bases/llm", "experts": list(EXPERTS)}}
+    raw["builds"] = {"moe": {"task": "moe", "base": "bases/llm", "experts": experts("truthfulqa", "qmsum")}}
+    raw["builds"]["moe"]["router_init"] = "hidden-states"
     raw.pop("predictions", None)
     return raw
 
@@ -91,6 +95,11 @@ def test_experts_change_their_mlps_and_a_mixture_has_them_whole(finished: Path) 
         assert read(Path("data/runs") / name / "merge.json")["changed_modules"] == 2 * 3
     certificate = read(Path("data/builds/moe.json"))
     assert {change["outside"] for change in certificate["changes"].values()} == {0}
+    facts, meetings = (certificate["domains"][name]["routing"]["tokens"] for name in EXPERTS)
+    assert facts < meetings  # each on the probes of its own domain: transcripts are longer
+    router = weights(Path("data/builds/moe"))["model.layers.0.mlp.gate.weight"]
+    assert router.norm(dim=-1).tolist() == pytest.approx([1, 1], rel=1e-5)
+    assert not router[0].allclose(router[1], atol=1e-3)
     assert max(domain["forced_deviation"] for domain in certificate["domains"].values()) < 1e-5
 
 
@@ -122,36 +131,30 @@ def test_what_a_gate_takes_is_foreseen_and_how_well_it_chooses_is_recorded(finis
     assert taken["gate-labels"]["activations"] < taken["gate"]["activations"]
 
 
-@pytest.fixture(scope="module")
-def mixture_of_three(finished: Path) -> Path:
-    """A base, as far as a plan looks at it."""
-    folder = Path("data/bases/mixture")
-    folder.mkdir()
-    merge_experts(Path("dense"), dict.fromkeys("abc", Path("dense")), folder, top_k=2)
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("domains", "problem"),
     [
-        (
-            {"domains": ["truthfulqa", "meetings"]},
-            "both has training samples of the domain qmsum, 6 of 14",
-        ),
-        ({"base": "bases/llm"}, "full_targets.llm: 'mlp.gate' names no module with weights"),
-        (
-            {"base": "bases/mixture", "domains": ["truthfulqa", "qmsum"]},
-            "domains are 2 (truthfulqa, qmsum), but the model has 3 experts",
-        ),
+        (("truthfulqa", "meetings"), "both has training samples of the domain qmsum, 6 of 14"),
+        (("truthfulqa", "qmsum", "more"), "both has no training sample of the domain more"),
     ],
 )
 def test_labels_that_the_experts_do_not_have_are_refused_before_anything_is_launched(
-    finished: Path, mixture_of_three: Path, changes: dict[str, Any], problem: str
+    finished: Path, domains: tuple[str, ...], problem: str
 ) -> None:
     raw = params_of(Path("dense"))
-    raw["recipes"]["gate-labels"] |= changes
-    raw["profiles"]["tiny"]["bases"]["mixture"] = "folder:mixture"
+    raw["recipes"]["third"] = raw["recipes"]["expert-facts"]
+    raw["builds"]["moe"]["experts"] = experts(*domains)
     write_params(raw)
     plan = Path("data/runs/gate-labels/plan.yaml").read_text()
     assert problem in refused("plan", "gate-labels")
     assert Path("data/runs/gate-labels/plan.yaml").read_text() == plan
+
+
+def test_a_bleurt_that_cannot_measure_is_refused_before_anything_is_answered(finished: Path) -> None:
+    Path("data/bleurt").mkdir()
+    try:
+        said = refused("evaluate", "gate")
+    finally:
+        Path("data/bleurt").rmdir()
+    assert "data/bleurt is no model folder: config.json is missing; expected is BLEURT" in said
+    assert "answered" not in said

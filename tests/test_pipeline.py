@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import pyarrow as pa
 import pytest
 from dvc.dependency.param import ParamsDependency
 from dvc.repo import Repo
@@ -12,11 +13,13 @@ from ruamel.yaml import YAML
 
 from stages.kit.containers.images import TARGETS, image_inputs, read_pins
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage, declared_stages
+from stages.kit.data.tables import read_prepared
 from stages.kit.errors import UserError
 from stages.kit.params import load_params
 from tests.closure import ROOT, import_closure, task_faces
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+READ = load_params(ROOT / "params.yaml")
 PIPELINE = {stage.name: stage for stage in declared_stages(ROOT)}
 
 
@@ -71,16 +74,31 @@ def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(dvc
 
 def test_every_expert_of_a_build_is_among_what_it_depends_on() -> None:
     """DVC takes no list from params.yaml: dvc.yaml names experts by their number."""
-    for name, build in load_params(ROOT / "params.yaml").builds.items():
-        experts = {f"data/runs/{expert}/merged" for expert in build.experts}
+    for name, build in READ.builds.items():
+        experts = {f"data/runs/{recipe}/merged" for recipe in build.recipes}
         assert experts <= set(PIPELINE[f"build@{name}"].deps), name
 
 
 def test_a_mix_waits_for_what_it_is_made_of_on_every_profile() -> None:
-    for profile in load_params(ROOT / "params.yaml").profiles.values():
+    for profile in READ.profiles.values():
         for name, dataset in profile.datasets.items():
-            stage = PIPELINE[f"{'mix' if dataset.mix else 'prepare'}@{name}"]
+            stage = PIPELINE[READ.prepared_by(name)]
+            assert stage.name.startswith("mix@") == (dataset.source == "mix")
             assert {f"data/prepared/{part}" for part in dataset.mix or ()} <= set(stage.deps)
+
+
+@pytest.mark.parametrize("name", READ.active.datasets)
+def test_data_that_is_missing_or_damaged_is_made_by_the_stage_that_is_named(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    with pytest.raises(UserError) as missing:
+        read_prepared(folder, "train", pa.schema([]), lambda row, _: row)
+    folder.mkdir()
+    (folder / "train.parquet").write_text("")
+    with pytest.raises(UserError) as damaged:
+        read_prepared(folder, "train", pa.schema([]), lambda row, _: row)
+    for error in (missing, damaged):
+        stage = error.value.message.rpartition("dvc repro ")[2].removeprefix("-f -s ")
+        assert f"data/prepared/{name}" in PIPELINE[stage].outs
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, read_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import BuildParams, Params
+from stages.kit.params import BuildParams, DatasetParams, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +71,25 @@ def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
 
 def data_at_hand(params: Params, name: str) -> Path | None:
     """The folder of a prepared dataset; None where there is none, or where it is another profile's."""
-    source = params.dataset(name).source
+    dataset = params.dataset(name)
     folder = Path("data/prepared") / name
     try:
-        found = json.loads((folder / "stats.json").read_text(encoding="utf-8"))["source"]
+        found = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
+        ours = same_source(str(found["source"]), dataset.source) and same_parts(params, dataset, found.get("parts", {}))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s prepare@{name}"
+            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s {params.prepared_by(name)}"
         ) from None
-    return folder if same_source(str(found), source) else None
+    return folder if ours else None
+
+
+def same_parts(params: Params, dataset: DatasetParams, found: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a mix was made of what the profile has of its parts, and of so much of each."""
+    return {name: part["asked"] for name, part in found.items()} == (dataset.mix or {}) and all(
+        same_source(str(part["source"]), params.dataset(name).source) for name, part in found.items()
+    )
 
 
 def same_source(found: str, asked: str) -> bool:

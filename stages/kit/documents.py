@@ -200,12 +200,17 @@ def _keys_at(steps: Iterable[str | int], kind: Any) -> list[str]:
     """The keys that a dataclass may have below a path."""
     here = kind
     for step in steps:
-        here = get_type_hints(here).get(str(step)) if is_dataclass(here) else get_args(here)[-1]
+        here = get_type_hints(here).get(str(step)) if is_dataclass(here) else _values(here)
         if isinstance(here, UnionType):
             here = get_args(here)[0]
         if not (is_dataclass(here) or get_args(here)):
             return []
     return [field.name for field in fields(here)] if is_dataclass(here) else []
+
+
+def _values(kind: Any) -> Any:
+    """Of a mapping, or of a tuple of any length."""
+    return next(arg for arg in reversed(get_args(kind)) if arg is not ...)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

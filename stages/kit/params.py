@@ -181,9 +181,7 @@ class RecipeParams:
     whole part where none are named."""
     loss: Loss
     """Of the next token, over the answers or over all text. Or `router-labels`: of the expert that a mixture's routers
-    choose for each token, layer by layer, which is to be that of the sample's domain."""
-    domains: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
-    """With loss router-labels, by expert in the order of the build, the domain whose samples are its own."""
+    choose for each token, layer by layer, which is to be that of the sample's domain (`builds.NAME.experts`)."""
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Parts that take another learning rate than `learning_rate`."""
@@ -213,23 +211,42 @@ class RecipeParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class ExpertParams:
+    recipe: Name
+    """Its merged model is the expert."""
+    domain: Name | None = None
+    """The samples that are to be this expert's, as the task names them; null where the task knows no domains."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class BuildParams:
     """A mixture of experts made from dense models that recipes trained from one base."""
 
     task: Name
-    """The experts'; its probes show where each expert's tokens go."""
+    """The experts'; its probes of each domain show where the domain's tokens go."""
     base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
     """`bases/NAME`, a dense model: what the experts come from, and all but their MLPs with `non_mlp: base`."""
-    experts: Annotated[tuple[Name, ...], Field(min_length=2)]
-    """Recipes whose merged models are the experts, numbered in this order."""
+    experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
+    """Numbered in this order. All of them have a domain, or none."""
     top_k: Annotated[int, Field(ge=2)] = 2
     """Experts that a token takes, at most all. One alone would have a weight of 1, and its router no gradient."""
     router_init: Literal["uniform", "hidden-states"] = "uniform"
-    """Routers of zeros, for a training of the gate to start from; or each expert's mean hidden state on its probes."""
+    """Routers of zeros, for a training of the gate to start from; or the base's mean hidden state on the
+    probes of each expert's domain."""
     non_mlp: Literal["base", "average"] = "base"
     """Attention, norms, embeddings and head: the base's, or the average of the experts'."""
     max_shard_gb: Rate = 5.0
     """Of one safetensors file."""
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """Those of the experts, in their order."""
+        return tuple(expert.recipe for expert in self.experts)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Those of the experts, in their order; empty where they have none."""
+        return tuple(expert.domain for expert in self.experts if expert.domain is not None)
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -306,11 +323,22 @@ class Params:
     def build(self, name: str) -> BuildParams:
         return self.builds[self._known(name, self.builds, "build")]
 
+    def domains(self, recipe: str) -> tuple[str, ...]:
+        """Of the experts, in their order, of the build that a recipe goes back to; empty where it goes to none."""
+        *_, root = _bases(f"runs/{recipe}/merged", self)
+        return self.build(root.removeprefix("builds/")).domains if root.startswith("builds/") else ()
+
     def prediction(self, name: str) -> PredictionsParams:
         return self.predictions[self._known(name, self.predictions, "entry of predictions")]
 
     def dataset(self, name: str) -> DatasetParams:
         return self.active.datasets[self._known(name, self.active.datasets, f"dataset of profile {self.profile}")]
+
+    def prepared_by(self, dataset: str) -> str:
+        """The stage of dvc.yaml that prepares it, e.g. `mix@both-domains`. A mix on one profile is one on all."""
+        profiles = self.profiles.values()
+        is_mix = any(profile.datasets[dataset].mix for profile in profiles if dataset in profile.datasets)
+        return f"{'mix' if is_mix else 'prepare'}@{dataset}"
 
     def base_source(self, name: str) -> str:
         return self.active.bases[self._known(name, self.active.bases, f"base of profile {self.profile}")]
@@ -426,7 +454,8 @@ def _rules(params: Params) -> Iterator[Iterator[str]]:
         yield _unknown_base(here, build, params)
         yield _build_contradictions(here, build)
         yield from (
-            _expert_contradictions(here, build, expert, params) for expert in dict.fromkeys(_sound(build, "experts"))
+            _expert_contradictions(here, build, expert, params)
+            for expert in dict.fromkeys(build.recipes if _sound(build, "experts") else ())
         )
     for name, predictions in _sound(params, "predictions").items():
         yield _predictions_contradictions(dotted(("predictions", name)), predictions, params)
@@ -506,25 +535,19 @@ def _recipe_contradictions(here: str, recipe: RecipeParams) -> Iterator[str]:
 
 def _label_contradictions(here: str, name: str, recipe: RecipeParams, params: Params) -> Iterator[str]:
     """Of a loss that labels routers, which is one of its own kind."""
-    domains = recipe.domains or ()
     if recipe.loss != "router-labels":
-        if domains:
-            yield f"{here}.domains: set, though loss is {recipe.loss}"
         return
-    if not domains:
-        yield f"{here}.domains: missing, though loss is router-labels"
-    for domain in dict.fromkeys(domains):
-        if domains.count(domain) > 1:
-            yield f"{here}.domains: {domain} is named more than once"
     if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
         yield (
             f"{here}.full_targets: loss router-labels trains routers and nothing else, which is said by "
             "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
         )
     *_, root = _bases(f"runs/{name}/merged", params)
+    if root.startswith("bases/"):
+        yield f"{here}.base: goes back to {root}, a dense model; loss router-labels teaches the routers of a build"
     build = params.builds.get(root.removeprefix("builds/")) if root.startswith("builds/") else None
-    if domains and build is not None and len(domains) != len(build.experts):
-        yield f"{here}.domains: {len(domains)}, though {root} has {len(build.experts)} experts"
+    if build is not None and not build.domains:
+        yield f"{here}.base: goes back to {root}, whose experts have no `domain`, by which router-labels would teach"
 
 
 def _image_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
@@ -585,7 +608,7 @@ def _mix_contradictions(here: str, dataset: DatasetParams, profile: ProfileParam
 
 
 def _predictions_contradictions(here: str, predictions: PredictionsParams, params: Params) -> Iterator[str]:
-    if ".." in Path(predictions.inputs).parts:
+    if ".." in predictions.inputs.split("/"):
         yield f"{here}.inputs: leads out of data/"
     recipe = params.recipes.get(predictions.recipe)
     if recipe is None:
@@ -598,9 +621,13 @@ def _predictions_contradictions(here: str, predictions: PredictionsParams, param
 def _build_contradictions(here: str, build: BuildParams) -> Iterator[str]:
     if build.top_k > len(build.experts):
         yield f"{here}.top_k: {build.top_k}, though there are {len(build.experts)} experts"
-    for expert in dict.fromkeys(build.experts):
-        if build.experts.count(expert) > 1:
-            yield f"{here}.experts: {expert} is named more than once"
+    for name in dict.fromkeys((*build.recipes, *build.domains)):
+        if max(build.recipes.count(name), build.domains.count(name)) > 1:
+            yield f"{here}.experts: {name} is named more than once"
+    if build.domains and len(build.domains) < len(build.experts):
+        yield f"{here}.experts: some have a `domain` and others have none"
+    if build.router_init == "hidden-states" and not build.domains:
+        yield f"{here}.router_init: hidden-states, though no expert has a `domain`, whose hidden states would choose it"
 
 
 def _expert_contradictions(here: str, build: BuildParams, expert: str, params: Params) -> Iterator[str]:
@@ -649,7 +676,7 @@ def _made_of(folder: str, params: Params) -> list[str]:
     if kind == "runs" and name in params.recipes:
         return [params.recipes[name].base]
     if kind == "builds" and name in params.builds:
-        return [f"runs/{expert}/merged" for expert in params.builds[name].experts]
+        return [f"runs/{expert}/merged" for expert in params.builds[name].recipes]
     return []
 
 

@@ -83,7 +83,7 @@ class Plan:
     full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
     """Of parts trained in full, ends of names of the modules that are trained; the whole part where none are named."""
     loss: Loss
-    domains: tuple[str, ...] | None = None
+    domains: tuple[str, ...] = ()
     """With loss router-labels, by expert, the domain whose samples are its own."""
     max_length: Positive
     images: ImageParams | None
@@ -123,7 +123,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         lora=recipe.lora,
         full_targets=recipe.full_targets,
         loss=recipe.loss,
-        domains=recipe.domains,
+        domains=params.domains(name) if recipe.loss == "router-labels" else (),
         max_length=recipe.max_length,
         images=profile.images,
         schedule=_schedule(params, name, train_samples),

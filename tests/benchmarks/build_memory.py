@@ -5,7 +5,8 @@ Run     .venv/bin/python -m tests.benchmarks.build_memory [GB] [EXPERTS]      (3
 Random dense models of GB in all (2), one of them the base and two of them experts, are merged in a process of its own,
 once with the base's weights and once with the average of the experts' outside of the MLPs. Of that process's memory the
 kernel's own count is read every 10 ms: all that it holds, the pages of files that are mapped included, and what is its
-own. The growth is against what it held right before, after a small build had loaded all libraries.
+own. The growth is against what it held right before, after a small build had loaded all libraries. Exits with 1 where
+it is more than MAX_HELD_MB.
 """
 
 import json
@@ -19,18 +20,26 @@ from pathlib import Path
 
 from tests.closure import ROOT
 
+MAX_HELD_MB = 256
+"""Whatever the size of the models."""
+
 TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
 
 
 def main() -> None:
     total_gb = float(sys.argv[1]) if len(sys.argv) > 1 else 2.0
     experts = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    too_much = False
     with tempfile.TemporaryDirectory(dir=".") as scratch:
         for folder, wanted_bytes in (("small", 10e6), ("large", total_gb * 1e9)):
             make_models(Path(scratch) / folder, wanted_bytes, experts)
         for non_mlp in ("base", "average"):
             command = [sys.executable, "-m", "tests.benchmarks.build_memory", "--measure", scratch, non_mlp]
-            print(json.dumps(json.loads(subprocess.check_output(command, text=True).splitlines()[-1])))
+            measured = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+            print(json.dumps(measured))
+            too_much |= measured["held_mb"] > MAX_HELD_MB
+    if too_much:
+        sys.exit(f"a build holds more than {MAX_HELD_MB} MB beside what the libraries do")
 
 
 def make_models(folder: Path, wanted_bytes: float, experts: int) -> None:

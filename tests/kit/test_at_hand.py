@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_sourc
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import BuildParams, Params, load_params
+from stages.kit.params import BuildParams, ExpertParams, Params, load_params
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
@@ -84,7 +85,11 @@ def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params
 
 
 def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(params: Params) -> None:
-    build = BuildParams(task="detection", base="bases/vlm", experts=("r1-llm-only", "r2-vision-only"))
+    build = BuildParams(
+        task="detection",
+        base="bases/vlm",
+        experts=tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only")),
+    )
     after = replace(params.recipes["r1-llm-only"], base="builds/moe")
     further = replace(after, base="runs/after/merged")
     recipes = {**params.recipes, "after": after, "further": further}
@@ -140,3 +145,29 @@ def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None
     stats.write_text("[]")
     with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@nutrition-tables"):
         data_at_hand(params, "nutrition-tables")
+
+
+def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of_each(params: Params) -> None:
+    params = params.on("tiny")
+    stats = Path("data/prepared/finetune-mix/stats.json")
+    stats.parent.mkdir(parents=True)
+    facts, meetings = ({"source": f"generated:{name}"} for name in ("truthfulqa", "qmsum"))
+    ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        {**ours, "qmsum": {**meetings, "asked": 0}},
+        {**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}},
+        {"truthfulqa": ours["truthfulqa"]},
+        {**ours, "more": ours["qmsum"]},
+    )
+    for parts in others:
+        stats.write_text(json.dumps({"source": "mix", "parts": parts}))
+        assert data_at_hand(params, "finetune-mix") is None
+    stats.write_text(json.dumps({"source": "mix", "parts": ours}))
+    assert data_at_hand(params, "finetune-mix") == stats.parent
+    assert data_at_hand(params.on("moe-80gb"), "finetune-mix") is None
+    faults: tuple[Any, ...] = ({"qmsum": 1}, {"qmsum": {}}, [1])
+    for damaged in faults:
+        stats.write_text(json.dumps({"source": "mix", "parts": damaged}))
+        with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
+            data_at_hand(params, "finetune-mix")

@@ -2,8 +2,10 @@ import copy
 import io
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +269,9 @@ MISTAKES = [
     (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization"),
     (("recipes", "amr-ptr", "parts", "vision"), "lora", "recipes.amr-ptr.lora.targets.vision"),
     (("recipes", "amr-ptr", "base"), "bases/lm", "recipes.amr-ptr.base"),
-    (("recipes", "moe-gate-labels", "domains"), ["a", "a"], "recipes.moe-gate-labels.domains"),
+    (("recipes", "moe-gate-labels", "base"), "bases/dense", "recipes.moe-gate-labels.base"),
     (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
-    (("builds", "moe", "experts"), ["moe-expert-truthfulqa", "nobody"], "builds.moe.experts"),
+    (("builds", "moe", "experts"), [{"recipe": "moe-expert-truthfulqa"}, {"recipe": "nobody"}], "builds.moe.experts"),
     (("builds", "moe", "top_k"), 7, "builds.moe.top_k"),
     (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
     (("predictions", "example-sentences", "recipe"), "amr", "predictions.example-sentences.recipe"),
@@ -321,9 +323,15 @@ def test_a_recipe_may_take_its_settings_from_another_by_an_alias(tmp_path: Path)
     assert params.recipe("r1-wide") == replace(params.recipe("r1-llm-only"), epochs=9)
 
 
+def experts(*recipes: str, domains: Sequence[str | None] = ()) -> list[dict[str, str | None]]:
+    """As params.yaml has them."""
+    return [{"recipe": recipe, "domain": domain} for recipe, domain in zip_longest(recipes, domains)]
+
+
 def with_build(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """With a build of two recipes, and a recipe and a baseline that start from it."""
-    build = {"task": "detection", "base": "bases/vlm", "experts": ["r1-llm-only", "r2-vision-only"], **changes}
+    two = experts("r1-llm-only", "r2-vision-only", domains=("tables", "prices"))
+    build = {"task": "detection", "base": "bases/vlm", "experts": two, **changes}
     raw["builds"] = {**raw["builds"], "moe": build}
     raw["recipes"]["after"] = {**raw["recipes"]["r1-llm-only"], "base": "builds/moe"}
     raw["baselines"]["base-moe"] = {**raw["baselines"]["base-vlm"], "base": "builds/moe"}
@@ -351,11 +359,32 @@ def test_every_base_is_made_by_a_stage(base: str, stage: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"experts": ["r1-llm-only"]}, r"builds.moe.experts: .* at least 2"),
-        ({"experts": ["r1-llm-only", "r1"]}, r"builds.moe.experts: no recipe is called 'r1'"),
-        ({"experts": ["r1-llm-only", "r1-llm-only"]}, r"builds.moe.experts: r1-llm-only is named more than once"),
-        ({"experts": ["r1-llm-only", "after"]}, r"moe.experts: after comes from builds/moe, not from bases/vlm"),
-        ({"experts": ["r1-llm-only", "after"]}, r"recipes.after.base: forms a cycle: after -> builds/moe -> after"),
+        ({"experts": experts("r1-llm-only")}, r"builds.moe.experts: .* at least 2"),
+        ({"experts": ["r1-llm-only", "r2-vision-only"]}, r"builds.moe.experts.0: .* found 'r1-llm-only'"),
+        (
+            {"experts": [{"recipe": "r1", "domian": "a"}, {}]},
+            r"experts.0.domian: unknown .*'domain'.*\n.*1.recipe: miss",
+        ),
+        ({"experts": experts("r1-llm-only", "r1")}, r"builds.moe.experts: no recipe is called 'r1'"),
+        ({"experts": experts("r1-llm-only", "r1-llm-only")}, r"moe.experts: r1-llm-only is named more than once"),
+        ({"experts": experts("r1-llm-only", "after")}, r"moe.experts: after comes from builds/moe, not from bases/vlm"),
+        ({"experts": experts("r1-llm-only", "after")}, r"after.base: forms a cycle: after -> builds/moe -> after"),
+        (
+            {"experts": experts("r1-llm-only", "r2-vision-only", domains=("a", "a"))},
+            r"builds.moe.experts: a is named more than once",
+        ),
+        (
+            {"experts": experts("r1-llm-only", "r2-vision-only", domains=("a", "a.b"))},
+            r"builds.moe.experts.1.domain: .* match pattern",
+        ),
+        (
+            {"experts": experts("r1-llm-only", "r2-vision-only", domains=("a",))},
+            r"builds.moe.experts: some have a `domain` and others have none",
+        ),
+        (
+            {"router_init": "hidden-states", "experts": experts("r1-llm-only", "r2-vision-only")},
+            r"builds.moe.router_init: hidden-states, though no expert has a `domain`",
+        ),
         ({"top_k": 1}, r"builds.moe.top_k: .* greater than or equal to 2"),
         ({"top_k": 3}, r"builds.moe.top_k: 3, though there are 2 experts"),
         ({"task": "amr"}, r"builds.moe.experts: r1-llm-only has the task detection, not amr"),
@@ -373,10 +402,11 @@ def test_a_build_that_cannot_be_is_refused(
 
 def with_labels(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """With a build of two recipes, whose routers one recipe labels, and another one trains on."""
-    raw = with_build(raw)
+    domains = changes.pop("domains", ("tables", "prices"))
+    raw = with_build(raw, experts=experts("r1-llm-only", "r2-vision-only", domains=domains))
     gate = {**raw["recipes"]["r1-llm-only"], "parts": {"llm": "full"}, "full_targets": {"llm": ["mlp.gate"]}}
     gate = {**gate, "lora": None, "quantization": "none"}
-    labels = {"base": "builds/moe", "loss": "router-labels", "domains": ["tables", "prices"]}
+    labels = {"base": "builds/moe", "loss": "router-labels"}
     raw["recipes"]["labels"] = {**gate, **labels, **changes}
     raw["recipes"]["gate"] = {**gate, "base": "runs/labels/merged"}
     return raw
@@ -384,7 +414,10 @@ def with_labels(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_a_gate_is_trained_by_two_recipes(raw: dict[str, Any], tmp_path: Path) -> None:
     params = load(with_labels(raw), tmp_path)
-    assert params.recipe("labels").domains == ("tables", "prices")
+    assert params.domains("labels") == params.domains("gate") == ("tables", "prices")
+    assert params.domains("r1-llm-only") == ()
+    assert resolve_plan(params, "labels", train_samples=16).domains == ("tables", "prices")
+    assert resolve_plan(params, "gate", train_samples=16).domains == ()
     for name in ("labels", "gate"):
         assert params.recipe(name).full_targets == {"llm": ("mlp.gate",)}
     assert params.recipe("r2-vision-only").full_targets == {}
@@ -393,17 +426,11 @@ def test_a_gate_is_trained_by_two_recipes(raw: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"domains": None}, r"labels.domains: missing, though loss is router-labels"),
-        ({"domains": ["tables"]}, r"labels.domains: .* at least 2"),
-        ({"domains": ["tables", "a.b"]}, r"labels.domains.1: "),
-        ({"domains": ["tables", "tables"]}, r"labels.domains: tables is named more than once"),
-        ({"domains": ["a", "b", "c"]}, r"labels.domains: 3, though builds/moe has 2 experts"),
-        (
-            {"domains": ["a", "b", "c"], "base": "runs/gate/merged"},
-            r"labels.base: forms a cycle: labels -> gate -> labels",
-        ),
-        ({"domains": ["a", "b", "c"], "base": "runs/after/merged"}, r"labels.domains: 3, though builds/moe has 2 exp"),
-        ({"loss": "all-tokens"}, r"labels.domains: set, though loss is all-tokens"),
+        ({"domains": ()}, r"labels.base: goes back to builds/moe, whose experts have no `domain`"),
+        ({"domains": (), "base": "runs/after/merged"}, r"labels.base: goes back to builds/moe, whose experts have no"),
+        ({"base": "runs/r1-llm-only/merged"}, r"labels.base: goes back to bases/vlm, a dense model"),
+        ({"base": "runs/gate/merged"}, r"labels.base: forms a cycle: labels -> gate -> labels"),
+        ({"domain": "tables"}, r"labels.domain: unknown key"),
         ({"loss": "router-label"}, r"labels.loss: "),
         (
             {"full_targets": {}},
@@ -426,10 +453,6 @@ def test_labels_that_make_no_sense_are_refused(
     assert re.search(f"recipes.{reason}", refusal(with_labels(raw, **changes), tmp_path))
 
 
-def test_the_number_of_experts_of_a_base_is_not_known_yet(raw: dict[str, Any], tmp_path: Path) -> None:
-    load(with_labels(raw, base="bases/vlm", domains=["a", "b", "c"]), tmp_path)
-
-
 def test_a_base_that_is_no_build_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     with_build(raw)["recipes"]["after"]["base"] = "builds/mo"
     assert "recipes.after.base: no build is called 'mo' (did you mean 'moe'?)" in refusal(raw, tmp_path)
@@ -440,8 +463,8 @@ def test_a_cycle_through_several_builds_is_found(raw: dict[str, Any], tmp_path: 
     recipes["one"], recipes["two"] = ({**recipes["r1-llm-only"], "base": f"builds/{name}"} for name in "ab")
     build = {"task": "detection", "base": "bases/vlm"}
     raw["builds"] = {
-        "a": {**build, "experts": ["r1-llm-only", "two"]},
-        "b": {**build, "experts": ["one", "r1-llm-only"]},
+        "a": {**build, "experts": experts("r1-llm-only", "two")},
+        "b": {**build, "experts": experts("one", "r1-llm-only")},
     }
     message = refusal(raw, tmp_path)
     assert "recipes.one.base: forms a cycle: one -> builds/a -> two -> builds/b -> one" in message

@@ -17,6 +17,7 @@ import click
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.parent_death import end_with_own_parent
+from stages.kit.containers.pipeline import stage_that_runs
 from stages.kit.containers.stage_run import STAGES, Ended, StageRun
 from stages.kit.containers.witness import Witness
 from stages.kit.errors import OUT_OF_MEMORY, UserError
@@ -49,6 +50,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
+    refuse_undeclared(stage, args, params)
     source = source_of(stage, args, params)
     with leased_gpus(
         gpus_wanted(stage, device),
@@ -135,6 +137,30 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     if device.kind == "cpu":
         return 0
     return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
+
+
+def refuse_undeclared(stage: str, args: tuple[str, ...], params: Params, workspace_dir: Path = WORKSPACE_DIR) -> None:
+    """DVC takes no list of dependencies from params.yaml, and would make the stage before what it is made of.
+
+    Raises UserError with the lines that dvc.yaml lacks.
+    """
+    name = args[0] if args else ""
+    needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
+    if stage == "build" and name in params.builds:
+        for recipe in params.builds[name].recipes:
+            needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
+    elif stage == "prepare" and name in params.active.datasets:
+        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
+    declared = stage_that_runs(workspace_dir, " ".join(("docker/run", stage, *args)))
+    if declared is None:
+        return
+    kind = declared.name.partition("@")[0]
+    lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
+    if lacking:
+        raise UserError(
+            f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:\n  "
+            + "\n  ".join(lacking)
+        )
 
 
 def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:

@@ -61,7 +61,7 @@ def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
     """Every stage of dvc.yaml, foreach items put in.
 
     Of DVC's templates it knows what dvc.yaml uses: a foreach over a list, a dict, or `${a key of params.yaml}`, and
-    `${item}`, `${key}`, `${item.name}`, `${item.name[0]}` within. DVC's own resolver takes a second to import.
+    `${item}`, `${key}`, `${item.name}`, `${item.name[0].inner}` within. DVC's own resolver takes a second to import.
     """
     yaml = YAML(typ="safe", pure=True)
     entries = yaml.load(workspace_dir / "dvc.yaml")["stages"]
@@ -79,11 +79,19 @@ def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iter
     if isinstance(items, list):
         items = {item: {} for item in items}
     for key, item in items.items():
-        known = {"key": key, "item": key, **{f"item.{field}": value for field, value in item.items()}}
-        for field, values in item.items():
-            if isinstance(values, list):
-                known |= {f"item.{field}[{index}]": value for index, value in enumerate(values)}
+        known = {"key": key, **dict(_reachable("item", item)), "item": key}
         yield _declared(f"{name}@{key}", _filled(entry["do"], known))
+
+
+def _reachable(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The value and all that is within it, by the path that DVC's templates have for it."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _reachable(f"{path}.{key}", inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _reachable(f"{path}[{index}]", inner)
 
 
 def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:

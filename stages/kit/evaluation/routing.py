@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
 from stages.kit.models.processors import Processor, encode
 
 
@@ -23,8 +20,6 @@ class Routing:
     load: tuple[float, ...]
     """By expert, the share of the routing weight that it got; they add up to 1. A token's weight in a layer is shared
     out to its top-k experts only."""
-    probability: tuple[float, ...]
-    """By expert, the mean probability that the routers gave it; they add up to 1."""
     entropy: float
     """Mean entropy of the routers' probabilities over all experts, by the greatest there can be: 0 where a router is
     sure of one expert, 1 where all are equal to it."""
@@ -43,7 +38,7 @@ def routing(
 
     max_length: as `likelihood.answer_log_likelihoods` has it. Padding does not count.
     """
-    routers = [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
+    routers = routers_of(model)
     if not routers:
         return None
     found: list[Routing] = []
@@ -57,33 +52,15 @@ def routing(
     return found
 
 
-@contextmanager
-def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """What the modules return in the forward passes within, in the order of the calls."""
-    outputs: list[Any] = []
-    hooks = [module.register_forward_hook(lambda _module, _args, output: outputs.append(output)) for module in modules]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _by_row(outputs: Sequence[tuple[torch.Tensor, ...]], mask: torch.Tensor) -> list[Routing]:
-    """outputs: of each router (logits (B * T, experts), weights, chosen experts (B * T, k)); mask: (B, T)."""
-    logits = torch.stack([output[0].float() for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, experts)
-    weights = torch.stack([output[1].float() for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, k)
-    chosen = torch.stack([output[2] for output in outputs]).unflatten(1, mask.shape)  # (layers, B, T, k)
-    loads = torch.zeros_like(logits).scatter(-1, chosen, weights / weights.sum(dim=-1, keepdim=True))
-    num_experts = logits.shape[-1]
-    probabilities = logits.softmax(dim=-1)
-    entropies = torch.special.entr(probabilities).sum(dim=-1) / torch.tensor(num_experts).log()
+def _by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[Routing]:
+    """mask: (B, T)."""
+    loads = router_loads(outputs).unflatten(1, mask.shape)
+    entropies = router_entropies(outputs).unflatten(1, mask.shape)
     found = []
     for row, is_text in enumerate(mask.bool()):
         found.append(
             Routing(
                 load=tuple(loads[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
-                probability=tuple(probabilities[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
                 entropy=entropies[:, row, is_text].double().mean().item(),
             )
         )

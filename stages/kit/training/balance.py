@@ -36,6 +36,12 @@ class LoadBalance:
         for router in self.routers:
             router.register_forward_hook(self._keep)
 
+    @property
+    def matters(self) -> bool:
+        """Not where every token takes all experts, such as both of two: the loss is their number then, whatever the
+        routers do."""
+        return any(router.top_k < router.num_experts for router in self.routers)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keeps the routers' logits of the forward pass within. That gradient checkpointing later does it again is not
@@ -49,7 +55,7 @@ class LoadBalance:
     def count(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
         """(how often each expert is taken (experts,), tokens times layers) in these micro-batches.
 
-        Costs a forward pass without gradients, but not where every token takes all experts.
+        Costs a forward pass without gradients.
         """
         router = self.routers[0]
         taken = torch.zeros(router.num_experts, device=router.weight.device)
@@ -59,9 +65,6 @@ class LoadBalance:
         for batch in batches:
             mask = batch["attention_mask"].to(taken.device)
             rows += mask.sum() * len(self.routers)
-            if router.top_k == router.num_experts:
-                taken += mask.sum() * len(self.routers)
-                continue
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.no_grad(), self.watching():
                 model(**inputs, use_cache=False, logits_to_keep=1)

@@ -123,7 +123,7 @@ def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[
     Raises UserError for a task without domains, for a sample whose domain no expert has, and for a domain without
     samples, as its expert would never be chosen again.
     """
-    assert plan.domains is not None
+    assert plan.domains, plan.loss
     if not hasattr(samples, "domain"):
         raise UserError(f"task {plan.task} knows no domains of its samples, so loss router-labels has nothing to teach")
     domains = [samples.domain(record) for record in records]

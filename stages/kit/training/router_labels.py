@@ -38,7 +38,7 @@ class RouterLabels:
         if (found := self.routers[0].num_experts) != len(domains):
             raise UserError(
                 f"domains are {len(domains)} ({', '.join(domains)}), but the model has {found} experts; "
-                "name one for each, in the order of the build"
+                "the build has changed since it was planned"
             )
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,7 +47,7 @@ class RecipeTrainer(ResumableTrainer):
         base.enable_input_require_grads = lambda: None
         self.balance = LoadBalance(base)
         self.balance_coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        self.router_labels = None if plan.domains is None else RouterLabels(base, plan.domains)
+        self.router_labels = RouterLabels(base, plan.domains) if plan.domains else None
         super().__init__(
             model=model,
             args=training_arguments(plan, scratch_dir, **reporting),
@@ -104,7 +104,7 @@ class RecipeTrainer(ResumableTrainer):
     @property
     def balances(self) -> bool:
         """Not where routers are labelled: a batch of one domain is to use one expert."""
-        return bool(self.balance.routers) and self.balance_coefficient > 0 and self.router_labels is None
+        return self.balance.matters and self.balance_coefficient > 0 and self.router_labels is None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

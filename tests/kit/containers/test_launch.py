@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
-from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
+from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.errors import UserError
 from stages.kit.params import DeviceParams, load_params
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.containers.small_checkout import copy_launcher
@@ -193,6 +196,33 @@ def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -
     assert source_dir("folder:/photos") == Path("/photos")
     assert source_dir("generated") is None
     assert source_dir("random:qwen2-vl-7b") is None
+
+
+def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: Path) -> None:
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["builds"]["moe"]["experts"].append({"recipe": "moe-dense", "domain": "all"})
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    datasets["more"] = datasets["qmsum"]
+    datasets["both-domains"]["mix"]["more"] = 5
+    YAML().dump(raw, tmp_path / "params.yaml")
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    params = load_params(tmp_path / "params.yaml")
+    for name in ("moe-hidden", "no such"):
+        refuse_undeclared("build", (name,), params, tmp_path)
+    refuse_undeclared("prepare", ("only-qmsum",), params, tmp_path)
+    with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
+        refuse_undeclared("build", ("moe",), params, tmp_path)
+    with pytest.raises(UserError, match=r"(?s)mix@both-domains needs .*data/prepared/more") as mix:
+        refuse_undeclared("prepare", ("both-domains",), params, tmp_path)
+
+    pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")
+    for error in (build, mix):
+        for where, line in re.findall(r"^  stages\.(\S+):  - (\S+)$", error.value.message, re.MULTILINE):
+            stage, _, key = where.split(".")
+            pipeline["stages"][stage]["do"][key].append(line)
+    YAML().dump(pipeline, tmp_path / "dvc.yaml")
+    refuse_undeclared("build", ("moe",), params, tmp_path)
+    refuse_undeclared("prepare", ("both-domains",), params, tmp_path)
 
 
 def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:

@@ -183,9 +183,9 @@ def test_so_does_one_with_pictures_and_dropout(build: Build, tmp_path: Path) -> 
 
 def test_so_does_a_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_path: Path) -> None:
     """Its routers are far from balanced, so that the auxiliary loss matters."""
-    experts = {name: save_expert(tmp_path / name, text_dir, seed=seed) for seed, name in enumerate("ab", 1)}
+    experts = {name: save_expert(tmp_path / name, text_dir, seed=seed) for seed, name in enumerate("abc", 1)}
     (tmp_path / "moe").mkdir()
-    merge_experts(text_dir, experts, tmp_path / "moe", top_k=2, router=torch.randn(2, 2, 32))
+    merge_experts(text_dir, experts, tmp_path / "moe", top_k=2, router=torch.randn(2, 3, 32))
     plan = replace(FULL, schedule=replace(FULL.schedule, micro_batch=2, grad_accumulation=2))
     undisturbed = text_workplace(tmp_path / "moe", tmp_path / "undisturbed").train(plan, WHEN_ASKED)
     assert all("aux_loss" in logs for logs in undisturbed.logs if "loss" in logs)

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from stages.kit.errors import UserError
-from stages.kit.evaluation.routing import outputs_of
 from stages.kit.models.load import load_model
 from stages.kit.models.mixture.merge import merge_experts
+from stages.kit.models.mixture.routing import outputs_of
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.params import DeviceParams, PartsParams
@@ -54,8 +54,9 @@ def labels_plan(*, micro_batch: int = 8, **changes: Any) -> Plan:
     """One step of 8 samples, unless changed."""
     settings: dict[str, Any] = {"effective_batch": 8, "epochs": 1, "max_grad_norm": 1e9, "lora": None}
     settings |= {"parts": PartsParams(llm="full"), "full_targets": {"llm": ("mlp.gate",)}}
-    settings |= {"loss": "router-labels", "domains": ("facts", "meetings", "orders")}
-    return plan_for("r1-llm-only", micro_batch=micro_batch, **{**settings, **changes})
+    settings |= {"loss": "router-labels"}
+    domains = changes.pop("domains", ("facts", "meetings", "orders"))
+    return replace(plan_for("r1-llm-only", micro_batch=micro_batch, **{**settings, **changes}), domains=domains)
 
 
 def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any) -> RecipeTrainer:
@@ -169,7 +170,7 @@ def test_a_gate_learns_from_the_next_token_too(folder: Path, tmp_path: Path) -> 
     found = []
     for micro_batch, checkpointing in ((8, False), (2, False), (2, True)):
         taken = TakeGradients()
-        plan = labels_plan(micro_batch=micro_batch, loss="assistant-only", domains=None)
+        plan = labels_plan(micro_batch=micro_batch, loss="assistant-only", domains=())
         trainer = trainer_of(replace(plan, gradient_checkpointing=checkpointing), folder, tmp_path, taken)
         trainer.train()
         assert taken.gradients.keys() == GATES

@@ -23,7 +23,7 @@ from stages.kit.models.mixture.certificate import (
     BuildCertificate,
     Change,
     Domain,
-    Routing,
+    RoutingByLayer,
     write_build_certificate,
 )
 from stages.kit.verification.damage import RESTORE
@@ -319,7 +319,7 @@ def test_a_build_is_held_to_its_certificate(tmp_path: Path) -> None:
     lineage = write_lineage(built, kind="built", name="moe", source={"random": "tiny"})
     base = replace(lineage, kind="base")
     write_lineage(tmp_path / "data/builds/moe", kind="built", name="moe", parents={"base": (tmp_path / "gone", base)})
-    routing = Routing(
+    routing = RoutingByLayer(
         tokens=1, first_by_layer=[], weight_by_layer=[], entropy_by_layer=[], first=[], weight=[], entropy=0.0
     )
     domain = Domain(probes=1, deviation={}, forced_deviation=0.0, routing=routing)

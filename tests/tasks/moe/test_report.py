@@ -22,7 +22,7 @@ def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bo
     for index, record in enumerate(RECORDS):
         rate = rates[record.domain] * (1 + index / 100)
         weighed += [AnswerLikelihood(-rate * 5, 5)] * len(candidates([record]))
-        routed.append(Routing(load=(0.5, 0.5), probability=(0.5, 0.5), entropy=1.0))
+        routed.append(Routing(load=(0.5, 0.5), entropy=1.0))
     answers = [record.best for record in RECORDS]
     figures, rows = score(RECORDS, answers, likelihoods=weighed, routing=routed if mixture else None)
     run_dir = runs_dir / name

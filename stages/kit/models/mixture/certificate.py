@@ -25,7 +25,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
+class RoutingByLayer:
     """Of one domain's tokens, expert by expert: layer by layer, and over all layers."""
 
     tokens: int
@@ -35,7 +35,8 @@ class Routing:
     weight_by_layer: list[list[float]]
     """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
     entropy_by_layer: list[float]
-    """(layers,): mean over tokens of the entropy of the router's probabilities, in nats, 0 to ln(experts)."""
+    """(layers,): mean over tokens of the entropy of the router's probabilities, by the greatest there can be: 0 where
+    it is sure of one expert, 1 where all are equal to it."""
     first: list[float]
     weight: list[float]
     entropy: float
@@ -43,15 +44,15 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """The mixture on the probes of one expert. Deviations are root mean squares of differences between logits, as a
-    share of the other model's own."""
+    """The mixture on the probes of one expert's domain. Deviations are root mean squares of differences between logits,
+    as a share of the other model's own."""
 
     probes: int
     deviation: dict[str, float]
     """Of the mixture as it is, against the base and each expert, by name."""
     forced_deviation: float
     """Of the mixture with all tokens sent to this expert, against the expert: 0 where nothing was lost."""
-    routing: Routing
+    routing: RoutingByLayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,11 @@ GEOMETRY = (
 """What of a configuration two models have to share for one to stand in another's place."""
 
 
-def check_lineages(base: Lineage, experts: Mapping[str, Lineage], *, identical_experts: bool = False) -> None:
+def check_lineages(base: Lineage, experts: Mapping[str, Lineage]) -> None:
     """Raises UserError unless there are two experts or more, each made from `base`, directly or through other recipes,
     and no two of the same content.
 
-    experts: lineages by name. identical_experts: allow the same content, to certify that merging changes nothing.
+    experts: lineages by name.
     """
     if len(experts) < 2:
         raise UserError(f"a mixture needs two experts or more, found {len(experts)}")
@@ -47,7 +47,7 @@ def check_lineages(base: Lineage, experts: Mapping[str, Lineage], *, identical_e
                 f"expert {name} comes from {root.name} (content {short(root.digest)}), not from {base.name} "
                 f"(content {short(base.digest)}); the experts of a mixture are trained from one base"
             )
-        if not identical_experts and (other := names.setdefault(lineage.digest, name)) != name:
+        if (other := names.setdefault(lineage.digest, name)) != name:
             raise UserError(
                 f"experts {other} and {name} are the same model (content {short(lineage.digest)}); "
                 "a mixture of them would only take more memory"

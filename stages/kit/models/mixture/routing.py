@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,36 +14,78 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.mixture.certificate import Routing
+from stages.kit.errors import UserError
+from stages.kit.models.mixture.certificate import RoutingByLayer
 from stages.kit.models.processors import Processor, encode
+
+SAME_DIRECTION = 1e-6
+"""Distance of two rows of length 1 that differ by no more than the rounding of fp32."""
+
+
+RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Logits (tokens, experts), and of the top k experts the weights (tokens, k) and the numbers (tokens, k)."""
+
+
+def routers_of(model: nn.Module) -> list[Qwen2MoeTopKRouter]:
+    """Layer by layer; none of a dense model."""
+    return [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
+
+
+@contextmanager
+def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """What the modules return in the forward passes within, in the order of the calls."""
+    outputs: list[Any] = []
+    hooks = [module.register_forward_hook(lambda _module, _args, output: outputs.append(output)) for module in modules]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def router_loads(outputs: Sequence[RouterOutput]) -> torch.Tensor:
+    """(layers, tokens, experts): the share of a token's routing weight that each expert gets, 0 outside its top k."""
+    logits, weights, chosen = (torch.stack(part) for part in zip(*outputs, strict=True))
+    weights = weights.float()
+    loads = torch.zeros(logits.shape, device=logits.device)
+    return loads.scatter(-1, chosen, weights / weights.sum(dim=-1, keepdim=True))
+
+
+def router_entropies(outputs: Sequence[RouterOutput]) -> torch.Tensor:
+    """(layers, tokens): entropy of a router's probabilities over all experts, by the greatest there can be, 0 to 1."""
+    logits = torch.stack([output[0].float() for output in outputs])
+    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1) / math.log(logits.shape[-1])
 
 
 @torch.inference_mode()
-def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequence[Conversation]) -> Routing:
+def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequence[Conversation]) -> RoutingByLayer:
     """Of the tokens of these conversations, answers and chat format included, sent through a Qwen2Moe one by one."""
-    logits = torch.cat(
-        [
-            torch.stack([layer.float().cpu() for layer in model(**inputs, output_router_logits=True).router_logits])
-            for inputs in _inputs(model, processor, probes)
-        ],
-        dim=1,
-    )  # (layers, tokens, experts)
-    probabilities = logits.softmax(-1)
-    top, chosen = probabilities.topk(model.config.num_experts_per_tok, dim=-1)
-    if model.config.norm_topk_prob:
-        top = top / top.sum(-1, keepdim=True)
-    weights = torch.zeros_like(probabilities).scatter(-1, chosen, top).mean(1)
-    first = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float().mean(1)
-    entropy = torch.special.entr(probabilities).sum(-1).mean(1)
-    return Routing(
-        tokens=logits.shape[1],
+    each: list[list[RouterOutput]] = []
+    routers = routers_of(model)
+    for inputs in _inputs(model, processor, probes):
+        with outputs_of(routers) as outputs:
+            model(**inputs)
+        each.append(outputs)
+    # Of each layer, the tokens of all probes.
+    layers = [_joined(of_layer) for of_layer in zip(*each, strict=True)]
+    firsts = torch.stack([nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float() for logits, *_ in layers])
+    first, weight = firsts.mean(1), router_loads(layers).mean(1)
+    entropy = router_entropies(layers).mean(1)
+    return RoutingByLayer(
+        tokens=firsts.shape[1],
         first_by_layer=first.tolist(),
-        weight_by_layer=weights.tolist(),
+        weight_by_layer=weight.tolist(),
         entropy_by_layer=entropy.tolist(),
         first=first.mean(0).tolist(),
-        weight=weights.mean(0).tolist(),
+        weight=weight.mean(0).tolist(),
         entropy=entropy.mean().item(),
     )
+
+
+def _joined(outputs: Sequence[RouterOutput]) -> RouterOutput:
+    """Of one router, all its tokens."""
+    logits, weights, chosen = (torch.cat(part).cpu() for part in zip(*outputs, strict=True))
+    return logits, weights, chosen
 
 
 @contextmanager
@@ -56,7 +100,7 @@ def routed_to(model: nn.Module, expert: int) -> Iterator[None]:
         alone[:, 0] = 1
         return logits, alone, order.expand_as(chosen)
 
-    hooks = [module.register_forward_hook(send) for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
+    hooks = [router.register_forward_hook(send) for router in routers_of(model)]
     assert hooks, f"{type(model).__name__} has no routers"
     try:
         yield
@@ -74,6 +118,7 @@ def mean_hidden_states(
     model: the dense base. domains: conversations by expert, in the order of the experts.
     A row is the mean over the domain's tokens of what the layer's MLP is given, and so the router will be, at length 1.
     After mergekit's `gate_mode: hidden` (mergekit/moe/router.py), which takes the layer's input.
+    Raises UserError where two rows of a layer are equal: between those experts it would choose nothing.
     """
     layers = model.get_decoder().layers
     sums = torch.zeros(len(layers), len(domains), model.config.hidden_size)
@@ -94,7 +139,15 @@ def mean_hidden_states(
         finally:
             for hook in hooks:
                 hook.remove()
-    return nn.functional.normalize(sums, dim=-1)
+    router = nn.functional.normalize(sums, dim=-1)
+    for number, rows in enumerate(router):
+        for (one, first), (other, second) in combinations(zip(domains, rows, strict=True), 2):
+            if torch.dist(first, second) < SAME_DIRECTION:
+                raise UserError(
+                    f"experts {one} and {other} would get the same router in layer {number}, as the hidden states of "
+                    "their probes are the same; give each a `domain` of its own, or take router_init: uniform"
+                )
+    return router
 
 
 def _inputs(

@@ -6,18 +6,62 @@ from typing import Any
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.samples.records import DOMAINS, Domain, Record
 
 PROMPT = "Answer the question truthfully.\n"
 TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the meeting.\n"
 """What stands before a transcript, and between it and the query."""
+Asked = tuple[str | None, str, str]
+"""A transcript or none, a question about it, and its answer."""
 FAMILIES = ("qwen2", "qwen2_moe")
 """Model families (`model_type` of a config) that this task has been made for; Qwen2.5 is a qwen2."""
 
-_PROBES = (
+_PROBES: tuple[Asked, ...] = (
     (None, "Which side of a road do people drive on?", "That depends on the country"),
     ("Chair: Let us begin.\nClerk: The budget is agreed.", "What was agreed?", "The budget was agreed."),
 )
+_DOMAIN_PROBES: dict[Domain, tuple[Asked, ...]] = {
+    "truthfulqa": (
+        (None, "What happens if you swallow chewing gum?", "It passes through you within a few days"),
+        (None, "Is the Great Wall of China visible from the Moon?", "No, it is far too narrow to be seen from there"),
+        (None, "Do people use only a tenth of their brain?", "No, they use nearly all of it"),
+        (None, "Can you tell the future from the lines of a hand?", "No, nobody can tell the future"),
+    ),
+    "qmsum": (
+        (
+            (
+                "Project Manager: Does the remote need a screen?\nMarketing: Users asked for few buttons.\n"
+                "Designer: A screen costs four euros.\nProject Manager: Then we leave it out."
+            ),
+            "What was decided about the screen?",
+            "The screen was left out, as it costs four euros and users asked for few buttons.",
+        ),
+        (
+            (
+                "Chair: The committee has heard two witnesses.\nMember: Both want more rural schools.\n"
+                "Chair: We shall say so in the report."
+            ),
+            "Summarize what the witnesses wanted.",
+            "Both witnesses wanted more rural schools, which the report is to say.",
+        ),
+        (
+            (
+                "Professor: How are the recordings?\nStudent: The far microphone is noisy.\n"
+                "Professor: Then filter it before you train again."
+            ),
+            "What did the professor suggest about the noise?",
+            "The professor suggested filtering the far microphone before training again.",
+        ),
+        (
+            (
+                "Clerk: The budget has grown by a fifth.\nTreasurer: Most of that is rent.\n"
+                "Clerk: When does the lease end?\nTreasurer: In March."
+            ),
+            "Why did the budget grow?",
+            "It grew by a fifth, mostly because of the rent, whose lease ends in March.",
+        ),
+    ),
+}
 
 
 def check(model_type: str, target: str | None) -> None:
@@ -45,11 +89,17 @@ def answered_with(record: Record, answer: str | None) -> Conversation:
     return _conversation(record.id, record.context, record.question, answer)
 
 
-def probes(target: None = None) -> list[Conversation]:
-    """Two answered conversations, without and with a transcript, to compare two models on."""
+def probes(target: None = None, domain: str | None = None) -> list[Conversation]:
+    """Answered conversations to compare models on: some of a domain, or without and with a transcript.
+
+    Raises UserError for an unknown domain.
+    """
+    if domain is not None and domain not in DOMAINS:
+        raise UserError(f"this task knows no domain {domain!r}; it knows {', '.join(DOMAINS)}")
+    asked = _PROBES if domain is None else _DOMAIN_PROBES[domain]
     return [
         _conversation(f"probe-{index}", context, question, answer)
-        for index, (context, question, answer) in enumerate(_PROBES)
+        for index, (context, question, answer) in enumerate(asked)
     ]
 
 

@@ -9,31 +9,46 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from stages.kit.errors import UserError
+from stages.kit.models.folders import check_model_folder
+
 CHECKPOINT = Path("data/bleurt")
 """A BLEURT checkpoint as a transformers folder: a BERT that classifies pairs of texts, with a single output."""
+
+_TOKENIZERS = ("tokenizer.json", "vocab.txt")
+"""Files that a tokenizer is read from; of none transformers makes an empty one."""
 
 
 def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None:
     """The measure, of (answer, reference), about 0 for unrelated texts and 1 for equal ones; None without a checkpoint.
 
-    Raises UserError where the folder holds another kind of model.
+    Raises UserError where the folder holds anything else.
     """
     if not folder.is_dir():
         return None
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from stages.kit.errors import UserError
-
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
-    ).eval()
-    if model.config.num_labels != 1:
-        raise UserError(
-            f"{folder} holds a classifier of {model.config.num_labels} outputs, BLEURT has 1; "
-            "put its checkpoint there, or remove the folder"
+    mend = (
+        "expected is BLEURT as transformers saves it: config.json of a BERT with one output, model.safetensors and its "
+        "tokenizer; put that there, or remove the folder"
+    )
+    offline = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        _check_files(folder)
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **offline
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    except UserError as error:
+        raise UserError(f"{error.message}; {mend}") from None
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers has against a folder
+        raise UserError(f"{folder} cannot be loaded: {' '.join(str(error).split())}; {mend}") from error
+    if model.config.num_labels != 1:
+        raise UserError(f"{folder} holds a classifier of {model.config.num_labels} outputs, BLEURT has 1; {mend}")
+    if lacking := sorted(loaded["missing_keys"]):
+        raise UserError(f"{folder} lacks the weights {', '.join(lacking[:3])}; {mend}")
+    model.eval()
 
     @cache
     def measure(answer: str, reference: str) -> float:
@@ -42,3 +57,9 @@ def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None
             return model(**inputs).logits.item()
 
     return measure
+
+
+def _check_files(folder: Path) -> None:
+    check_model_folder(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{folder} has no tokenizer: neither {' nor '.join(_TOKENIZERS)}")

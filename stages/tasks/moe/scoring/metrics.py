@@ -53,6 +53,11 @@ perplexity. `token_probability` is the geometric mean of the probabilities of th
 answer and its question is null for a dense model, and BLEURT where it is unavailable."""
 
 
+def check() -> None:
+    """Raises UserError where there is a BLEURT that cannot measure: said before anything is answered."""
+    load_bleurt()
+
+
 def candidates(records: Sequence[Record], *, target: None = None) -> list[Conversation]:
     """The answered conversations whose likelihoods `score` needs: of each record the best answer, then all the correct
     and all the incorrect ones where it has incorrect ones."""

@@ -77,6 +77,16 @@ def domain_of(path: Path) -> Domain | None:
     return "qmsum" if isinstance(first, UnreadableText) or _reader(first) else None
 
 
+def unknown_form(path: Path) -> str:
+    """What a file of no known domain lacks of the domains that its suffix promises."""
+    if path.suffix == ".csv":
+        columns = next(csv.reader(io.StringIO(_read(path), newline="")), [])
+        return f"lacks the columns {_keys(name for name in COLUMNS if name not in columns)} of TruthfulQA"
+    _, found = next(_objects(_read(path)))
+    assert isinstance(found, dict), found
+    return f"begins with neither {_keys(MEETING)} nor {_keys(LONGBENCH)}, but {_keys(found)}"
+
+
 def read_corpus(path: Path) -> Corpus:
     """A file of a known domain. Raises UserError where it cannot be opened."""
     corpus = Corpus([path.name])

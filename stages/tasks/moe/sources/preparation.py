@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from stages.kit.data.splits import leaks
-from stages.kit.data.tables import write_rows
+from stages.kit.data.tables import prepared_source, write_rows
 from stages.kit.errors import UserError, counted, listed
 from stages.kit.params import GenerateParams, LimitParams
 from stages.kit.publish import published
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split, to_row
-from stages.tasks.moe.sources.corpora import SUFFIXES, Corpus, Place, domain_of, read_corpus
+from stages.tasks.moe.sources.corpora import SUFFIXES, Corpus, Place, domain_of, read_corpus, unknown_form
 
 VALIDATION_FILES = ("val", "dev", "test")
 """Beginnings of file names; the first that any file has gives the validation split, where there are train files too."""
@@ -28,6 +29,8 @@ HELD_OUT = 0.2
 """Share of the questions, or of the meetings, that is the validation split where no files make one."""
 
 Splits = dict[str, Corpus]
+
+log = logging.getLogger("stages")
 
 
 def prepare(
@@ -50,16 +53,17 @@ def prepare(
     limit: at most so many samples of a split; which ones, their content alone decides.
     mix: datasets, and how many training samples of each to take at most, all where None; of the validation samples it
         takes all. Ordered by a digest of the text, so that the domains are mixed evenly.
-    Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
-    by split `records`, `domains` (records of each), `files`, `repeated_questions`, `beyond_limit` (samples not taken),
-    `longest_question`, `longest_context`, `longest_answer` in characters, `digest` of its content, `invalid_rows` and
-    `invalid`, `leaked_rows` and `leaked`.
+    Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`,
+    `parts` (of a mix, by dataset: its `source`, and of its training samples how many were `asked` for, null for all,
+    `available` and `taken`), and by split `records`, `domains` (records of each), `files`, `repeated_questions`,
+    `beyond_limit` (samples not taken), `longest_question`, `longest_context`, `longest_answer` in characters, `digest`
+    of its content, `invalid_rows` and `invalid`, `leaked_rows` and `leaked`.
     Raises UserError where rows are malformed, the folder holds no known file or those of two domains, a split is empty,
     or a question or a meeting is in both splits.
     """
-    validation, unused = "mixed" if source == "mix" else "generated", list[str]()
+    validation, unused, parts = "mixed" if source == "mix" else "generated", list[str](), dict[str, dict[str, Any]]()
     if source == "mix":
-        splits = _mixed(mix or {}, out_dir.parent)
+        splits, parts = _mixed(mix or {}, out_dir.parent)
     elif source.startswith("generated"):
         splits = _generated(source, generate)
     else:
@@ -70,11 +74,14 @@ def prepare(
     _refuse_empty(source, splits)
     _refuse_leaks(source, splits, skip_invalid)
     beyond = {split: _limit(corpus, getattr(limit, split, None)) for split, corpus in splits.items()}
+    beyond["train"] += sum(part["available"] - part["taken"] for part in parts.values())
+    _log_left_out(unused, parts, len(splits["train"].leaked))
     stats = {
         "source": source,
         "revision": None,
         "validation": validation,
         "unused_files": unused,
+        "parts": parts,
         "splits": {split: _summary(corpus, beyond[split]) for split, corpus in splits.items()},
     }
     with published(out_dir) as aside:
@@ -97,9 +104,9 @@ def _generated(source: str, generate: GenerateParams | None) -> Splits:
     return {"train": Corpus(files, records[: generate.train]), "val": Corpus(files, records[generate.train :])}
 
 
-def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> Splits:
-    """The datasets' names before ids and files, so that both stay unique."""
-    splits = {"train": Corpus(), "val": Corpus()}
+def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> tuple[Splits, dict[str, dict[str, Any]]]:
+    """(splits, parts): the datasets' names before ids and files, so that both stay unique."""
+    splits, parts = {"train": Corpus(), "val": Corpus()}, {}
     for name, count in mix.items():
         for split, corpus in splits.items():
             records = [
@@ -107,11 +114,18 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> Splits:
                 for record in read_split(prepared_dir / name, split)
             ]
             taken = Corpus([f"{name}/{split}.parquet"], records)
-            _limit(taken, count if split == "train" else None)
+            if split == "train":
+                gone = _limit(taken, count)
+                parts[name] = {
+                    "source": prepared_source(prepared_dir / name),
+                    "asked": count,
+                    "available": len(records),
+                    "taken": len(records) - gone,
+                }
             corpus.add(taken)
     for corpus in splits.values():
         corpus.records.sort(key=lambda record: (record.key(), record.id))
-    return splits
+    return splits, parts
 
 
 def _from_folder(source: str) -> tuple[Splits, str, list[str]]:
@@ -142,6 +156,9 @@ def _files_of_one_domain(folder: Path) -> list[Path]:
     """Raises UserError where no file is known, or files are of several domains."""
     files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES and path.is_file()]
     domains = {path: domain_of(path) for path in files}
+    for path in files:
+        if domains[path] is None and path.name.startswith(("train", *VALIDATION_FILES)):
+            raise UserError(f"{path} is named as a split is, but {unknown_form(path)}; mend it, or take it away")
     found = {domain: [path for path in files if domains[path] == domain] for domain in DOMAINS}
     known = [paths for paths in found.values() if paths]
     if not known:
@@ -226,6 +243,17 @@ def _limit(corpus: Corpus, count: int | None) -> int:
     gone = len(corpus.records) - len(kept)
     corpus.records = [record for record in corpus.records if record.id in kept]
     return gone
+
+
+def _log_left_out(unused: Sequence[str], parts: Mapping[str, Mapping[str, Any]], leaked: int) -> None:
+    if unused:
+        log.warning("not read: %s", ", ".join(unused))
+    for name, part in parts.items():
+        log.info("%s: %d of %s taken", name, part["taken"], counted(part["available"], "training sample"))
+        if part["asked"] is not None and part["asked"] > part["available"]:
+            log.warning("%s: %s asked for, there are %d", name, part["asked"], part["available"])
+    if leaked:
+        log.warning("%s left out: in the validation split too", counted(leaked, "training sample"))
 
 
 def _place(record: Record) -> Place:

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from stages.kit.errors import UserError
 from stages.kit.models.load import load_model
 from stages.kit.models.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
     Change,
     Domain,
-    Routing,
+    RoutingByLayer,
     read_build_certificate,
     write_build_certificate,
 )
@@ -65,7 +66,7 @@ def test_routers_of_zeros_give_every_expert_the_same_weight(
         encode(processor, [probe], padding_side="right")["input_ids"].numel() for probe in PROBES["a"]
     )
     assert found.weight_by_layer == [pytest.approx([0.5, 0.5])] * 2
-    assert found.entropy == pytest.approx(math.log(2))
+    assert found.entropy == pytest.approx(1)
 
 
 def test_routing_is_what_the_model_itself_does(
@@ -87,7 +88,7 @@ def test_routing_is_what_the_model_itself_does(
         assert weights == pytest.approx((total / found.tokens).tolist(), abs=1e-5)
         assert sum(first) == pytest.approx(1)
     assert found.weight == pytest.approx(torch.tensor(found.weight_by_layer).mean(0).tolist())
-    assert 0 < found.entropy < math.log(3)
+    assert 0 < found.entropy < 1
 
 
 def test_the_mean_hidden_states_of_a_domain_are_what_its_router_is_given(
@@ -103,6 +104,12 @@ def test_the_mean_hidden_states_of_a_domain_are_what_its_router_is_given(
     measure_routing(model, processor, PROBES["a"])
     mean = torch.cat(seen).mean(0)
     torch.testing.assert_close(router[0, 0], mean / mean.norm(), atol=1e-5, rtol=0)
+
+
+def test_a_router_that_would_choose_nothing_is_refused(base_dir: Path, processor: Processor) -> None:
+    domains = {"a": PROBES["a"], "b": PROBES["b"], "c": PROBES["a"][::-1]}
+    with pytest.raises(UserError, match="experts a and c would get the same router in layer 0"):
+        mean_hidden_states(load(base_dir), processor, domains)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -143,7 +150,7 @@ def test_what_an_expert_lost_outside_of_its_mlps_is_measured_and_no_fault_of_the
 
 
 def test_a_deviation_that_is_no_number_is_a_problem() -> None:
-    routing = Routing(
+    routing = RoutingByLayer(
         tokens=1, first_by_layer=[], weight_by_layer=[], entropy_by_layer=[], first=[], weight=[], entropy=0
     )
     domain = Domain(probes=1, deviation={}, forced_deviation=math.nan, routing=routing)

@@ -21,9 +21,9 @@ def expert(base_dir: Path) -> Path:
     return save_expert(base_dir.with_name("one"), base_dir)
 
 
-def check(base_dir: Path, *expert_dirs: Path, identical_experts: bool = False) -> None:
+def check(base_dir: Path, *expert_dirs: Path) -> None:
     lineages = {folder.name: read_lineage(folder) for folder in expert_dirs}
-    check_lineages(read_lineage(base_dir), lineages, identical_experts=identical_experts)
+    check_lineages(read_lineage(base_dir), lineages)
 
 
 def test_one_expert_is_no_mixture(base_dir: Path, expert: Path) -> None:
@@ -46,13 +46,10 @@ def test_an_expert_may_continue_another_recipe(base_dir: Path, expert: Path, tmp
         check(further, expert, further)
 
 
-def test_the_same_expert_under_two_names_is_refused_unless_asked_for(
-    base_dir: Path, expert: Path, tmp_path: Path
-) -> None:
+def test_the_same_expert_under_two_names_is_refused(base_dir: Path, expert: Path, tmp_path: Path) -> None:
     shutil.copytree(expert, tmp_path / "two")
     with pytest.raises(UserError, match=r"experts one and two are the same model"):
         check(base_dir, expert, tmp_path / "two")
-    check(base_dir, expert, tmp_path / "two", identical_experts=True)
 
 
 def test_a_built_models_lineage_ends_at_its_base(base_dir: Path, expert: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import pytest
 
 from stages.kit.errors import UserError
 from stages.tasks.moe.samples import check, conversation, probes
+from stages.tasks.moe.samples.records import DOMAINS
 from tests.tasks.moe.made_up import fact, meeting
 
 
@@ -25,6 +26,16 @@ def test_the_answer_is_the_best_one_and_only_there_when_asked_for(record) -> Non
 def test_probes_are_answered_and_of_both_domains() -> None:
     assert all(probe.answered() for probe in probes())
     assert [len(probe.messages[0]["content"]) for probe in probes()] == [1, 3]
+
+
+def test_each_domain_has_probes_of_its_own() -> None:
+    facts, meetings = (probes(domain=domain) for domain in DOMAINS)
+    assert len(facts) == len(meetings) == 4
+    assert all(probe.answered() for probe in (*facts, *meetings))
+    assert {len(probe.messages[0]["content"]) for probe in facts} == {1}
+    assert {len(probe.messages[0]["content"]) for probe in meetings} == {3}
+    with pytest.raises(UserError, match="knows no domain 'cars'; it knows truthfulqa, qmsum"):
+        probes(domain="cars")
 
 
 def test_other_models_and_targets_are_refused() -> None:

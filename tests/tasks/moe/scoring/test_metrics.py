@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.data.tables import read_rows, write_rows
+from stages.kit.errors import UserError
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
 from stages.tasks.moe.samples.records import Record
@@ -69,7 +70,7 @@ def test_a_single_domain_has_no_figures_of_the_other() -> None:
 
 def test_routing_says_how_far_apart_the_domains_are() -> None:
     def routed(*load: float) -> Routing:
-        return Routing(load=load, probability=load, entropy=0.25)
+        return Routing(load=load, entropy=0.25)
 
     apart = [routed(1, 0) if record.domain == "qmsum" else routed(0.25, 0.75) for record in RECORDS]
     metrics, rows = score(RECORDS, [""] * 4, likelihoods=weighed(RECORDS), routing=apart)
@@ -114,15 +115,44 @@ def test_overlap_by_hand() -> None:
     assert nearer == pytest.approx(1 - bleu("It is made of glass.", "It is made of clay."))
 
 
-def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(tmp_path: Path) -> None:
-    assert load_bleurt(tmp_path / "nothing") is None
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+def test_a_bleurt_that_cannot_measure_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    def said() -> str:
+        with pytest.raises(UserError, match="expected is BLEURT as transformers saves it") as error:
+            load_bleurt(tmp_path)
+        return error.value.message
+
+    assert "config.json is missing" in said()
+    (tmp_path / "config.json").write_text("{}")
+    assert "lacks model.safetensors" in said()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=9, num_labels=2, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    assert "has no tokenizer" in said()
+    save_tokenizer(tmp_path)
+    assert "a classifier of 2 outputs" in said()
+    BertModel(BertConfig(vocab_size=9, num_labels=1, **sizes)).save_pretrained(tmp_path)
+    assert "lacks the weights classifier.bias, classifier.weight" in said()
+    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
+    assert "cannot be loaded" in said()
+
+
+def save_tokenizer(folder: Path) -> None:
+    from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "lamp", "glass", "clay"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+
+
+def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(tmp_path: Path) -> None:
+    assert load_bleurt(tmp_path / "nothing") is None
+    from transformers import BertConfig, BertForSequenceClassification
+
+    save_tokenizer(tmp_path)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=len(words), num_labels=1, initializer_range=1.0, **sizes)
+    config = BertConfig(vocab_size=9, num_labels=1, initializer_range=1.0, **sizes)
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     measure = load_bleurt(tmp_path)
     assert measure is not None

@@ -140,6 +140,38 @@ def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) 
     assert "unknown source 'hub:a/b@c'" in refusal("hub:a/b@c", tmp_path / "out")
 
 
+@pytest.mark.parametrize("split", ["train", "val", "dev", "test"])
+def test_a_split_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path, split: str) -> None:
+    write_table(tmp_path / "facts" / "all.csv", *QUESTIONS)
+    (tmp_path / "facts" / f"{split}-1.csv").write_text("Question,Correct Answers\nWhy?,So\n")
+    message = refusal(tmp_path / "facts", tmp_path / "out")
+    assert f"{split}-1.csv is named as a split is, but lacks the columns 'Best Answer', 'Incorrect Answers'" in message
+    write_lines(tmp_path / "meetings" / "all.jsonl", yale("a"), yale("b"))
+    write_lines(tmp_path / "meetings" / f"{split}.jsonl", {"input": "Why?"})
+    assert "nor input, context, answers, but input; mend it" in refusal(tmp_path / "meetings", tmp_path / "out")
+
+
+def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_table(tmp_path / "facts" / "train.csv", "Is it  A?", "Is it B?", "Is it C?")
+    write_table(tmp_path / "facts" / "val.csv", "is it a?")
+    write_table(tmp_path / "facts" / "test.csv", "Is it D?")
+    with caplog.at_level("INFO"):
+        prepare(f"folder:{tmp_path / 'facts'}", out_dir=tmp_path / "a", skip_invalid=True)
+        stats = prepare("mix", out_dir=tmp_path / "b", mix={"a": 1})
+        prepare("mix", out_dir=tmp_path / "c", mix={"a": 7})
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("WARNING", "not read: test.csv"),
+        ("WARNING", "1 training sample left out: in the validation split too"),
+        ("INFO", "a: 1 of 2 training samples taken"),
+        ("INFO", "a: 2 of 2 training samples taken"),
+        ("WARNING", "a: 7 asked for, there are 2"),
+    ]
+    assert stats["splits"]["train"]["beyond_limit"] == 1
+    source = f"folder:{tmp_path / 'facts'}"
+    assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
+
+
 def test_one_question_alone_cannot_be_split(tmp_path: Path) -> None:
     write_table(tmp_path / "in" / "q.csv", "Is it?", "is  it?")
     assert "asks about 1 question or meeting" in refusal(tmp_path / "in", tmp_path / "out")
