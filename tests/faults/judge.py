@@ -10,7 +10,7 @@ from pathlib import Path
 from stages.kit.verification.differences import compare_outputs
 from tests.faults.workspaces import Ended
 
-TRACEBACK = "Traceback (most recent call last)"
+TRACEBACK = "Traceback (most recent call last):\n"
 KEPT_DIRS = ("data", ".bakeoff/checkpoints")
 """Where nothing may lie beside what an undisturbed run leaves."""
 
@@ -55,8 +55,8 @@ def require_good_manners(ended: Ended) -> None:
     if ended.left_running:
         raise Wrong(f"`{ended.command}` left running: {'; '.join(ended.left_running)}")
     if TRACEBACK in ended.said:
-        *_, last = (line for line in ended.said.partition(TRACEBACK)[2].splitlines() if re.match(r"\S", line))
-        raise Wrong(f"`{ended.command}` ended in a traceback: {last}")
+        error = re.search(r"^\S.*", ended.said.partition(TRACEBACK)[2], flags=re.MULTILINE)
+        raise Wrong(f"`{ended.command}` ended in a traceback: {error[0] if error else ''}")
 
 
 def require_success(ended: Ended) -> None:

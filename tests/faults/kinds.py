@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from stages.kit.verification.differences import compare_outputs
 from tests.faults.judge import (
     Outcome,
     Wrong,
@@ -131,6 +132,30 @@ def kill_while_saving(trial: Trial) -> Outcome:
     return _killed_before(trial, TRAIN, "stage", trial.draw.choice(changes))
 
 
+def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
+    """The training is killed once it has saved twice; the file is to be named, and the checkpoint before used."""
+    begun = [
+        each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "mkdir" and ".step-" in each.path
+    ]
+    change = trial.draw.choice(begun[2:])
+    workspace = trial.before(TRAIN)
+    workspace.order(role="stage", number=change.number, act="signal", signal=int(signal.SIGKILL), above=0, group=False)
+    require_good_manners(workspace.dvc("repro", TRAIN))
+    workspace.take_order_back()
+    *_, before, newest = sorted((trial.folder / ".bakeoff/checkpoints").glob("*/*/step-*"))
+    path = trial.draw.choice(sorted(newest.iterdir()))
+    how = trial.draw.choice((_flip, _cut))
+    trial.moment = f"{path.relative_to(trial.folder / '.bakeoff/checkpoints')}{', cut off' if how is _cut else ''}"
+    path.write_bytes(how(path.read_bytes(), trial.draw))
+    ended = workspace.dvc("repro", TRAIN)
+    require_success(ended)
+    for expected in (f"{newest.name}/{path.name}", f"goes on from step {int(before.name.removeprefix('step-'))} "):
+        if expected not in " ".join(ended.said.split()):
+            raise Wrong(f"nothing was said of {expected}: {ended.said[-400:]}")
+    trial.ends_as_the_reference(TRAIN)
+    return Outcome.UNDISTURBED
+
+
 def kill_while_publishing(trial: Trial) -> Outcome:
     """The stage its outputs, or the launcher its record of them."""
     stage = trial.draw.choice(CHAIN)
@@ -149,9 +174,7 @@ def _killed_before(trial: Trial, stage: str, role: str, change: Change) -> Outco
     workspace = trial.before(stage)
     above = {"dvc": 0, "launcher": 0, "stage": trial.draw.choice((0, 0, 0, 1))}[role]
     trial.moment = f"{'launcher' if above else role}, before {change.event} of {change.path} ({change.number})"
-    workspace.order(
-        role=role, number=change.number, act="signal", signal=int(signal.SIGKILL), above=above, group=False
-    )
+    workspace.order(role=role, number=change.number, act="signal", signal=int(signal.SIGKILL), above=above, group=False)
     ended = workspace.dvc("repro", stage)
     return _disturbed(trial, stage, ended, came=workspace.take_order_back(), whole=role != "dvc")
 
@@ -163,7 +186,11 @@ def _disturbed(trial: Trial, stage: str, first: Ended, *, came: bool, whole: boo
     require_good_manners(first)
     if whole:
         require_whole(trial.folder, trial.reference.after_dir(stage), trial.written(stage))
-    require_success(trial.workspace.dvc("repro", stage))
+    saved = any((trial.folder / ".bakeoff/checkpoints").glob("*/*/step-*"))
+    second = trial.workspace.dvc("repro", stage)
+    require_success(second)
+    if saved and "goes on from step" not in second.said:
+        raise Wrong("there were checkpoints, and the training began anew")
     trial.ends_as_the_reference(stage)
     return Outcome.UNDISTURBED
 
@@ -277,14 +304,14 @@ def _keep(folder: Path) -> None:
 
 # Something is damaged.
 
-MADE_BY = {
-    "data/bases/vlm": ("base@vlm", (TRAIN, f"merge@{RECIPE}")),
-    "data/prepared/nutrition-tables": ("prepare@nutrition-tables", (TRAIN, TARGET)),
-    f"data/runs/{RECIPE}/trained": (TRAIN, (f"merge@{RECIPE}",)),
-    f"data/runs/{RECIPE}/merged": (f"merge@{RECIPE}", (TARGET,)),
+READ_BY = {
+    "data/bases/vlm": (TRAIN, f"merge@{RECIPE}"),
+    "data/prepared/nutrition-tables": (TRAIN, TARGET),
+    f"data/runs/{RECIPE}/trained": (f"merge@{RECIPE}",),
+    f"data/runs/{RECIPE}/merged": (TARGET,),
 }
-"""By output: the stage that makes it, and some that read it."""
-MODELS = tuple(output for output in MADE_BY if "prepared" not in output)
+"""Outputs, and stages that read them."""
+MODELS = tuple(output for output in READ_BY if "prepared" not in output)
 
 
 def truncate_a_model(trial: Trial) -> Outcome:
@@ -320,10 +347,12 @@ def _damaged(
     `make verify` has to name it and mend it; and a stage that reads it either refuses it, or makes the same of it.
     """
     output = trial.draw.choice(outputs)
-    maker, readers = MADE_BY[output]
-    reader = trial.draw.choice(readers)
+    reader = trial.draw.choice(READ_BY[output])
     linked = trial.draw.random() < 0.5
     workspace = trial.finished(reader)
+    if linked:  # as DVC leaves it where it has brought something back, on most disks
+        shutil.rmtree(trial.folder / output)
+        require_success(workspace.dvc("checkout", output))
     require_success(workspace.dvc("status", "-q", TARGET))  # from now on DVC knows times and sizes
     files = sorted(path for path in (trial.folder / output).rglob(pattern) if path.is_file() and path.stat().st_size)
     path = trial.draw.choice(files)
@@ -334,19 +363,14 @@ def _damaged(
 
 def flip_a_byte_of_the_cache(trial: Trial) -> Outcome:
     """In one object, and half of the time it has been linked into the workspace since."""
-    output = trial.draw.choice(tuple(MADE_BY))
-    _, readers = MADE_BY[output]
-    reader = trial.draw.choice(readers)
+    output = trial.draw.choice(tuple(READ_BY))
+    reader = trial.draw.choice(READ_BY[output])
     workspace = trial.finished(reader)
     require_success(workspace.dvc("status", "-q", TARGET))
     spread = trial.draw.random() < 0.5
     files = sorted(path for path in (trial.folder / output).rglob("*") if path.is_file() and path.stat().st_size)
     path = trial.draw.choice(files)
-    (twin,) = (
-        each
-        for each in (trial.folder / ".dvc/cache/files/md5").glob("??/*")
-        if each.suffix != ".dir" and each.stat().st_size == path.stat().st_size and each.read_bytes() == path.read_bytes()
-    )
+    (twin,) = (each for each in (trial.folder / ".dvc/cache/files/md5").glob("??/*") if _same(each, path))
     trial.moment = f"of {path.relative_to(trial.folder)}{', and checked out' if spread else ''}"
     _write(twin, _flip(twin.read_bytes(), trial.draw), linked=False)
     if not spread:
@@ -354,6 +378,10 @@ def flip_a_byte_of_the_cache(trial: Trial) -> Outcome:
     shutil.rmtree(trial.folder / output)
     require_success(workspace.dvc("checkout", output))
     return _found_and_mended(trial, output, reader)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
 
 
 def _write(path: Path, content: bytes, *, linked: bool) -> None:
@@ -378,11 +406,15 @@ def _found_and_mended(trial: Trial, output: str, reader: str) -> Outcome:
     read = workspace.dvc("repro", "-f", "-s", reader)
     require_good_manners(read)
     if read.code == 0:
-        require_whole(trial.folder, trial.reference.finished_dir, trial.written(reader))
+        made = compare_outputs(trial.reference.finished_dir, trial.folder, tuple(trial.written(reader)))
+        if made.different:
+            raise Wrong(f"{reader} took it, and made other bytes: {', '.join(made.different)}")
         return _verified_and_mended(trial, [output])
-    commands = refusal_commands(read, [output])
-    for command in commands[:1]:
-        require_good_manners(workspace.shell(command))
+    command = refusal_commands(read, [output])[0]
+    mended = workspace.shell(command)
+    require_success(mended)
+    if workspace.dvc("repro", TARGET).code != 0:
+        trial.moment += f"; `{command}` did not mend it"
     return _verified_and_mended(trial, [])
 
 
@@ -397,7 +429,7 @@ def _verified_and_mended(trial: Trial, damaged: Sequence[str]) -> Outcome:
         if round_ == 0 and not all(path in looked.said for path in damaged):
             raise Wrong(f"`make verify` does not name {', '.join(damaged)}: {looked.said[-300:]}")
         for command in verify_commands(looked)[:1]:
-            require_good_manners(workspace.shell(command))
+            require_success(workspace.shell(command))
     else:
         raise Wrong(f"after what `make verify` names was done {MAX_ROUNDS} times: {looked.said[-400:]}")
     if damaged and round_ == 0:
@@ -412,6 +444,7 @@ NEEDS_A_SMALL_DISK = (fill_the_disk, fill_the_disk_of_checkpoints)
 KINDS: dict[str, Callable[[Trial], Outcome]] = {
     "SIGKILL at a moment": kill_at_a_moment,
     "SIGKILL while saving": kill_while_saving,
+    "damaged checkpoint": damage_the_newest_checkpoint,
     "SIGKILL while publishing": kill_while_publishing,
     "SIGKILL while dvc keeps": kill_while_dvc_keeps,
     "SIGTERM at a moment": ask_to_end_at_a_moment,

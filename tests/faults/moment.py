@@ -56,7 +56,7 @@ class Watch:
         """A path as seen from the workspace."""
         path = os.fsdecode(place) if not isinstance(place, int) else f"/proc/self/fd/{place}"
         if directory >= 0:
-            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)  # noqa: PTH118
+            path = str(Path(f"/proc/self/fd/{directory}").readlink() / path)
         return path.removeprefix(self.top)
 
     def before(self, event: str, path: str) -> None:

@@ -24,7 +24,11 @@ from tests.closure import ROOT
 from tests.faults import moment
 
 RECIPE = "r1-llm-only"
-CHAIN = ("base@vlm", "prepare@nutrition-tables", *(f"{kind}@{RECIPE}" for kind in ("plan", "train", "merge", "evaluate")))
+CHAIN = (
+    "base@vlm",
+    "prepare@nutrition-tables",
+    *(f"{kind}@{RECIPE}" for kind in ("plan", "train", "merge", "evaluate")),
+)
 TARGET = CHAIN[-1]
 LIMIT_S = 300
 """Of one command. An undisturbed one takes some ten seconds; what takes that long hangs."""
@@ -244,6 +248,9 @@ def _environment(root: Path) -> dict[str, str]:
     (site_dir / "project.pth").write_text(f"import site; site.addsitedir({own!r})\n", encoding="utf-8")
     shutil.copyfile(moment.__file__, site_dir / "sitecustomize.py")
     python = venv_dir / "bin/python"
+    dvc = venv_dir / "bin/dvc"
+    dvc.write_text(f'#!/bin/sh\nexec "{python}" -m dvc "$@"\n', encoding="utf-8")
+    dvc.chmod(0o755)
     checked = subprocess.run([python, "-m", "dvc", "--version"], cwd=root, capture_output=True, text=True, check=False)
     if checked.returncode != 0:
         raise CannotRun(f"dvc does not run with {sys.executable}; make setup installs it:\n{checked.stderr}")
@@ -301,8 +308,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 def size_bytes(folder: Path) -> int:
     """That a folder takes on a disk."""
-    found = {(stat.st_ino): stat.st_blocks * 512 for path in folder.rglob("*") if (stat := path.lstat())}
-    return sum(found.values())
+    return sum({stat.st_ino: stat.st_blocks * 512 for stat in (path.lstat() for path in folder.rglob("*"))}.values())
 
 
 @contextmanager
