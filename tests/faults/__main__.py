@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ class Result:
 @click.option("--only", type=click.IntRange(min=1), help="Just the one of this number.")
 @click.option("--kind", type=click.Choice(list(KINDS)), help="Of this kind alone.")
 def main(count: int, seed: int, only: int | None, kind: str | None) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter_own_mounts()
     can_mount = OWN_MOUNTS in os.environ
     if not can_mount:
@@ -65,13 +67,16 @@ def main(count: int, seed: int, only: int | None, kind: str | None) -> None:
         raise click.ClickException(str(error)) from None
     finally:
         wrong = [number for number, result in results.items() if result.outcome is Outcome.WRONG]
+        if results:
+            click.echo(tally(list(results.values())))
+            click.echo(
+                f"{len(results) - len(wrong)} of {len(results)} as promised, in {time.monotonic() - began:.0f} s"
+            )
+        for number in wrong:
+            again = f" ARGS=\"--kind '{kind}'\"" if kind else ""
+            click.echo(f"{number}: kept in {root}/fault-{number}*; again: make faults SEED={seed} ONLY={number}{again}")
         if not wrong:
             shutil.rmtree(root, ignore_errors=True)
-    click.echo(tally(list(results.values())))
-    click.echo(f"{len(results) - len(wrong)} of {len(results)} as promised, in {time.monotonic() - began:.0f} s")
-    for number in wrong:
-        again = f"--kind {results[number].kind!r} " if kind else ""
-        click.echo(f"{number}: kept in {root}/fault-{number}*; again: make faults SEED={seed} ONLY={number} {again}")
     sys.exit(1 if wrong else 0)
 
 
