@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +45,14 @@ class Result:
 @click.option("--count", default=10, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--only", type=click.IntRange(min=1), help="Just the one of this number.")
-@click.option("--kind", type=click.Choice(list(KINDS)), help="Of this kind alone.")
-def main(count: int, seed: int, only: int | None, kind: str | None) -> None:
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Of this kind; may be repeated.")
+def main(count: int, seed: int, only: int | None, kinds: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter_own_mounts()
     can_mount = OWN_MOUNTS in os.environ
+    kinds = kinds or tuple(KINDS)
     if not can_mount:
+        kinds = tuple(kind for kind in kinds if KINDS[kind] not in NEEDS_A_SMALL_DISK)
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
     root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-"))
     results: dict[int, Result] = {}
@@ -59,10 +61,10 @@ def main(count: int, seed: int, only: int | None, kind: str | None) -> None:
         click.echo("the undisturbed pipeline")
         reference = build_reference(root / "reference", click.echo)
         numbers = [only] if only else range(1, count + 1)
-        names = list(deck(seed, max(numbers), can_mount=can_mount))
+        dealt = list(deck(seed, max(numbers), kinds))
         for number in numbers:
-            name = kind or names[number - 1]
-            results[number] = Result(name, inflict(reference, root / f"fault-{number}", name, seed, number))
+            kind = dealt[number - 1]
+            results[number] = Result(kind, inflict(reference, root / f"fault-{number}", kind, seed, number))
     except CannotRun as error:
         raise click.ClickException(str(error)) from None
     finally:
@@ -72,23 +74,20 @@ def main(count: int, seed: int, only: int | None, kind: str | None) -> None:
             click.echo(
                 f"{len(results) - len(wrong)} of {len(results)} as promised, in {time.monotonic() - began:.0f} s"
             )
+        chosen = "".join(f" --kind {kind!r}" for kind in kinds) if kinds != tuple(KINDS) else ""
         for number in wrong:
-            again = f" ARGS=\"--kind '{kind}'\"" if kind else ""
-            click.echo(f"{number}: kept in {root}/fault-{number}*; again: make faults SEED={seed} ONLY={number}{again}")
+            again = f"make faults SEED={seed} ONLY={number}" + (f' ARGS="{chosen[1:]}"' if chosen else "")
+            click.echo(f"{number}: kept in {root}/fault-{number}*; again: {again}")
         if not wrong:
             shutil.rmtree(root, ignore_errors=True)
     sys.exit(1 if wrong else 0)
 
 
-def deck(seed: int, count: int, *, can_mount: bool) -> Iterator[str]:
-    """The kinds, in rounds: each once a round, in an order of its own."""
-    names = [name for name, inflict in KINDS.items() if can_mount or inflict not in NEEDS_A_SMALL_DISK]
+def deck(seed: int, count: int, kinds: Sequence[str]) -> Iterator[str]:
+    """At least so many of the kinds, in rounds: each once a round, in an order of its own."""
     draw = random.Random(f"order {seed}")
-    dealt = 0
-    while dealt < count:
-        draw.shuffle(names)
-        yield from names
-        dealt += len(names)
+    for _ in range(0, count, len(kinds)):
+        yield from draw.sample(kinds, len(kinds))
 
 
 def inflict(reference: Reference, folder: Path, kind: str, seed: int, number: int) -> Outcome:
