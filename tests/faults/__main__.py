@@ -54,6 +54,8 @@ def main(count: int, seed: int, only: int | None, kinds: tuple[str, ...]) -> Non
     if not can_mount:
         kinds = tuple(kind for kind in kinds if KINDS[kind] not in NEEDS_A_SMALL_DISK)
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
+    if not kinds:
+        raise click.ClickException("nothing is left to do")
     root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-"))
     results: dict[int, Result] = {}
     began = time.monotonic()

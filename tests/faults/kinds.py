@@ -80,7 +80,7 @@ class Trial:
 
 # Somebody ends it.
 
-VICTIMS = {"stage": 0, "launcher": 1, "dvc": 2}
+VICTIMS = ("stage", "launcher", "dvc", "dvc's group")
 
 
 def kill_at_a_moment(trial: Trial) -> Outcome:
@@ -94,7 +94,7 @@ def ask_to_end_at_a_moment(trial: Trial) -> Outcome:
 def _ended_at_a_moment(trial: Trial, number: signal.Signals) -> Outcome:
     stage = trial.draw.choice((*CHAIN, TRAIN, TRAIN))
     share = trial.draw.random()
-    victim = trial.draw.choice((*VICTIMS, "dvc's group"))
+    victim = trial.draw.choice(VICTIMS)
     workspace = trial.before(stage)
     trial.moment = f"{victim}, at {share:.0%} of it"
 
@@ -111,7 +111,8 @@ def _ended_at_a_moment(trial: Trial, number: signal.Signals) -> Outcome:
         if process.poll() is None:
             _send(number, victim, process, running)
 
-    return _disturbed(trial, stage, workspace.dvc("repro", stage, meanwhile=meanwhile), came=True)
+    ended = workspace.dvc("repro", stage, meanwhile=meanwhile)
+    return _disturbed(trial, stage, ended, came=ended.code != 0)
 
 
 def _send(number: int, victim: str, dvc: subprocess.Popen[bytes], stage: psutil.Process | None) -> None:
@@ -121,7 +122,7 @@ def _send(number: int, victim: str, dvc: subprocess.Popen[bytes], stage: psutil.
     try:
         launcher = stage.parent() if stage is not None else None
         process = {"stage": stage, "launcher": launcher, "dvc": psutil.Process(dvc.pid)}[victim]
-        if process is not None and process.pid != os.getpid():
+        if process is not None:
             process.send_signal(number)
     except psutil.NoSuchProcess:  # it was faster
         pass
@@ -134,12 +135,10 @@ def kill_while_saving(trial: Trial) -> Outcome:
 
 def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
     """The training is killed once it has saved twice; the file is to be named, and the checkpoint before used."""
-    begun = [
-        each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "mkdir" and ".step-" in each.path
-    ]
-    change = trial.draw.choice(begun[2:])
+    made = (each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "mkdir")
+    change = trial.draw.choice([each for each in made if ".step-" in each.path][2:])
     workspace = trial.before(TRAIN)
-    workspace.order(role="stage", number=change.number, act="signal", signal=int(signal.SIGKILL), above=0, group=False)
+    workspace.order(role="stage", number=change.number, act="signal", signal=int(signal.SIGKILL), above=0)
     require_good_manners(workspace.dvc("repro", TRAIN))
     workspace.take_order_back()
     *_, before, newest = sorted((trial.folder / ".bakeoff/checkpoints").glob("*/*/step-*"))
@@ -174,7 +173,7 @@ def _killed_before(trial: Trial, stage: str, role: str, change: Change) -> Outco
     workspace = trial.before(stage)
     above = {"dvc": 0, "launcher": 0, "stage": trial.draw.choice((0, 0, 0, 1))}[role]
     trial.moment = f"{'launcher' if above else role}, before {change.event} of {change.path} ({change.number})"
-    workspace.order(role=role, number=change.number, act="signal", signal=int(signal.SIGKILL), above=above, group=False)
+    workspace.order(role=role, number=change.number, act="signal", signal=int(signal.SIGKILL), above=above)
     ended = workspace.dvc("repro", stage)
     return _disturbed(trial, stage, ended, came=workspace.take_order_back(), whole=role != "dvc")
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ORDER = Path(".bakeoff/fault.json")
-"""{"role": ..., "count": path} writes each change to a file; {"role": ..., "number": n, "act": ...} acts before one."""
+"""{"role": ..., "count": path} has each change written to a file. {"role": ..., "number": n, "act": ...} acts before
+that one: it sets the clock back, or sends a signal to the process that is so many "above" this one."""
 WATCHED = re.compile(r"(data|\.dvc/cache|\.bakeoff/checkpoints)/|dvc\.lock$")
 CHANGES = frozenset(f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "chmod"))
 SET_BACK_S = 3600.0
@@ -81,12 +82,8 @@ def act(order: dict[str, Any]) -> None:
     process: psutil.Process | None = psutil.Process()
     for _ in range(int(order["above"])):
         process = process.parent() if process is not None else None
-    if process is None:
-        return
-    if order["group"]:
-        os.killpg(os.getpgid(process.pid), order["signal"])
-    else:
-        os.kill(process.pid, order["signal"])
+    if process is not None:
+        process.send_signal(order["signal"])
 
 
 def heed() -> None:

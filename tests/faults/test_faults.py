@@ -174,7 +174,7 @@ def test_changes_of_the_disk_are_counted(program: Workspace) -> None:
 def test_a_process_is_killed_just_before_the_change_that_was_ordered(
     program: Workspace, number: int, left: set[str]
 ) -> None:
-    program.order(role="stage", number=number, act="signal", signal=9, above=0, group=False)
+    program.order(role="stage", number=number, act="signal", signal=9, above=0)
     assert program.run("-m", "stages.train").code == (-9 if number < 3 else 0)
     assert {path.name for path in (program.folder / "data").iterdir()} == left
     assert program.take_order_back() == (number < 3)
