@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,33 +99,20 @@ def _ended_at_a_moment(trial: Trial, number: signal.Signals) -> Outcome:
     trial.moment = f"{victim}, at {share:.0%} of it"
 
     def meanwhile(process: subprocess.Popen[bytes]) -> None:
-        running = None
-        while running is None and process.poll() is None:
-            running = workspace.stage_process()
+        while workspace.process_of("stage") is None and process.poll() is None:
             time.sleep(0.05)
-        with_stage = time.monotonic()
         # Starting dvc takes the first of these seconds.
-        length = max(1.0, trial.reference.seconds[stage] - 2)
-        while process.poll() is None and time.monotonic() < with_stage + share * length:
+        until = time.monotonic() + share * max(1.0, trial.reference.seconds[stage] - 2)
+        while process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
-        if process.poll() is None:
-            _send(number, victim, process, running)
+        if victim == "dvc's group" and process.poll() is None:
+            os.killpg(process.pid, number)
+        elif (found := workspace.process_of(victim)) is not None:
+            with suppress(psutil.NoSuchProcess):  # it was faster
+                found.send_signal(number)
 
     ended = workspace.dvc("repro", stage, meanwhile=meanwhile)
     return _disturbed(trial, stage, ended, came=ended.code != 0)
-
-
-def _send(number: int, victim: str, dvc: subprocess.Popen[bytes], stage: psutil.Process | None) -> None:
-    if victim == "dvc's group":
-        os.killpg(dvc.pid, number)
-        return
-    try:
-        launcher = stage.parent() if stage is not None else None
-        process = {"stage": stage, "launcher": launcher, "dvc": psutil.Process(dvc.pid)}[victim]
-        if process is not None:
-            process.send_signal(number)
-    except psutil.NoSuchProcess:  # it was faster
-        pass
 
 
 def kill_while_saving(trial: Trial) -> Outcome:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ CHANGES = frozenset(f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdi
 SET_BACK_S = 3600.0
 
 
-def role() -> str:
-    """Of this process: dvc, launcher, stage, or something else."""
-    module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv[:-1] else ""
+def role_of(words: Sequence[str]) -> str:
+    """Of a process, by its command line: dvc, launcher, stage, or "" for another."""
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     if module in ("dvc", "stages.kit.containers.launch"):
         return "dvc" if module == "dvc" else "launcher"
-    return "stage" if re.fullmatch(r"stages\.(?!verify)\w+", module) else module
+    return "stage" if re.fullmatch(r"stages\.(?!verify)\w+", module) else ""
 
 
 class Watch:
@@ -37,7 +38,7 @@ class Watch:
         self.number = 0
         self.top = f"{Path.cwd()}/"
         log = order.get("count")
-        self.log = os.open(f"{log}-{role()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log else None
+        self.log = os.open(f"{log}-{role_of(sys.orig_argv)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log else None
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -82,7 +83,7 @@ def act(order: dict[str, Any]) -> None:
     process: psutil.Process | None = psutil.Process()
     for _ in range(int(order["above"])):
         process = process.parent() if process is not None else None
-    if process is not None:
+    if process is not None and process.cwd() == str(Path.cwd()):  # it has not gone, and left its child to another
         process.send_signal(order["signal"])
 
 
@@ -91,7 +92,8 @@ def heed() -> None:
         order = json.loads(ORDER.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    if order["role"] in (role(), "all") and role() in ("dvc", "launcher", "stage"):
+    own = role_of(sys.orig_argv)
+    if own and order["role"] in (own, "all"):
         sys.addaudithook(Watch(order))
 
 

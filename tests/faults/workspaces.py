@@ -11,7 +11,7 @@ import sysconfig
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,15 +142,12 @@ class Workspace:
             except (psutil.Error, OSError):  # it is gone, or somebody else's
                 continue
 
-    def stage_process(self) -> psutil.Process | None:
-        """The stage that runs, once it does."""
+    def process_of(self, role: str) -> psutil.Process | None:
+        """The one that now is dvc, launcher or stage here."""
         for process in self.processes():
-            try:
-                words = process.cmdline()
-            except psutil.Error:
-                continue
-            if any(word.startswith("stages.") and word.count(".") == 1 and word != "stages.verify" for word in words):
-                return process
+            with suppress(psutil.Error):
+                if moment.role_of(process.cmdline()) == role:
+                    return process
         return None
 
     def order(self, **what: Any) -> None:
