@@ -122,8 +122,8 @@ def kill_while_saving(trial: Trial) -> Outcome:
 
 def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
     """The training is killed once it has saved twice; the file is to be named, and the checkpoint before used."""
-    made = (each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "mkdir")
-    change = trial.draw.choice([each for each in made if ".step-" in each.path][2:])
+    renames = (each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "rename")
+    change = trial.draw.choice([each for each in renames if Path(each.path).name.startswith(".step-")][2:])
     workspace = trial.before(TRAIN)
     workspace.order(role="stage", number=change.number, act="signal", signal=int(signal.SIGKILL), above=0)
     require_good_manners(workspace.dvc("repro", TRAIN))
