@@ -111,6 +111,13 @@ smoke: setup-dev ## Run the whole pipeline in real containers, and try to break 
 	@TARGET=cpu $(python) -m stages.kit.containers.build image
 	@$(offline) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
+# One of them again: make faults SEED=1 ONLY=17.
+fault_options = $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+.PHONY: faults
+faults: setup-dev ## Kill, starve and damage a small pipeline, which has to end as if nothing had been (N=10, SEED=, ONLY=)
+	@$(offline) $(python) -m tests.faults $(fault_options)
+
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which
 	@$(python) -m ruff check .

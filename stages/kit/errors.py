@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 import click
 
@@ -10,6 +14,8 @@ MAX_SHOWN = 50
 """Problems that a message lists before it only counts the rest."""
 OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(click.ClickException):
@@ -36,3 +42,32 @@ def listed(lines: Sequence[str]) -> str:
     if len(lines) > MAX_SHOWN:
         shown.append(f"  and {len(lines) - MAX_SHOWN:,} more")
     return "\n".join(shown)
+
+
+def end_plainly_on_a_full_disk() -> None:
+    """From now on this process ends with a message instead of a traceback where a write fails for want of room.
+
+    As a hook and not around each write: any may fail so, those of libraries too, and none can be mended here.
+    """
+    sys.excepthook = _last_words
+
+
+def _last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if means_full_disk(error):
+        reason = str(error).strip().partition("\n")[0]
+        print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def means_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that it came of, says that a disk or a quota is used up.
+
+    safetensors and Arrow say it in words only.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        if getattr(chain, "errno", None) in _FULL or any(os.strerror(code) in str(chain) for code in _FULL):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False

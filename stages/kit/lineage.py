@@ -1,8 +1,8 @@
 """Lineage by content: what a model folder holds, and what it was really made from.
 
-Every model folder carries `lineage.json`: the digest of its files and, for each parent, the parent's own lineage, down
-to a hub revision or a local folder. Parents are found by paths relative to the folder, so a moved or cloned workspace
-still resolves; they are believed only where their digest agrees.
+Every model folder carries `lineage.json`: the digest of its files; for each parent, the parent's own lineage, down to a
+hub revision or a local folder; and a digest of all that. Parents are found by paths relative to the folder, so a moved
+or cloned workspace still resolves; they are believed only where their digest agrees.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -65,6 +65,26 @@ class Parent:
     lineage: Lineage
 
     __pydantic_config__ = _strict
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sealed(Lineage):
+    """As a file holds it."""
+
+    seal: str | None = None
+    """Digest of all the rest: of what a file says of other folders, nothing else would tell whether it is still what
+    was written. None where somebody else wrote it."""
+
+    def opened(self) -> Lineage:
+        """Raises ValueError where it is not what was sealed."""
+        lineage = Lineage(**{each.name: getattr(self, each.name) for each in fields(Lineage)})
+        if self.seal not in (None, _seal(lineage)):
+            raise ValueError("no longer that of the rest")
+        return lineage
+
+
+def _seal(lineage: Lineage) -> str:
+    return hashlib.sha256(json.dumps(asdict(lineage), sort_keys=True).encode()).hexdigest()
 
 
 def folder_digest(folder: Path) -> str:
@@ -126,7 +146,8 @@ def write_lineage(
             for role, (path, parent) in (parents or {}).items()
         },
     )
-    (folder / LINEAGE_FILE).write_text(json.dumps(asdict(lineage), indent=2) + "\n", encoding="utf-8")
+    sealed = {**asdict(lineage), "seal": _seal(lineage)}
+    (folder / LINEAGE_FILE).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
     return lineage
 
 
@@ -138,13 +159,15 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, mend: str = "dvc rep
     """
     path = folder / name
     try:
-        return TypeAdapter(Lineage).validate_json(path.read_bytes())
+        return TypeAdapter(_Sealed).validate_json(path.read_bytes()).opened()
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
     except ValidationError as error:
-        raise damaged(path, problems(error, Lineage), mend=mend) from None
+        raise damaged(path, problems(error, _Sealed), mend=mend) from None
+    except ValueError as error:
+        raise damaged(path, {"seal": str(error)}, mend=mend) from None
 
 
 def verified_lineage(folder: Path, *, mend: str) -> Lineage:

@@ -6,6 +6,8 @@ import logging
 import sys
 import warnings
 
+from stages.kit.errors import end_plainly_on_a_full_disk
+
 
 def configure_logging(stage: str, *, facts: bool = True) -> None:
     """Facts to stderr, one a line; libraries only when something is wrong.
@@ -15,6 +17,7 @@ def configure_logging(stage: str, *, facts: bool = True) -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr, force=True
     )
+    end_plainly_on_a_full_disk()
     # Libraries warn of each other's old names; nothing that whoever runs a stage could mend.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,17 @@ def test_a_path_out_of_the_workspace_is_never_followed(path: str, chain: Path) -
         true_base(folder)
     with pytest.raises(UserError, match="rebuild it with: dvc repro train@r3-stage2"):
         require_base(folder, chain / "runs/r3-stage1/merged", mend="dvc repro train@r3-stage2")
+
+
+def test_a_flipped_bit_of_a_lineage_is_never_taken(chain: Path) -> None:
+    """What it says of other folders no digest of this folder covers."""
+    folder = chain / "runs/r3-stage2/trained"
+    path, lineage = folder / LINEAGE_FILE, read_lineage(folder)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with suppress(UserError):
+            assert read_lineage(folder) == lineage  # of a space that became an indent
 
 
 def test_a_file_that_cannot_be_read_or_named_is_no_traceback(chain: Path) -> None:

@@ -20,7 +20,7 @@ from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.pipeline import stage_that_runs
 from stages.kit.containers.stage_run import STAGES, Ended, StageRun
 from stages.kit.containers.witness import Witness
-from stages.kit.errors import OUT_OF_MEMORY, UserError
+from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
 from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.memory.record import read_memory_record
 from stages.kit.params import DeviceParams, Params, load_params
@@ -35,6 +35,7 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
+    end_plainly_on_a_full_disk()
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     if "DVC_STAGE" in os.environ:

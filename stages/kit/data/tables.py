@@ -160,12 +160,13 @@ def _stage(prepared_dir: Path) -> str:
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
     """Write rows as they come; the file appears under its name only when it is whole.
 
-    The same rows give the same bytes (with the same pyarrow).
+    The same rows give the same bytes (with the same pyarrow). Each page carries its checksum, which reading compares: a
+    flipped bit of a picture is a picture too.
     """
     aside = path.with_name(path.name + ".partial")
     try:
         # Encoded pictures do not compress further, and plain bytes do not change with a codec's version.
-        with pq.ParquetWriter(aside, schema, compression="none") as writer:
+        with pq.ParquetWriter(aside, schema, compression="none", write_page_checksum=True) as writer:
             group: list[dict[str, Any]] = []
             for row in rows:
                 group.append(row)
@@ -181,7 +182,7 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
 
 def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
 

@@ -9,9 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+_HELD = ("before_load", "after_load", "end")
+
 MEASURED = {
     "training.json": ("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
     "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
+    # What a stage held, below data/report/TASK/memory. A certificate of the same name has none of these keys.
+    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), _HELD),
 }
 """Keys of JSON files by the file's name, wherever a stage writes it."""
 

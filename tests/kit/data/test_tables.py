@@ -71,6 +71,17 @@ def test_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
         list(read_rows(path))
 
 
+def test_a_flipped_bit_of_a_value_is_found_though_it_would_make_a_value_too(tmp_path: Path) -> None:
+    path, picture = tmp_path / "train.parquet", bytes(range(200))
+    write_rows([{"image": picture}], path, pa.schema([("image", pa.binary())]))
+    content = path.read_bytes()
+    start = content.index(picture)
+    for place in range(start, start + len(picture)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"train\.parquet is damaged: .*; fetch or copy it again"):
+            list(read_rows(path))
+
+
 def test_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"text": ["a" * 5000, "b" * 5000]}), path, compression="zstd", use_dictionary=False)
