@@ -142,7 +142,7 @@ def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str,
         ids = torch.stack(
             [torch.randint(1024, (32,), generator=torch.Generator().manual_seed(each["sample"])) for each in samples]
         )
-        labels = ids.clone() if plan.domains is None else ids[:, :1].expand_as(ids) % len(plan.domains)
+        labels = ids.clone() if not plan.domains else ids[:, :1].expand_as(ids) % len(plan.domains)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     trainer = trainer_of(plan, model_name, scratch_dir, collator=collator, num_samples=16, mesh=mesh)
