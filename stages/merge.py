@@ -26,6 +26,7 @@ from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
+from stages.kit.params import made_by
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
 from stages.kit.training.record import read_record
@@ -42,7 +43,12 @@ def main(recipe: str) -> None:
     device = plan.device.one()
     see_only(device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
-    trained_lineage, base_lineage = require_base(run_dir / "trained", base_dir, mend=f"dvc repro -f -s train@{recipe}")
+    trained_lineage, base_lineage = require_base(
+        run_dir / "trained",
+        base_dir,
+        mend=f"dvc repro -f -s train@{recipe}",
+        mend_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
+    )
     probes = load_task(plan.task, "samples").probes(plan.target)
     processor = load_processor(base_dir, plan.images)
 

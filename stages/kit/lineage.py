@@ -188,14 +188,18 @@ def verified_lineage(folder: Path, *, mend: str) -> Lineage:
     return lineage
 
 
-def require_base(trained_dir: Path, base_dir: Path, *, mend: str) -> tuple[Lineage, Lineage]:
+def require_base(
+    trained_dir: Path, base_dir: Path, *, mend: str, mend_base: str | None = None
+) -> tuple[Lineage, Lineage]:
     """(trained, base) lineages, once it is certain that `trained_dir` was trained on what `base_dir` holds.
 
     This refuses the accident of evaluating an adapter on another base than its own. Raises UserError naming both
     digests where the contents differ.
+
+    mend_base: the command that rebuilds the base where that itself is damaged; not given: `mend`.
     """
     trained = verified_lineage(trained_dir, mend=mend)
-    base = verified_lineage(base_dir, mend=mend)
+    base = verified_lineage(base_dir, mend=mend_base or mend)
     if "base" not in trained.parents:
         raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}; rebuild it with: {mend}")
     wanted = trained.parents["base"].lineage

@@ -184,6 +184,13 @@ def test_a_path_out_of_the_workspace_is_never_followed(path: str, chain: Path) -
         require_base(folder, chain / "runs/r3-stage1/merged", mend="dvc repro train@r3-stage2")
 
 
+def test_a_damaged_base_is_rebuilt_by_its_own_stage(chain: Path) -> None:
+    base = chain / "runs/r3-stage1/merged"
+    (base / "stray").touch()
+    with pytest.raises(UserError, match=r"r3-stage1/merged was recorded .*; rebuild it with: merge it"):
+        require_base(chain / "runs/r3-stage2/trained", base, mend="train it", mend_base="merge it")
+
+
 def test_a_flipped_bit_of_a_lineage_is_never_taken(chain: Path) -> None:
     """What it says of other folders no digest of this folder covers."""
     folder = chain / "runs/r3-stage2/trained"
