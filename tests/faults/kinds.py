@@ -42,6 +42,8 @@ TRAIN = f"train@{RECIPE}"
 MAX_ROUNDS = 4
 """In which what `make verify` names is mended: some of it is found only when what lies above it is whole."""
 FUTURE_S = 3600
+PATIENCE_S = 30.0
+"""With DVC while no stage runs, before somebody makes room."""
 
 
 @dataclass
@@ -257,10 +259,24 @@ def fill_the_disk(trial: Trial) -> Outcome:
         room = int(trial.draw.random() * 1.1 * (max(grown, 0) + (40 << 20 if stage == TRAIN else 1 << 20)))
         trial.moment = f"{room / 2**20:.2f} MiB left"
         leave(room)
-        first = workspace.dvc("repro", stage)
+
+        def meanwhile(process: subprocess.Popen[bytes]) -> None:
+            """Where its own database has no room, DVC tries again until there is some (diskcache 5.6)."""
+            busy = time.monotonic()
+            while process.poll() is None:
+                if workspace.process_of("stage") is not None:
+                    busy = time.monotonic()
+                elif time.monotonic() - busy > PATIENCE_S:
+                    trial.moment += "; DVC waited for room"
+                    leave(None)
+                    return
+                time.sleep(0.2)
+
+        first = workspace.dvc("repro", stage, meanwhile=meanwhile)
+        waited = trial.moment.endswith("room")
         leave(None)
         try:
-            return _disturbed(trial, stage, first, came=first.code != 0)
+            return _disturbed(trial, stage, first, came=waited or first.code != 0)
         except Wrong:
             _keep(trial.folder)
             raise
