@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from stages.kit.params import load_params
+from stages.kit.plan import resolve_plan, write_plan
+
 ROOT = Path(__file__).parents[2]
 
 ENGINE = os.environ.get("ENGINE") or ("docker" if shutil.which("docker") else "podman")
@@ -120,9 +123,8 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ("data/bases/vlm/config.json", "data/prepared/nutrition-tables/train.parquet"):
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)
         (workspace / path).write_text("{}")
-    plan = workspace / "data/runs/r1-llm-only/plan.yaml"
-    plan.parent.mkdir(parents=True)
-    plan.write_text("plan")
+    plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=16)
+    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
     return workspace
 
 
