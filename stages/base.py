@@ -17,7 +17,7 @@ from stages.kit.lineage import short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, link_model_files
 from stages.kit.models.geometries import STAND_IN_DIR
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.publish import published
 
 log = logging.getLogger("stages")

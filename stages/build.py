@@ -29,7 +29,8 @@ from stages.kit.models.mixture.experts import check_lineages, check_models
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import mean_hidden_states
 from stages.kit.models.processors import load_processor
-from stages.kit.params import ExpertParams, RecipeParams, load_params, made_by
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import ExpertParams, RecipeParams, made_by
 from stages.kit.publish import published
 from stages.tasks import load_task
 

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from stages.kit.errors import UserError
 from stages.kit.memory.held import stage_memory_path
-from stages.kit.params import Params, load_params, made_by
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params, made_by
 from stages.kit.provenance import records_dir
 from stages.kit.publish import publish_text
 from stages.kit.reporting.cards import cards_dir

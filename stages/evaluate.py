@@ -28,7 +28,7 @@ from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.memory.record import beside_measured, read_memory_record
 from stages.kit.models.certificate import certified_model
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text, published
 from stages.kit.reporting.cards import cards_dir, write_card

@@ -33,7 +33,8 @@ from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.load import load_config
 from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.processors import load_processor
-from stages.kit.params import Params, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params
 from stages.kit.plan import Plan, resolve_plan
 from stages.kit.reporting.tables import terminal_table
 from stages.kit.training.collators import ConversationCollator

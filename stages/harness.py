@@ -29,7 +29,8 @@ from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_config, load_model, see_only
 from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of
-from stages.kit.params import Params, ProfileParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params, ProfileParams
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir

@@ -26,7 +26,7 @@ from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
-from stages.kit.params import made_by
+from stages.kit.params.schema import made_by
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
 from stages.kit.training.record import read_record

@@ -21,7 +21,7 @@ from stages.kit.memory.record import MemoryRecord, write_memory_record
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import resolve_plan, write_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch

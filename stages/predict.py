@@ -18,7 +18,7 @@ from stages.kit.evaluation.answering import load_answerer
 from stages.kit.logs import configure_logging
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_merge
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text
 from stages.tasks import load_task

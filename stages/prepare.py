@@ -16,7 +16,7 @@ import click
 
 from stages.kit.errors import UserError
 from stages.kit.logs import configure_logging
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

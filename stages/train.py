@@ -39,7 +39,8 @@ from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
-from stages.kit.params import load_params, made_by
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import made_by
 from stages.kit.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.publish import published
 from stages.kit.signals import ENDING, GRACE_S, heeded

@@ -10,8 +10,10 @@ from stages.kit.data.conversation import Conversation
 
 
 def pytest_configure() -> None:
-    """What tests start inherits from here what it ignores, and under nohup that would be SIGHUP."""
+    """Tests send signals to what they start and to themselves; a process in the background is born to ignore two."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

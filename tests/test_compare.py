@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from stages.compare import compare_task, memory_by_stage
 from stages.kit.errors import UserError
-from stages.kit.params import Params
+from stages.kit.params.schema import Params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import evaluation_stage

@@ -15,7 +15,7 @@ from stages.kit.containers.images import TARGETS, image_inputs, read_pins
 from stages.kit.containers.pipeline import DeclaredStage, declared_stage, declared_stages
 from stages.kit.data.tables import read_prepared
 from stages.kit.errors import UserError
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from tests.closure import ROOT, import_closure, task_faces
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")

@@ -26,7 +26,7 @@ from stages.kit.containers import launch
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.kit.evaluation import generation
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
 from tests.closure import ROOT

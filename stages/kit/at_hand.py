@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from stages.kit.data.origin import STATS_FILE, Part, read_origin
 from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, read_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import BuildParams, DatasetParams, Params
+from stages.kit.params.schema import BuildParams, DatasetParams, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +29,10 @@ class BaseAtHand:
 
 def root_base(params: Params, recipe: str) -> tuple[str, BuildParams | None]:
     """The base at the end of a recipe's chain of recipes, and the build on the way where there is one."""
-    while parent := params.recipe(recipe).base_recipe():
-        recipe = parent
-    name = params.recipe(recipe).base_build()
-    build = params.build(name) if name else None
-    base = build.base if build else params.recipe(recipe).base
-    return base.removeprefix("bases/"), build
+    root = params.root(recipe)
+    kind, _, name = root.partition("/")
+    build = params.build(name) if kind == "builds" else None
+    return (build.base if build else root).removeprefix("bases/"), build
 
 
 def trainable_recipes(params: Params) -> list[str]:
@@ -73,22 +70,17 @@ def data_at_hand(params: Params, name: str) -> Path | None:
     """The folder of a prepared dataset; None where there is none, or where it is another profile's."""
     dataset = params.dataset(name)
     folder = Path("data/prepared") / name
-    try:
-        found = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
-        ours = same_source(str(found["source"]), dataset.source) and same_parts(params, dataset, found.get("parts", {}))
-    except FileNotFoundError:
+    if not (folder / STATS_FILE).exists():
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder}/stats.json is damaged: {error!r}; rebuild it with: dvc repro -f -s {params.prepared_by(name)}"
-        ) from None
+    found = read_origin(folder)
+    ours = same_source(found.source, dataset.source) and same_parts(params, dataset, found.parts)
     return folder if ours else None
 
 
-def same_parts(params: Params, dataset: DatasetParams, found: Mapping[str, Mapping[str, Any]]) -> bool:
+def same_parts(params: Params, dataset: DatasetParams, found: Mapping[str, Part]) -> bool:
     """Whether a mix was made of what the profile has of its parts, and of so much of each."""
-    return {name: part["asked"] for name, part in found.items()} == (dataset.mix or {}) and all(
-        same_source(str(part["source"]), params.dataset(name).source) for name, part in found.items()
+    return {name: part.asked for name, part in found.items()} == (dataset.mix or {}) and all(
+        same_source(part.source, params.dataset(name).source) for name, part in found.items()
     )
 
 

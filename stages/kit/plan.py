@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from stages.kit.documents import Unreadable, damaged, problems, read_yaml, shown
 from stages.kit.errors import UserError
-from stages.kit.params import (
+from stages.kit.params.schema import (
     PARTS,
     Attention,
     DeviceParams,

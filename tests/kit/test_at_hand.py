@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -13,17 +14,18 @@ from stages.kit.at_hand import base_at_hand, data_at_hand, root_base, same_sourc
 from stages.kit.errors import UserError
 from stages.kit.lineage import write_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params import BuildParams, ExpertParams, Params, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import BuildParams, ExpertParams, Params
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
 
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
-    """Of the 2B profile, in an empty folder."""
-    params = load_params().on("qwen2-vl-2b-24gb")
+    """Of the 2B profile, in a folder that holds nothing else."""
+    copy(Path("params.yaml"), tmp_path)
     monkeypatch.chdir(tmp_path)
-    return params
+    return load_params().on("qwen2-vl-2b-24gb")
 
 
 def with_base(params: Params, source: str) -> Params:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from stages.kit.errors import UserError
-from stages.kit.params import Params, load_params, made_by
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params, made_by
 from stages.kit.plan import read_plan, resolve_plan, write_plan
 from tests.damage import damaged_bytes, damaged_tree, quick
 

@@ -23,7 +23,8 @@ from stages.kit.containers.witness import Witness
 from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
 from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.memory.record import read_memory_record
-from stages.kit.params import DeviceParams, Params, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams, Params
 from stages.kit.plan import read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 

@@ -24,7 +24,7 @@ from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
 from stages.kit.lineage import combined_digest, content_digest, file_digest
 from stages.kit.memory.ladder import lowered
-from stages.kit.params import Params
+from stages.kit.params.schema import Params
 from stages.kit.plan import Plan, read_plan
 from stages.kit.provenance import Provenance, write_provenance
 

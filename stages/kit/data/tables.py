@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.kit.data.origin import preparing_stage
 from stages.kit.data.pictures import DECODING_ERRORS
 from stages.kit.errors import UserError
-from stages.kit.params import load_params
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
@@ -112,7 +111,7 @@ def read_prepared(
     """
     path, mend = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro {_stage(prepared_dir)}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro {preparing_stage(prepared_dir)}")
     found = _schema(path, mend)
     if not found.equals(schema):
         wrong = [*_beyond(found, schema), *(f"no {field}" for field in _beyond(schema, found))]
@@ -136,25 +135,8 @@ def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
     return [f"{field.name} ({field.type})" for field in one if not any(map(field.equals, other))]
 
 
-def prepared_source(prepared_dir: Path) -> str:
-    """Where the data of a prepared folder come from. Raises UserError where it does not say so."""
-    path = prepared_dir / "stats.json"
-    try:
-        return str(json.loads(path.read_bytes())["source"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is missing or damaged: {error!r}; {_rebuild(prepared_dir)}") from None
-
-
 def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: dvc repro -f -s {_stage(prepared_dir)}"
-
-
-def _stage(prepared_dir: Path) -> str:
-    """What writes the folder, as far as params.yaml says it."""
-    try:
-        return load_params().prepared_by(prepared_dir.name)
-    except UserError:  # of another file than the one that is to be reported
-        return f"prepare@{prepared_dir.name}"
+    return f"rebuild it with: dvc repro -f -s {preparing_stage(prepared_dir)}"
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:

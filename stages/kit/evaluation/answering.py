@@ -16,7 +16,7 @@ from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import Processor, load_processor
-from stages.kit.params import EvaluationParams, ProfileParams
+from stages.kit.params.schema import EvaluationParams, ProfileParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from stages.kit.memory.prediction import Prediction
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor
-from stages.kit.params import EvaluationParams
+from stages.kit.params.schema import EvaluationParams
 from stages.kit.plan import Plan
 
 

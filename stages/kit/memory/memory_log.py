@@ -11,7 +11,7 @@ import torch
 from stages.kit.memory.held import Held, StageMemory
 from stages.kit.memory.resident import free_and_total_bytes, resident_bytes
 from stages.kit.models.load import check_count, local_device
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 
 log = logging.getLogger("stages")
 

@@ -24,7 +24,7 @@ from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
 from stages.kit.models.processors import Processor
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import DATA_PARALLEL, Plan
 
 SHALLOW = 2

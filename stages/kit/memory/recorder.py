@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are this one
             return args[0].fake_device
         if func in _VIEWS and isinstance(args[0], FakeTensor) and active_fake_mode() is None:
-            return _viewed(func, args)
+            return _viewed(func, args, kwargs or {})
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):  # it comes back with what this process holds of it
             return NotImplemented
@@ -229,11 +229,11 @@ def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], to
     return module
 
 
-def _viewed(func: Any, args: Any) -> FakeTensor:
+def _viewed(func: Any, args: Any, kwargs: Any) -> FakeTensor:
     """A view of a fake tensor, which allocates nothing: as FakeTensorMode makes it, without what it asks beforehand."""
     mode, device = args[0].fake_mode, args[0].fake_device
     with in_kernel_invocation_manager(mode):
-        view = func(*args)
+        view = func(*args, **kwargs)
     return FakeTensor(mode, view, device)
 
 

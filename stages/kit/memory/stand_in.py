@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from stages.kit.models.geometries import STAND_IN_DIR
 from stages.kit.models.processors import Processor, load_processor, tokenizer_of
-from stages.kit.params import ImageParams
+from stages.kit.params.schema import ImageParams
 
 
 def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:

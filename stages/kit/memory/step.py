@@ -25,7 +25,7 @@ from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.models.sharding import local, shard
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.rehearsal import optimizer_states

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from stages.kit.documents import read_json
 from stages.kit.errors import UserError
 from stages.kit.lineage import Lineage, short, verified_lineage
-from stages.kit.params import Params, made_by
+from stages.kit.params.schema import Params, made_by
 from stages.kit.publish import publish_text
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,16 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
 
 def read_certificate(path: Path, recipe: str) -> Certificate:
     """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(Certificate, path, mend=f"dvc repro merge@{recipe}")
+    return read_json(Certificate, path, mend=_mend(recipe))
+
+
+def _mend(recipe: str) -> str:
+    return f"dvc repro merge@{recipe}"
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, mend = read_certificate(path, merged.name), f"rebuild it with: dvc repro merge@{merged.name}"
+    certificate, mend = read_certificate(path, merged.name), f"rebuild it with: {_mend(merged.name)}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import is_flash_attn_2_available
 
 from stages.kit.errors import UserError
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

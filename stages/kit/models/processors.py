@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_config
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
-from stages.kit.params import ImageParams
+from stages.kit.params.schema import ImageParams
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""

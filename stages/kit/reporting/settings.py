@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stages.kit.params import PARTS
+from stages.kit.params.schema import PARTS
 from stages.kit.plan import Plan
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table

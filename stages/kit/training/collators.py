@@ -16,7 +16,7 @@ from stages.kit.errors import UserError
 from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
 
 if TYPE_CHECKING:
-    from stages.kit.params import Loss
+    from stages.kit.params.schema import Loss
     from stages.kit.plan import Plan
 
 IGNORED = -100

@@ -18,7 +18,7 @@ import torch
 
 import stages
 from stages.kit.lineage import Lineage
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
 
 ARITHMETIC = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_")

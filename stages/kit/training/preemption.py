@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.errors import UserError
-from stages.kit.params import CheckpointParams
+from stages.kit.params.schema import CheckpointParams
 from stages.kit.signals import SAME_WISH_S, heeded
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.resumable import ResumableTrainer

@@ -16,7 +16,7 @@ from trl import SFTConfig
 
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
-from stages.kit.params import Part
+from stages.kit.params.schema import Part
 from stages.kit.plan import Plan
 from stages.kit.training.balance import LoadBalance
 from stages.kit.training.collators import IGNORED

@@ -18,7 +18,8 @@ from ruamel.yaml import YAML
 from stages.kit.containers.launch import source_of
 from stages.kit.containers.pipeline import DeclaredStage, declared_stages
 from stages.kit.errors import UserError, listed
-from stages.kit.params import Params, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params
 from stages.kit.provenance import Provenance, read_provenance
 from stages.kit.verification.differences import Comparison, compare_outputs
 

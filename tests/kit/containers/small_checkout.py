@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from stages.kit.lineage import write_lineage
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import resolve_plan, write_plan
 from tests.closure import ROOT, import_closure
 

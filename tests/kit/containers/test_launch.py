@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
 from stages.kit.errors import UserError
-from stages.kit.params import DeviceParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.containers.small_checkout import copy_launcher
 

@@ -20,7 +20,7 @@ from stages.kit.containers.oom_kills import oom_kills
 from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import OUT_OF_MEMORY
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import resolve_plan, write_plan
 from stages.kit.signals import ENDING
 from tests.kit.containers.small_checkout import copy_launcher

@@ -22,7 +22,7 @@ from stages.kit.containers.pipeline import declared_stages
 from stages.kit.containers.witness import code_digest, git_state, used_params
 from stages.kit.errors import UserError
 from stages.kit.lineage import content_digest
-from stages.kit.params import load_params
+from stages.kit.params.load import load_params
 from stages.kit.plan import read_plan
 from stages.kit.provenance import Provenance, provenance_of_run, read_provenance
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml

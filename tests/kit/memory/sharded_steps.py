@@ -27,7 +27,7 @@ from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
-from stages.kit.params import DeviceParams, LoraParams
+from stages.kit.params.schema import DeviceParams, LoraParams
 from stages.kit.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak

@@ -17,7 +17,8 @@ from stages.kit.memory.predict import Depth, with_depth
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import load_config
-from stages.kit.params import DeviceParams, LoraParams, Params, PartsParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams, LoraParams, Params, PartsParams
 from stages.kit.plan import Plan, resolve_plan
 
 TINY = Path("data/tiny/qwen2-vl")

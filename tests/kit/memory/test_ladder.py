@@ -17,7 +17,8 @@ from stages.kit.memory.ladder import (
     settings,
     sharded_over,
 )
-from stages.kit.params import DeviceParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan, resolve_plan
 
 PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")

@@ -13,7 +13,7 @@ from stages.kit.errors import UserError
 from stages.kit.memory import memory_log
 from stages.kit.memory.held import Held, StageMemory, stage_memory_path, write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 
 MIB, GIB = 2**20, 2**30
 CPU = DeviceParams(kind="cpu")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from stages.kit.errors import UserError
 from stages.kit.models.load import expand_segments, load_model, resolve_attention, see_only
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
 

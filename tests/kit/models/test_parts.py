@@ -17,7 +17,8 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
-from stages.kit.params import BuildParams, LoraParams, PartsParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import BuildParams, LoraParams, PartsParams
 
 ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")

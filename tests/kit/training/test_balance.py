@@ -13,7 +13,7 @@ from stages.kit.models.load import load_model
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
-from stages.kit.params import DeviceParams, PartsParams
+from stages.kit.params.schema import DeviceParams, PartsParams
 from stages.kit.training.balance import LoadBalance
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything

@@ -10,7 +10,8 @@ from torch import nn
 from stages.kit.at_hand import root_base
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.params import DeviceParams, load_params
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan, resolve_plan
 from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
 

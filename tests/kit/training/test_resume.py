@@ -25,7 +25,7 @@ from stages.kit.models.load import load_model
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
-from stages.kit.params import CheckpointParams, DeviceParams, PartsParams
+from stages.kit.params.schema import CheckpointParams, DeviceParams, PartsParams
 from stages.kit.plan import Plan
 from stages.kit.signals import ENDING
 from stages.kit.training import checkpoints as on_disk

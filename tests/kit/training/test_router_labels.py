@@ -15,7 +15,7 @@ from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import outputs_of
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor, load_processor
-from stages.kit.params import DeviceParams, PartsParams
+from stages.kit.params.schema import DeviceParams, PartsParams
 from stages.kit.plan import Plan
 from stages.kit.training.balance import LoadBalance
 from stages.kit.training.collators import IGNORED, ConversationCollator, experts_of

@@ -17,7 +17,7 @@ from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor
 from stages.kit.models.random_weights import take_token_ids
-from stages.kit.params import Attention, DeviceParams, LoraParams, Optimizer, PartsParams
+from stages.kit.params.schema import Attention, DeviceParams, LoraParams, Optimizer, PartsParams
 from stages.kit.plan import Plan, Schedule
 
 Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from stages.kit.data.splits import leaks
 from stages.kit.data.tables import write_rows
 from stages.kit.errors import UserError, counted, listed
-from stages.kit.params import GenerateParams
+from stages.kit.params.schema import GenerateParams
 from stages.kit.publish import published
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record, to_row

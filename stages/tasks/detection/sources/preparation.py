@@ -21,7 +21,7 @@ from stages.kit.data.splits import leaks
 from stages.kit.data.tables import RowAt, count_rows, missing_columns, read_rows, split_files, write_rows
 from stages.kit.errors import UserError, counted, listed
 from stages.kit.hub import fetch_snapshot
-from stages.kit.params import GenerateParams
+from stages.kit.params.schema import GenerateParams
 from stages.kit.publish import published
 from stages.tasks.detection.samples.records import (
     COLUMNS,

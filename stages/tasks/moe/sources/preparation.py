@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stages.kit.data.origin import read_origin
 from stages.kit.data.splits import leaks
-from stages.kit.data.tables import prepared_source, write_rows
+from stages.kit.data.tables import write_rows
 from stages.kit.errors import UserError, counted, listed
-from stages.kit.params import GenerateParams, LimitParams
+from stages.kit.params.schema import GenerateParams, LimitParams
 from stages.kit.publish import published
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split, to_row
 from stages.tasks.moe.sources.corpora import SUFFIXES, Corpus, Place, domain_of, read_corpus, unknown_form
@@ -117,7 +118,7 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> tuple[Splits, d
             if split == "train":
                 gone = _limit(taken, count)
                 parts[name] = {
-                    "source": prepared_source(prepared_dir / name),
+                    "source": read_origin(prepared_dir / name).source,
                     "asked": count,
                     "available": len(records),
                     "taken": len(records) - gone,

@@ -24,7 +24,7 @@ from stages.kit.models.mixture.domains import measure_domains
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import mean_hidden_states, measure_routing
 from stages.kit.models.processors import Processor, encode, load_processor
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 from tests.kit.models.mixture.dense import conversation, save_base, save_expert
 
 PROBES = {

@@ -15,7 +15,7 @@ from stages.kit.models.load import load_model
 from stages.kit.models.mixture import merge
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.mixture.routing import routed_to
-from stages.kit.params import DeviceParams
+from stages.kit.params.schema import DeviceParams
 from tests.kit.models.mixture.dense import save_base, save_expert
 
 TOKENS = torch.arange(3, 60)[None]

@@ -11,7 +11,7 @@ from stages.kit.models.load import load_config, load_model, meta_model
 from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.parts import apply_recipe, count_trainable, part_of, trained_modules
 from stages.kit.models.trained import load_trained, merge_trained, save_trained
-from stages.kit.params import DeviceParams, LoraParams, PartsParams
+from stages.kit.params.schema import DeviceParams, LoraParams, PartsParams
 from tests.kit.models.mixture.dense import save_base, save_expert
 
 CPU = DeviceParams(kind="cpu")

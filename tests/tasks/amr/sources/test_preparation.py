@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from stages.kit.errors import UserError
-from stages.kit.params import GenerateParams
+from stages.kit.params.schema import GenerateParams
 from stages.tasks.amr.samples.records import SCHEMA, read_split
 from stages.tasks.amr.sources.corpora import read_blocks
 from stages.tasks.amr.sources.grammar import generate

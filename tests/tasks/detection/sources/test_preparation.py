@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import stages.prepare
 from stages.kit.errors import UserError
-from stages.kit.params import GenerateParams
+from stages.kit.params.schema import GenerateParams
 from stages.tasks.detection.samples.records import SCHEMA, read_split
 from stages.tasks.detection.sources import preparation
 from stages.tasks.detection.sources.preparation import prepare

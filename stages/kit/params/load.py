@@ -1,0 +1,41 @@
+"""params.yaml: the only way a stage learns what a person asked for.
+
+Every problem of the file is reported in one go, each with its dotted path. Read with YAML 1.2 rules, because
+`dvc exp run -S recipes.x.learning_rate=1e-5` writes `1e-05`, which YAML 1.1 readers take for a string.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from stages.kit.documents import Unreadable, problems, read_yaml, refusal
+from stages.kit.errors import UserError
+from stages.kit.params.contradictions import contradictions
+from stages.kit.params.salvage import salvaged, validated
+from stages.kit.params.schema import Params
+
+
+def load_params(path: Path = Path("params.yaml")) -> Params:
+    """Read and check the whole file.
+
+    Raises UserError with every problem found, each under its dotted path.
+    """
+    try:
+        raw, found = read_yaml(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; run from the top of the repository") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    try:
+        params = validated(Params, raw)
+    except ValidationError as error:
+        found = {**problems(error, Params), **found}
+        params = salvaged(Params, raw)
+    contradicting = contradictions(params)
+    if found or contradicting:
+        raise refusal(path, found, *contradicting)
+    return params
