@@ -11,12 +11,13 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.models.sharding import local
+from stages.kit.plan import Schedule
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.seed import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from stages.kit.training.trainer import RecipeTrainer
+    from trl import SFTTrainer
 
 
 def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
@@ -41,43 +42,44 @@ class Rehearsal(TrainerCallback):
     are the same, bit for bit. Under ddp and sharded each process does it, with the same samples.
     """
 
-    def __init__(self, trainer: RecipeTrainer) -> None:
+    def __init__(self, trainer: SFTTrainer, schedule: Schedule) -> None:
         self.trainer = trainer
+        self.schedule = schedule
         self.done = False
         self.cpu_peak_bytes = 0
         """What it reached, where it was on a CPU."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
-            self.cpu_peak_bytes = rehearse(self.trainer)
+            self.cpu_peak_bytes = rehearse(self.trainer, self.schedule)
             self.done = True
 
 
-def rehearse(trainer: RecipeTrainer) -> int:
+def rehearse(trainer: SFTTrainer, schedule: Schedule) -> int:
     """Returns the peak of what tensors took, in bytes, on a CPU; 0 on a GPU, whose allocator keeps the account."""
     on_cpu = trainer.args.device.type == "cpu"
-    inputs = largest_batch(trainer.data_collator, trainer.plan.schedule.micro_batch)
+    inputs = largest_batch(trainer.data_collator, schedule.micro_batch)
     measured = cpu_peak((*inputs.values(), *held_tensors(trainer))) if on_cpu else nullcontext()
     with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped), measured as peak:
-        for _ in range(min(2, trainer.plan.schedule.grad_accumulation)):
+        for _ in range(min(2, schedule.grad_accumulation)):
             trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
     return peak.size_bytes if peak is not None else 0
 
 
-def held_tensors(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
+def held_tensors(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
     """What is there between two steps."""
     yield from map(local, trainer.model.parameters())
     yield from trainer.model.buffers()
     yield from optimizer_states(trainer)
 
 
-def optimizer_states(trainer: RecipeTrainer) -> Iterator[torch.Tensor]:
+def optimizer_states(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
     for state in trainer.optimizer.state.values():
         yield from (local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager
-def unchanged(trainer: RecipeTrainer) -> Iterator[None]:
+def unchanged(trainer: SFTTrainer) -> Iterator[None]:
     """Puts back what a forward and a backward pass leave: random numbers drawn, gradients, buffers, TRL's counts.
 
     What only an optimizer step changes needs no care: weights, the optimizer's states, the scale of fp16.

@@ -40,7 +40,7 @@ class RecipeTrainer(ResumableTrainer):
     ) -> None:
         """scratch_dir: where Trainer may write; nothing there is an output. reporting: more training arguments."""
         self.plan = plan
-        self.rehearsal = Rehearsal(self)
+        self.rehearsal = Rehearsal(self, plan.schedule)
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
