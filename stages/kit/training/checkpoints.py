@@ -145,17 +145,21 @@ def remove_finished(recipe_dir: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, the file named; None where every file is what its manifest says."""
-    path = checkpoint / MANIFEST
+    """What is wrong with a checkpoint; None where every file is what its manifest says.
+
+    The file is named, and the manifest with it, for where they disagree either may be the damaged one.
+    """
+    manifest = checkpoint / MANIFEST
+    path, says = manifest, ""
     try:
-        for name, digest in json.loads(path.read_text(encoding="utf-8"))["sha256"].items():
-            path = checkpoint / name
+        for name, digest in json.loads(manifest.read_text(encoding="utf-8"))["sha256"].items():
+            path, says = checkpoint / name, f", though {checkpoint.name}/{MANIFEST} names it"
             if _sha256(path) != digest:
-                return f"{path} is not what was saved"
+                return f"{path} is not what {checkpoint.name}/{MANIFEST} says"
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return f"{path} cannot be read: {error.strerror}{says}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path} is damaged: {error}"
+        return f"{path} is damaged: {error}{says}"
     return None
 
 

@@ -78,10 +78,23 @@ def test_any_byte_that_changes_is_found_and_its_file_named(saved: Path, name: st
     content[at] ^= data.draw(st.integers(1, 255))
     try:
         (saved / name).write_bytes(content)
-        assert damage(saved) == f"{saved / name} is not what was saved"
+        assert damage(saved) == f"{saved / name} is not what {saved.name}/manifest.json says"
     finally:
         (saved / name).write_bytes(FILES[name])
     assert damage(saved) is None
+
+
+@given(data=st.data())
+def test_any_byte_of_a_digest_or_a_name_that_changes_in_the_manifest_names_it(saved: Path, data: st.DataObject) -> None:
+    before = (saved / MANIFEST).read_bytes()
+    changed = bytearray(before)
+    said = before.index(b"{", 1)
+    changed[data.draw(st.sampled_from([at for at in range(said, len(before)) if chr(before[at]).isalnum()]))] ^= 1
+    try:
+        (saved / MANIFEST).write_bytes(changed)
+        assert f"{saved.name}/{MANIFEST}" in (damage(saved) or "")
+    finally:
+        (saved / MANIFEST).write_bytes(before)
 
 
 @given(
@@ -91,7 +104,7 @@ def test_a_manifest_of_anything_else_is_named(saved: Path, text: bytes) -> None:
     before = (saved / MANIFEST).read_bytes()
     try:
         (saved / MANIFEST).write_bytes(text)
-        assert str(saved) in (damage(saved) or "")
+        assert f"{saved.name}/{MANIFEST}" in (damage(saved) or "")
     finally:
         (saved / MANIFEST).write_bytes(before)
 

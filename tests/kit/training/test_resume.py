@@ -303,7 +303,10 @@ def test_a_damaged_checkpoint_is_passed_over_its_file_named_and_the_one_before_u
     damaged.write_bytes(damaged.read_bytes()[:-1])
     caplog.set_level(logging.INFO, logger="stages")
     workplace.train(FULL).assert_same(undisturbed)
-    assert f"{damaged} is not what was saved; this checkpoint is passed over" in caplog.messages
+    assert (
+        f"{damaged} is not what {damaged.parent.name}/manifest.json says; this checkpoint is passed over"
+        in caplog.messages
+    )
     assert "goes on from step 2 of 4" in caplog.messages
 
 
