@@ -72,7 +72,7 @@ def data_at_hand(params: Params, name: str) -> Path | None:
     folder = Path("data/prepared") / name
     if not (folder / STATS_FILE).exists():
         return None
-    found = read_origin(folder)
+    found = read_origin(folder, stage=params.prepared_by(name))
     ours = same_source(found.source, dataset.source) and same_parts(params, dataset, found.parts)
     return folder if ours else None
 

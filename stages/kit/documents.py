@@ -66,6 +66,21 @@ def read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
     return (None if root is None else reader.value(root, ())), reader.faults
 
 
+def read_settings(path: Path, *, mend: str = "") -> tuple[Any, dict[str, str]]:
+    """As read_yaml, of a file that a person wrote. Raises UserError where nothing can be made of it.
+
+    mend: what to do where it is missing.
+    """
+    try:
+        return read_yaml(path)
+    except FileNotFoundError:
+        raise UserError("; ".join(filter(None, (f"{path} is missing", mend)))) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+
+
 class _Reader:
     """From the nodes of a document to its values. ruamel's own constructor stops at the first fault, without a path."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from shutil import copy
 from typing import Any
 
 import pytest
@@ -22,10 +21,10 @@ COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
-    """Of the 2B profile, in a folder that holds nothing else."""
-    copy(Path("params.yaml"), tmp_path)
+    """Of the 2B profile, in an empty folder."""
+    params = load_params().on("qwen2-vl-2b-24gb")
     monkeypatch.chdir(tmp_path)
-    return load_params().on("qwen2-vl-2b-24gb")
+    return params
 
 
 def with_base(params: Params, source: str) -> Params:

@@ -35,9 +35,9 @@ class Origin:
     __pydantic_config__ = ConfigDict(strict=True)
 
 
-def read_origin(prepared_dir: Path) -> Origin:
-    """Raises UserError where the folder does not say it."""
-    return read_json(Origin, prepared_dir / STATS_FILE, mend=f"dvc repro -f -s {preparing_stage(prepared_dir)}")
+def read_origin(prepared_dir: Path, *, stage: str) -> Origin:
+    """Raises UserError where the folder does not say it. stage: what prepares it, for the message."""
+    return read_json(Origin, prepared_dir / STATS_FILE, mend=f"dvc repro -f -s {stage}")
 
 
 def preparing_stage(prepared_dir: Path) -> str:

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.kit.documents import Unreadable, problems, read_yaml, refusal
-from stages.kit.errors import UserError
+from stages.kit.documents import problems, read_settings, refusal
 
 ASSUMED = "assumed"
 SHIPPED_PATH = Path(__file__).with_name("calibration.yaml")
@@ -75,16 +74,10 @@ class Calibration:
 
 def load_calibration(path: Path = SHIPPED_PATH) -> Calibration:
     """Raises UserError with every problem found, each under its dotted path."""
+    raw, found = read_settings(path)
     try:
-        raw, found = read_yaml(path)
         # JSON mode is strict about types, yet takes 1 for 1.0, as a person writing YAML does.
         calibration = TypeAdapter(Calibration).validate_json(json.dumps(raw), strict=True)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, {**problems(error, Calibration), **found}) from None
     if found := {**_contradictions(calibration), **found}:

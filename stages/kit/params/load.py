@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from stages.kit.documents import Unreadable, problems, read_yaml, refusal
-from stages.kit.errors import UserError
+from stages.kit.documents import problems, read_settings, refusal
 from stages.kit.params.contradictions import contradictions
 from stages.kit.params.salvage import salvaged, validated
 from stages.kit.params.schema import Params
@@ -22,14 +21,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
 
     Raises UserError with every problem found, each under its dotted path.
     """
-    try:
-        raw, found = read_yaml(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; run from the top of the repository") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+    raw, found = read_settings(path, mend="run from the top of the repository")
     try:
         params = validated(Params, raw)
     except ValidationError as error:

@@ -118,7 +118,7 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> tuple[Splits, d
             if split == "train":
                 gone = _limit(taken, count)
                 parts[name] = {
-                    "source": read_origin(prepared_dir / name).source,
+                    "source": read_origin(prepared_dir / name, stage=f"prepare@{name}").source,
                     "asked": count,
                     "available": len(records),
                     "taken": len(records) - gone,
