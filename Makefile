@@ -7,7 +7,7 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, lm-eval.
 EXTRAS ?=
-# What demo and report are of: detection, amr or moe.
+# What demo, report and repeat are of: detection, amr or moe.
 TASK ?= detection
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
@@ -117,6 +117,10 @@ fault_options = $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY
 .PHONY: faults
 faults: setup-dev ## Kill, starve and damage a small pipeline, which has to end as if nothing had been (N=10, SEED=, ONLY=)
 	@$(offline) $(python) -m tests.faults $(fault_options)
+
+.PHONY: repeat
+repeat: setup-dev ## Run a tiny pipeline in two clones, one killed again and again, and compare them (TASK=, KILLS=20, SEED=)
+	@$(offline) $(python) -m tests.faults.repeat --task $(TASK) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from stages.kit.verification.differences import compare_outputs
+from stages.kit.verification.differences import Comparison, compare_outputs
 from tests.faults.workspaces import Ended
 
 TRACEBACK = "Traceback (most recent call last):\n"
@@ -25,10 +25,10 @@ class Wrong(Exception):
     """Something that must not be, in words."""
 
 
-def require_same_end(folder: Path, reference: Path, outputs: Sequence[str]) -> None:
+def require_same_end(folder: Path, reference: Path, outputs: Sequence[str]) -> Comparison:
     """Every output has the bytes of the reference, times and memory aside, and nothing else lies beside them.
 
-    outputs: paths relative to either. Raises Wrong.
+    outputs: paths relative to either. Returns what is the same. Raises Wrong.
     """
     comparison = compare_outputs(reference, folder, tuple(outputs))
     if comparison.different:
@@ -36,6 +36,7 @@ def require_same_end(folder: Path, reference: Path, outputs: Sequence[str]) -> N
         raise Wrong(f"other bytes in {len(comparison.different)} files, in {name} first: {where}")
     if strays := sorted(_files(folder) - _files(reference)):
         raise Wrong(f"left behind: {', '.join(strays[:3])}{f' and {len(strays) - 3} more' if strays[3:] else ''}")
+    return comparison
 
 
 def require_whole(folder: Path, reference: Path, outputs: Iterable[str]) -> None:

@@ -1,10 +1,11 @@
-"""A small pipeline that nobody disturbed, its workspace before each stage and in the end, and copies to disturb."""
+"""Workspaces that commands are run in, and a small pipeline that nobody disturbed, of which copies are disturbed."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +32,7 @@ CHAIN = (
 )
 TARGET = CHAIN[-1]
 LIMIT_S = 300
-"""Of one command. An undisturbed one takes some ten seconds; what takes that long hangs."""
+"""Of a command on one stage of it, which takes some ten seconds: what takes that long hangs."""
 GRACE_S = 150
 """What processes have to be gone, after a command has ended: more than a stage has to save its work."""
 
@@ -68,6 +69,8 @@ class Workspace:
 
     folder: Path
     environment: Mapping[str, str]
+    limit_s: float = LIMIT_S
+    """Of one command."""
 
     def stages(self) -> list[DeclaredStage]:
         """Those of the chain."""
@@ -112,7 +115,7 @@ class Workspace:
             try:
                 if meanwhile is not None:
                     meanwhile(process)
-                code: int | None = process.wait(LIMIT_S)
+                code: int | None = process.wait(self.limit_s)
             except subprocess.TimeoutExpired:
                 code = None
                 os.killpg(process.pid, 9)
@@ -133,6 +136,14 @@ class Workspace:
             process.kill()
         psutil.wait_procs(running)
         return names
+
+    def kill_all(self) -> None:
+        """All at once, as where the power fails: nobody is left to hear of another's end."""
+        running = list(self.processes())
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in running:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -191,7 +202,7 @@ class Reference:
     def copied(self, source: Path, folder: Path) -> Workspace:
         """Hard links within stay hard links, and none leads back."""
         _copy(source, folder)
-        return _workspace(folder, self.environment)
+        return workspace_in(folder, self.environment)
 
 
 def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
@@ -199,9 +210,10 @@ def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
 
     Raises CannotRun where git, dvc or the pipeline itself does not work.
     """
-    environment = _environment(root)
-    workspace = _workspace(root / "workspace", environment)
-    _clone(workspace.folder)
+    # One thread: with so little to do, more are no faster.
+    environment = {**make_environment(root), "OMP_NUM_THREADS": "1"}
+    workspace = workspace_in(root / "workspace", environment)
+    clone_checkout(workspace.folder)
     _make_small(workspace.folder / "params.yaml")
     (root / "before").mkdir()
     seconds: dict[str, float] = {}
@@ -226,16 +238,20 @@ def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
     return Reference(root=root, environment=environment, seconds=seconds, changes=changes)
 
 
-def _workspace(folder: Path, environment: Mapping[str, str]) -> Workspace:
+def workspace_in(folder: Path, environment: Mapping[str, str], *, limit_s: float = LIMIT_S) -> Workspace:
+    """With folders of its own for what is temporary, beside it."""
     # What DVC remembers of files lies with them, and what stages put aside is looked for too.
     scratch_dir = folder.with_name(f"{folder.name}.tmp")
     scratch_dir.mkdir(parents=True, exist_ok=True)
     own = {"DVC_SITE_CACHE_DIR": str(folder / ".dvc/tmp/site"), "TMPDIR": str(scratch_dir)}
-    return Workspace(folder=folder, environment={**environment, **own})
+    return Workspace(folder=folder, environment={**environment, **own}, limit_s=limit_s)
 
 
-def _environment(root: Path) -> dict[str, str]:
-    """Of every command; with it goes a Python that is this one, but for moment.py."""
+def make_environment(root: Path) -> dict[str, str]:
+    """Of every command; with it goes a Python that is this one, but for moment.py.
+
+    Raises CannotRun where git or dvc does not work.
+    """
     if shutil.which("git") is None:
         raise CannotRun("git is not installed")
     venv_dir = root / "venv"
@@ -258,15 +274,17 @@ def _environment(root: Path) -> dict[str, str]:
         "PYTHON": str(python),
         "VIRTUAL_ENV": str(venv_dir),
         "BAKEOFF_ENGINE": "process",
-        "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "DVC_NO_ANALYTICS": "1",
         "HF_HUB_OFFLINE": "1",
     }
 
 
-def _clone(folder: Path) -> None:
-    """Commits are shared with this checkout; what it has of uncommitted and unignored files goes along."""
+def clone_checkout(folder: Path) -> None:
+    """Commits are shared with this checkout; what it has of uncommitted and unignored files goes along.
+
+    Raises CannotRun where git cannot.
+    """
 
     def git(*arguments: str) -> str:
         ended = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -61,10 +61,10 @@ def check_rest_of_cache(holdings: Holdings, damages: Damages) -> None:
         if digest not in needed and not _is_intact(holdings, digest):
             found = "is not what its name says; no output of dvc.lock needs it"
             damages.add(holdings.shown(path), [found], f"rm -f {damages.quoted([path])}")
-    for path in holdings.store.run_cache:
-        if problem := run_cache_problem(path):
+    for folder in holdings.store.run_cache:
+        if problem := run_cache_problem(folder):
             found = f"{problem}; DVC's run cache, which says what a stage that was run before gave"
-            damages.add(holdings.shown(path), [found], f"rm -f {damages.quoted([path])}")
+            damages.add(holdings.shown(folder), [found], f"rm -rf {damages.quoted([folder])}")
 
 
 def _unlike(holdings: Holdings, output: Recorded) -> Iterator[str]:

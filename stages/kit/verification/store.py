@@ -53,6 +53,7 @@ class Store:
     objects: Mapping[str, Path]
     """The cache, by the digest in the name."""
     run_cache: tuple[Path, ...]
+    """Folders, each for one stage and what it read."""
     cache_dir: Path | None
     """None where the workspace is not DVC's."""
     repo: Any
@@ -117,7 +118,7 @@ def read_store(workspace_dir: Path) -> Store:
         outputs=tuple(outputs),
         sources=tuple(sources),
         objects=objects,
-        run_cache=tuple(sorted(cache_dir.parents[1].glob("runs/*/*/*"))) if cache_dir is not None else (),
+        run_cache=tuple(sorted(cache_dir.parents[1].glob("runs/*/*"))) if cache_dir is not None else (),
         cache_dir=cache_dir,
         repo=repo,
     )
@@ -140,8 +141,15 @@ def listing_object(files: Mapping[str, str]) -> tuple[str, bytes]:
     return tree.oid, tree.as_bytes()
 
 
-def run_cache_problem(path: Path) -> str | None:
-    """What is wrong with an entry of the run cache: DVC would take other outputs from it than were made."""
+def run_cache_problem(folder: Path) -> str | None:
+    """What is wrong with a folder of the run cache: DVC would take other outputs from it than were made, or stumble."""
+    entries = sorted(folder.iterdir())
+    if not entries:  # dvc 3.67.1, StageCache._load; it makes the folder, and then what lies in it
+        return "is empty, where DVC was killed; it then ends with: join() argument must be str ... not 'NoneType'"
+    return next((problem for path in entries if (problem := _entry_problem(path))), None)
+
+
+def _entry_problem(path: Path) -> str | None:
     from dvc.utils import dict_sha256
 
     leaving_out = {"exclude": ["size", "nfiles"]}
@@ -150,8 +158,8 @@ def run_cache_problem(path: Path) -> str | None:
         value = dict_sha256(entry, **leaving_out)
         key = dict_sha256({**entry, "outs": [out["path"] for out in entry["outs"]]}, **leaving_out)
     except (OSError, YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        return f"cannot be read: {error!r}"
-    return None if (value, key) == (path.name, path.parent.name) else "is not what its name says"
+        return f"{path.name} cannot be read: {error!r}"
+    return None if (value, key) == (path.name, path.parent.name) else f"{path.name} is not what its name says"
 
 
 def _stages(workspace_dir: Path) -> list[DeclaredStage]:
