@@ -4,7 +4,7 @@ Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
         data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves in DVCLive's form
         data/report/TASK/memory/RECIPE/train.json  what the process held
-Keeps   .bakeoff/checkpoints/RECIPE/, while it trains; the same command goes on from there
+Keeps   .bakeoff/checkpoints/RECIPE/, until what it trained is merged; the same command goes on from there
 Run     docker/run train r1-llm-only
 
 Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.

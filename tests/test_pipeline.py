@@ -12,7 +12,7 @@ from dvc.repo import Repo
 from ruamel.yaml import YAML
 
 from stages.kit.containers.images import TARGETS, image_inputs, read_pins
-from stages.kit.containers.pipeline import DeclaredStage, declared_stage, declared_stages
+from stages.kit.containers.pipeline import DeclaredStage, Pipeline, declared_stages
 from stages.kit.data.tables import read_prepared
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
@@ -105,7 +105,7 @@ def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named(
     with pytest.raises(
         UserError, match=r"no stage of dvc\.yaml runs `docker/run train r1`.*docker/run train r1-llm-only"
     ):
-        declared_stage(ROOT, "docker/run train r1")
+        Pipeline.of(ROOT).require("docker/run train r1")
 
 
 def needed_code(stage: DeclaredStage) -> set[str]:

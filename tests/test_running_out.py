@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import stages.evaluate
 import stages.train
 from stages.kit.containers import launch
+from stages.kit.containers.pipeline import Pipeline
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.kit.evaluation import generation
@@ -133,6 +134,7 @@ def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> i
         gpus=(),
         caller={},
         terminal=False,
+        pipeline=Pipeline.of(workspace),
     )
     ended, _ = launch.run_down_the_ladder(engine, stage_run, load_params())
     return ended.code

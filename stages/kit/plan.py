@@ -195,9 +195,6 @@ def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
     return plan
 
 
-_FOLDERS = {"base_dir": r"data/((bases|builds)/[\w-]+|runs/[\w-]+/merged)", "data_dir": r"data/prepared/[\w-]+"}
-
-
 def _faults(plan: Plan, recipe: str) -> dict[str, str]:
     """What no plan of ours has, and a stage would go astray with."""
     found = {}

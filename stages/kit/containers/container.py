@@ -20,8 +20,8 @@ from stages.kit.containers.client import Client
 from stages.kit.containers.environment import TMP_DIR, container_environment
 from stages.kit.containers.images import image_references
 from stages.kit.containers.mounts import make_places, mounts
-from stages.kit.containers.outputs import Outputs, claimed_outputs
-from stages.kit.containers.pipeline import DeclaredStage, declared_stage
+from stages.kit.containers.outputs import Outputs, outputs_aside
+from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.containers.process import forwarded_signals
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
@@ -89,9 +89,9 @@ class ContainerEngine:
         first process of the container, which then ends the stage.
         """
         workspace_dir = stage_run.workspace_dir
-        stage = declared_stage(workspace_dir, " ".join(("docker/run", stage_run.stage, *stage_run.args)))
+        stage = stage_run.pipeline.require(stage_run.call)
         try:
-            with claimed_outputs(workspace_dir, stage) as outputs:
+            with outputs_aside(stage, workspace_dir) as outputs:
                 found = mounts(stage_run, stage, outputs)
                 places = make_places(found, outputs)
                 options = (option for mount in found for option in ("--mount", mount.option()))

@@ -9,6 +9,7 @@ on the way of every stage.
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import click
 
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
+from stages.kit.containers.outputs import run_alone
 from stages.kit.containers.parent_death import end_with_own_parent
-from stages.kit.containers.pipeline import stage_that_runs
-from stages.kit.containers.stage_run import STAGES, Ended, StageRun
+from stages.kit.containers.pipeline import DeclaredStage, Pipeline
+from stages.kit.containers.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.containers.witness import Witness
 from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
 from stages.kit.memory.ladder import batch_size_changes, rungs
@@ -40,7 +42,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     if "DVC_STAGE" in os.environ:
-        end_with_own_parent()
+        end_with_own_parent(int(os.environ.get("BAKEOFF_CALLER") or os.getppid()))
     params = load_params(WORKSPACE_DIR / "params.yaml")
     device = params.active.device
     engine = choose_engine(
@@ -52,15 +54,23 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
-    refuse_undeclared(stage, args, params)
+    pipeline = Pipeline.of(WORKSPACE_DIR)
+    declared = pipeline.that_runs(called(stage, args))
+    if declared is not None:
+        refuse_undeclared(declared, stage, args[0], params)
     source = source_of(stage, args, params)
-    with leased_gpus(
-        gpus_wanted(stage, device),
-        locks_dir=repository_dir(os.environ) / ".bakeoff/gpus",
-        holder=" ".join((stage, *args)),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        say=say,
-    ) as gpus:
+    with (
+        run_alone(declared, WORKSPACE_DIR) if declared is not None else nullcontext(),
+        leased_gpus(
+            gpus_wanted(stage, device),
+            locks_dir=repository_dir(os.environ) / ".bakeoff/gpus",
+            holder=" ".join((stage, *args)),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            say=say,
+        ) as gpus,
+    ):
+        if stage == "merge" and args and "DVC_STAGE" in os.environ:  # DVC has kept what was trained: it is safe
+            remove_finished(checkpoints_dir(repository_dir(os.environ), args[0]))
         stage_run = StageRun(
             stage=stage,
             args=args,
@@ -71,13 +81,12 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
             terminal=sys.stderr.isatty(),
+            pipeline=pipeline,
         )
         witness = Witness.called(stage_run, params, engine)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
         if ended.code == 0 and witness is not None:
             witness.testify(ended, attempt=attempt, gpus=gpus)
-    if stage == "train" and args and ended.code == 0:  # only now are its outputs where they belong, whatever the engine
-        remove_finished(checkpoints_dir(repository_dir(os.environ), args[0]))
     sys.exit(ended.code)
 
 
@@ -141,21 +150,17 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
 
 
-def refuse_undeclared(stage: str, args: tuple[str, ...], params: Params, workspace_dir: Path = WORKSPACE_DIR) -> None:
+def refuse_undeclared(declared: DeclaredStage, stage: str, name: str, params: Params) -> None:
     """DVC takes no list of dependencies from params.yaml, and would make the stage before what it is made of.
 
     Raises UserError with the lines that dvc.yaml lacks.
     """
-    name = args[0] if args else ""
     needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
     if stage == "build" and name in params.builds:
         for recipe in params.builds[name].recipes:
             needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
     elif stage == "prepare" and name in params.active.datasets:
         needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
-    declared = stage_that_runs(workspace_dir, " ".join(("docker/run", stage, *args)))
-    if declared is None:
-        return
     kind = declared.name.partition("@")[0]
     lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
     if lacking:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from stages.kit.cpu import cpu_model
 from stages.kit.provenance import Machine
 
 
@@ -48,16 +48,6 @@ def cuda_of_torch() -> str | None:
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     found = re.search(r"^cuda\b[^=]*= *'([^']+)'", path.read_text(encoding="utf-8"), re.MULTILINE) if path else None
     return found[1] if found else None
-
-
-def cpu_model() -> str:
-    """As its maker calls it; the kind of processor where nobody tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-        return found[1] if found else platform.machine()
-    asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or platform.machine()
 
 
 def usable_cores() -> int:

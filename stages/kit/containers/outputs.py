@@ -4,6 +4,8 @@ The stage sees empty, writable folders where its outputs belong, and nothing els
 to. What dvc.yaml declares is taken from them; anything else there makes the run fail.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 import shutil
@@ -96,31 +98,40 @@ class Outputs:
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.written_dir))
 
+    @classmethod
+    def of(cls, stage: DeclaredStage, workspace_dir: Path) -> Outputs:
+        return cls(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.written)
+
 
 @contextmanager
-def claimed_outputs(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Outputs]:
-    """Empty folders for the outputs of a stage, removed in the end whatever becomes of it.
-
-    Raises UserError where another launcher runs the same stage in this workspace.
-    """
-    run_dir = workspace_dir / ASIDE_DIR / stage.name
-    outputs = Outputs(workspace_dir=workspace_dir, run_dir=run_dir, declared=stage.written)
-    outputs.run_dir.mkdir(parents=True, exist_ok=True)
+def run_alone(stage: DeclaredStage, workspace_dir: Path) -> Iterator[None]:
+    """No other launcher runs the same stage in this workspace meanwhile. Raises UserError where one does."""
+    lock_path = Outputs.of(stage, workspace_dir).lock_path
+    lock_path.parent.mkdir(parents=True, exist_ok=True)
     # The lock file stays: were it removed, two launchers could each lock one of its name.
-    with outputs.lock_path.open("a") as lock:
+    with lock_path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{stage.name} is already running in this workspace; wait for it, or end it") from None
-        _clear(outputs)  # what a killed launcher left
-        try:
-            outputs.view_dir.mkdir()
-            for folder in outputs.folders:
-                (outputs.written_dir / folder).mkdir(parents=True)
-            outputs.ready_path.touch()
-            yield outputs
-        finally:
-            _clear(outputs)
+        yield
+
+
+@contextmanager
+def outputs_aside(stage: DeclaredStage, workspace_dir: Path) -> Iterator[Outputs]:
+    """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
+    outputs = Outputs.of(stage, workspace_dir)
+    outputs.run_dir.mkdir(parents=True, exist_ok=True)
+    _clear(outputs)  # what a killed launcher left
+    try:
+        outputs.view_dir.mkdir()
+        for folder in outputs.folders:
+            (outputs.written_dir / folder).mkdir(parents=True)
+        for path in (outputs.lock_path, outputs.ready_path):
+            path.touch()
+        yield outputs
+    finally:
+        _clear(outputs)
 
 
 def _clear(outputs: Outputs) -> None:

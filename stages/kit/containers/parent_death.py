@@ -31,11 +31,16 @@ def end_with_parent() -> Callable[[], None] | None:
     return ask
 
 
-def end_with_own_parent() -> None:
-    """The same for this process and whoever started it. Does nothing where unsupported."""
+def end_with_own_parent(parent: int | None = None) -> None:
+    """The same for this process and whoever started it. Does nothing where unsupported.
+
+    parent: its process id, where somebody saw it earlier: if it is another's child by now, this process ends.
+    """
     prctl = _prctl()
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _prctl() -> Callable[[int, int], int] | None:

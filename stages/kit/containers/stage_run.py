@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.kit.containers.pipeline import Pipeline
 from stages.kit.provenance import Machine
 
 STAGES = ("base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
@@ -31,8 +32,15 @@ class StageRun:
     """The environment of whoever calls, of which the stage gets the parts that environment.py names."""
     terminal: bool
     """Whether a person watches the stage's output on one."""
+    pipeline: Pipeline
+    """Of the workspace."""
     attempt: int = 0
     """How often it ran out of memory so far; tells the stage how much to give up."""
+
+    @property
+    def call(self) -> str:
+        """As dvc.yaml has it."""
+        return called(self.stage, self.args)
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -43,6 +51,11 @@ class StageRun:
     def network(self) -> bool:
         """An engine that cannot take the network away tells the libraries."""
         return self.hub_dir is not None
+
+
+def called(stage: str, args: tuple[str, ...]) -> str:
+    """The launcher's command line for a stage, as dvc.yaml has it."""
+    return " ".join(("docker/run", stage, *args))
 
 
 @dataclass(frozen=True, kw_only=True)

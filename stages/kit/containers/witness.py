@@ -19,10 +19,11 @@ from typing import Any
 from stages.kit.containers.engines import Engine
 from stages.kit.containers.environment import numeric_settings
 from stages.kit.containers.gpus import Gpu, driver_version
-from stages.kit.containers.pipeline import DeclaredStage, stage_that_runs
+from stages.kit.containers.inputs import digests, recorded_inputs
+from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.containers.stage_run import Ended, StageRun
 from stages.kit.errors import UserError
-from stages.kit.lineage import combined_digest, content_digest, file_digest
+from stages.kit.lineage import combined_digest, file_digest
 from stages.kit.memory.ladder import lowered
 from stages.kit.params.schema import Params
 from stages.kit.plan import Plan, read_plan
@@ -39,24 +40,33 @@ class Witness:
     What a person may edit while a training runs is looked at when it starts.
     """
 
-    def __init__(self, stage_run: StageRun, stage: DeclaredStage, path: Path, params: Params, engine: Engine) -> None:
-        self.stage_run, self.stage, self.path, self.engine = stage_run, stage, path, engine
+    def __init__(
+        self,
+        stage_run: StageRun,
+        stage: DeclaredStage,
+        path: Path,
+        params: Params,
+        engine: Engine,
+        inputs: dict[str, str],
+    ) -> None:
+        self.stage_run, self.stage, self.path, self.engine, self.inputs = stage_run, stage, path, engine, inputs
         self.started, self.clock = datetime.now(UTC), time.monotonic()
-        workspace_dir, data = stage_run.workspace_dir, stage.inputs("data")
-        self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *data))
+        workspace_dir = stage_run.workspace_dir
+        self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
         self.code = code_digest(workspace_dir, stage)
         self.params = used_params(params, stage)
-        self.inputs = digests(workspace_dir, data)
         self.lock = lock_digest(workspace_dir, engine, target=params.active.device.kind)
 
     @classmethod
     def called(cls, stage_run: StageRun, params: Params, engine: Engine) -> Witness | None:
-        """None for a run that dvc.yaml declares no record of."""
-        command = " ".join(("docker/run", stage_run.stage, *stage_run.args))
-        stage = stage_that_runs(stage_run.workspace_dir, command)
-        if stage is None or stage.provenance is None:
+        """None for a run that dvc.yaml declares no record of. Raises UserError where it would read what is damaged."""
+        stage = stage_run.pipeline.that_runs(stage_run.call)
+        if stage is None:
             return None
-        return cls(stage_run, stage, stage_run.workspace_dir / stage.provenance, params, engine)
+        inputs = recorded_inputs(stage_run.workspace_dir, stage_run.pipeline, stage)
+        if stage.provenance is None:
+            return None
+        return cls(stage_run, stage, stage_run.workspace_dir / stage.provenance, params, engine, inputs)
 
     def testify(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
         """Write the record. attempt: the one that ended well; those before it left nothing."""
@@ -158,17 +168,6 @@ def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Pl
             plan = read_plan(folder.name, runs_dir=folder.parent)
             return lowered(plan, attempt) if stage_run.stage == "train" else plan
     return None
-
-
-def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
-    """By path. What is missing or cannot be read is left out; the stage, or DVC, names it."""
-    found = {}
-    for path in paths:
-        try:
-            found[path] = content_digest(workspace_dir / path)
-        except (UserError, OSError):
-            continue
-    return found
 
 
 def lock_digest(workspace_dir: Path, engine: Engine, *, target: str) -> str | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stages.kit.errors import UserError
+from stages.kit.lineage import file_digest
 from stages.kit.publish import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
@@ -79,7 +80,7 @@ class Checkpoints:
         is full.
         """
         aside = self.aside(step)
-        files = {name: _sha256(aside / name) for name in sorted(names)}
+        files = {name: file_digest(aside / name) for name in sorted(names)}
         size_bytes = sum((aside / name).stat().st_size for name in files)
         (aside / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
         for path in (*(aside / name for name in files), aside / MANIFEST, aside):
@@ -100,7 +101,7 @@ class Checkpoints:
         kept = [step for step in own if step <= newest][-self.keep :]
         for step in set(own) - set(kept):
             shutil.rmtree(self.at(step), ignore_errors=True)
-        with suppress(FileNotFoundError):  # another training removes them too
+        with suppress(OSError):  # another training removes them too, and this one is saved
             _thin_out(self.folder.parent, self.folder, self.keep - len(kept))
 
 
@@ -136,7 +137,7 @@ def kept_checkpoints(
 
 
 def remove_finished(recipe_dir: Path) -> None:
-    """Remove the checkpoints of trainings that have ended, once their outputs are where they belong."""
+    """Remove the checkpoints of trainings that have ended, once DVC has kept their outputs."""
     for folder in _trainings(recipe_dir):
         if (folder / FINISHED).exists():
             with _unless_in_use(folder) as free:
@@ -152,9 +153,12 @@ def damage(checkpoint: Path) -> str | None:
     manifest = checkpoint / MANIFEST
     path, says = manifest, ""
     try:
-        for name, digest in json.loads(manifest.read_text(encoding="utf-8"))["sha256"].items():
+        digests = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+        if not digests:
+            return f"{manifest} is damaged: it names no file"
+        for name, digest in digests.items():
             path, says = checkpoint / name, f", though {checkpoint.name}/{MANIFEST} names it"
-            if _sha256(path) != digest:
+            if file_digest(path) != digest:
                 return f"{path} is not what {checkpoint.name}/{MANIFEST} says"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}{says}"
@@ -177,11 +181,13 @@ def _trainings(recipe_dir: Path) -> list[Path]:
 
 
 def _thin_out(recipe_dir: Path, but: Path, keep: int) -> None:
-    """Keep so many checkpoints of a recipe's other trainings: the last written, and all that are in use."""
+    """Keep so many checkpoints of a recipe's other trainings: the last written; and all that are in use."""
     found: list[Path] = []
     for folder in _trainings(recipe_dir):
-        if folder != but:
-            found += (folder / f"step-{step:06d}" for step in _steps(folder))
+        if folder == but:
+            continue
+        with _unless_in_use(folder) as free:
+            found += (folder / f"step-{step:06d}" for step in _steps(folder) if free)
     by_age = sorted(found, key=lambda path: path.stat().st_mtime_ns)
     for path in by_age[: max(0, len(by_age) - keep)]:
         with _unless_in_use(path.parent) as free:
@@ -246,11 +252,6 @@ def _is_still_there(lock: TextIO, folder: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat())
     return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _to_disk(path: Path) -> None:

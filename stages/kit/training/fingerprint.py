@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 import stages
-from stages.kit.lineage import Lineage
+from stages.kit.cpu import cpu_model
+from stages.kit.lineage import Lineage, file_digest
 from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
 
@@ -35,7 +36,7 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> 
         "plan": _sha256(json.dumps(asdict(plan), sort_keys=True).encode()),
         "attempt": str(attempt),
         "base": base.digest,
-        "data": _file_digest(data_path),
+        "data": file_digest(data_path),
         "code": _code_digest(),
         "packages": _packages_digest(),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),
@@ -49,7 +50,7 @@ def _code_digest() -> str:
     root = Path(stages.__file__).parent
     imported = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     files = sorted(path.relative_to(root) for path in imported if path.is_relative_to(root))
-    return _sha256("\n".join(f"{path.as_posix()} {_sha256((root / path).read_bytes())}" for path in files).encode())
+    return _sha256("\n".join(f"{path.as_posix()} {file_digest(root / path)}" for path in files).encode())
 
 
 def _packages_digest() -> str:
@@ -63,17 +64,12 @@ def _device(device: DeviceParams) -> str:
     if device.kind == "cuda":
         names = [torch.cuda.get_device_name(index) for index in range(device.count)]
     else:
-        names = [platform.machine(), torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"]
+        names = [cpu_model(), torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"]
     return f"{device.count} x {device.kind}: {', '.join(names)}"
 
 
 def _arithmetic_environment() -> list[str]:
     return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(ARITHMETIC))
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256(content: bytes) -> str:

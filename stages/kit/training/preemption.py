@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -67,7 +67,8 @@ class EndRequest:
         if not self.number:
             self.number, self._at = number, time.monotonic()
             # No logging, nor any other lock that whatever was interrupted may hold.
-            os.write(2, f"{signal.Signals(number).name}: ends after this step; asked again, at once\n".encode())
+            with suppress(OSError):  # of a terminal that was closed, or a pipe that nobody reads any more
+                os.write(2, f"{signal.Signals(number).name}: ends after this step; asked again, at once\n".encode())
         elif time.monotonic() - self._at > SAME_WISH_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -20,6 +20,7 @@ from stages.kit.containers.container import ContainerEngine, NotUsable
 from stages.kit.containers.engines import choose_engine
 from stages.kit.containers.images import image_references
 from stages.kit.containers.machine import this_machine
+from stages.kit.containers.pipeline import Pipeline
 from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
@@ -101,7 +102,14 @@ def options(call: list[str], name: str) -> list[str]:
 
 def run_of(workspace: Path, stage: str = "plan", name: str = "r1-llm-only", **changes: Any) -> StageRun:
     plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
-    return StageRun(stage=stage, args=(name,), workspace_dir=workspace, terminal=False, **(plain | changes))
+    return StageRun(
+        pipeline=Pipeline.of(workspace),
+        stage=stage,
+        args=(name,),
+        workspace_dir=workspace,
+        terminal=False,
+        **(plain | changes),
+    )
 
 
 def the_run(clients: Path, workspace: Path, *, client: str = "docker", **changes: Any) -> list[str]:

@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.containers.pipeline import Pipeline
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import DeviceParams
@@ -208,13 +209,16 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
     YAML().dump(raw, tmp_path / "params.yaml")
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     params = load_params(tmp_path / "params.yaml")
-    for name in ("moe-hidden", "no such"):
-        refuse_undeclared("build", (name,), params, tmp_path)
-    refuse_undeclared("prepare", ("only-qmsum",), params, tmp_path)
+
+    def look(stage: str, name: str) -> None:
+        refuse_undeclared(Pipeline.of(tmp_path).require(f"docker/run {stage} {name}"), stage, name, params)
+
+    look("build", "moe-hidden")
+    look("prepare", "only-qmsum")
     with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
-        refuse_undeclared("build", ("moe",), params, tmp_path)
+        look("build", "moe")
     with pytest.raises(UserError, match=r"(?s)mix@both-domains needs .*data/prepared/more") as mix:
-        refuse_undeclared("prepare", ("both-domains",), params, tmp_path)
+        look("prepare", "both-domains")
 
     pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")
     for error in (build, mix):
@@ -222,8 +226,8 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
             stage, _, key = where.split(".")
             pipeline["stages"][stage]["do"][key].append(line)
     YAML().dump(pipeline, tmp_path / "dvc.yaml")
-    refuse_undeclared("build", ("moe",), params, tmp_path)
-    refuse_undeclared("prepare", ("both-domains",), params, tmp_path)
+    look("build", "moe")
+    look("prepare", "both-domains")
 
 
 def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from stages.kit.containers.mounts import Mount, make_places, mounts
-from stages.kit.containers.outputs import claimed_outputs
-from stages.kit.containers.pipeline import DeclaredStage
+from stages.kit.containers.outputs import outputs_aside
+from stages.kit.containers.pipeline import DeclaredStage, Pipeline
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
 
@@ -37,11 +37,18 @@ def workspace(tmp_path: Path) -> Path:
 
 def run_of(workspace: Path, **changes: Any) -> StageRun:
     plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
-    return StageRun(stage="merge", args=("r1",), workspace_dir=workspace, terminal=False, **(plain | changes))
+    return StageRun(
+        pipeline=Pipeline.of(workspace),
+        stage="merge",
+        args=("r1",),
+        workspace_dir=workspace,
+        terminal=False,
+        **(plain | changes),
+    )
 
 
 def mounts_of(stage_run: StageRun) -> list[Mount]:
-    with claimed_outputs(stage_run.workspace_dir, MERGE) as outputs:
+    with outputs_aside(MERGE, stage_run.workspace_dir) as outputs:
         found = mounts(stage_run, MERGE, outputs)
         make_places(found, outputs)
         # What an engine relies on: inside another mount it can make nothing.

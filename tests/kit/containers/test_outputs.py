@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.containers.outputs import Outputs, claimed_outputs
+from stages.kit.containers.outputs import Outputs, outputs_aside, run_alone
 from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.errors import UserError
 
@@ -47,7 +47,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def test_what_a_stage_declares_is_taken_and_replaces_what_was_there(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         write_outputs(outputs)
         outputs.take([])
     assert files_of(workspace / "data/runs/r1") == {
@@ -59,7 +59,7 @@ def test_what_a_stage_declares_is_taken_and_replaces_what_was_there(workspace: P
 
 def test_a_stage_cannot_write_the_record_of_where_it_comes_from(workspace: Path) -> None:
     record = "data/provenance/detection/train@r1.json"
-    with claimed_outputs(workspace, replace(TRAIN, outs=(record, *TRAIN.outs))) as outputs:
+    with outputs_aside(replace(TRAIN, outs=(record, *TRAIN.outs)), workspace) as outputs:
         assert outputs.folders == ("data/runs/r1",)
         write(outputs.written_dir / record, "{}")
         with pytest.raises(UserError, match=r"the stage wrote data/provenance.*which dvc\.yaml does not declare"):
@@ -68,7 +68,7 @@ def test_a_stage_cannot_write_the_record_of_where_it_comes_from(workspace: Path)
 
 def test_a_stage_that_is_not_taken_leaves_the_last_result_and_nothing_else(workspace: Path) -> None:
     before = files_of(workspace)
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         write_outputs(outputs)
     assert files_of(workspace) == {**before, "data/.outputs/train@r1/lock": ""}
 
@@ -78,7 +78,7 @@ def test_a_stage_that_is_not_taken_leaves_the_last_result_and_nothing_else(works
 )
 def test_what_is_not_declared_is_refused_and_nothing_is_taken(workspace: Path, stray: str) -> None:
     before = files_of(workspace)
-    with claimed_outputs(workspace, TRAIN) as outputs, pytest.raises(UserError, match=stray):
+    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match=stray):
         write_outputs(outputs)
         write(outputs.written_dir / stray, "x")
         outputs.take([])
@@ -87,13 +87,13 @@ def test_what_is_not_declared_is_refused_and_nothing_is_taken(workspace: Path, s
 
 
 def test_an_output_that_was_not_written_leaves_the_old_one_for_dvc_to_judge(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         outputs.take([])
     assert (workspace / "data/runs/r1/trained/old").is_file()
 
 
 def test_only_the_parents_of_outputs_are_writable(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         assert outputs.folders == ("data/runs/r1",)
         assert [path for path in outputs.written_dir.rglob("*") if not any(path.iterdir())] == [
             outputs.written_dir / "data/runs/r1"
@@ -120,7 +120,7 @@ def test_links_and_special_files_are_refused_wherever_they_lie(
     """Whoever followed a link, the launcher here or a later stage, would leave what this stage may see."""
     victim = tmp_path / "victim/training.json"
     write(victim, "not the stage's")
-    with claimed_outputs(workspace, TRAIN) as outputs, pytest.raises(UserError, match=f"{where} .a link or a special"):
+    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match=f"{where} .a link or a special"):
         (outputs.written_dir / "data/runs/r1/trained").mkdir()
         leave(outputs.written_dir / where, victim)
         outputs.take([])
@@ -129,13 +129,13 @@ def test_links_and_special_files_are_refused_wherever_they_lie(
 
 
 def test_an_empty_folder_that_is_not_declared_is_refused(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs, pytest.raises(UserError, match="data/runs/r1/stray"):
+    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match="data/runs/r1/stray"):
         (outputs.written_dir / "data/runs/r1/stray").mkdir()
         outputs.take([])
 
 
 def test_an_input_that_was_moved_does_not_pass_for_an_output(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         place = outputs.written_dir / "data/runs/r1/inputs/plan.yaml"
         write(place, "")
         place.parent.rename(outputs.written_dir / "data/runs/r1/trained")
@@ -144,7 +144,7 @@ def test_an_input_that_was_moved_does_not_pass_for_an_output(workspace: Path) ->
 
 
 def test_the_places_of_inputs_are_not_taken_and_not_strays(workspace: Path) -> None:
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         place = outputs.written_dir / "data/runs/r1/inputs/plan.yaml"
         write(place, "")
         write_outputs(outputs)
@@ -154,7 +154,7 @@ def test_the_places_of_inputs_are_not_taken_and_not_strays(workspace: Path) -> N
 
 def test_what_is_taken_is_plain_whatever_the_stage_made_of_it(workspace: Path) -> None:
     for _ in range(2):  # the second time it replaces what the first one left
-        with claimed_outputs(workspace, TRAIN) as outputs:
+        with outputs_aside(TRAIN, workspace) as outputs:
             write_outputs(outputs)
             program = outputs.written_dir / "data/runs/r1/trained/new"
             program.chmod(0o4711)
@@ -169,7 +169,7 @@ def test_leftovers_that_resist_do_not_block_the_next_run(workspace: Path) -> Non
     left = workspace / "data/.outputs/train@r1/written/data/locked"
     write(left / "file", "x")
     left.chmod(0o500)
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         assert not (outputs.written_dir / "data/locked").exists()
 
 
@@ -179,7 +179,7 @@ def test_an_output_that_was_a_link_is_replaced_and_what_it_led_to_stays(workspac
     write(cached, "cached")
     (workspace / "data/runs/r1/training").mkdir()
     (workspace / "data/runs/r1/training/training.json").symlink_to(cached)
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         write_outputs(outputs)
         outputs.take([])
     assert cached.read_text() == "cached"
@@ -195,7 +195,7 @@ def test_outputs_in_several_folders_and_an_input_folder_beside_them(workspace: P
         outs=("data/report/detection/table.txt", "data/runs/r1/predictions.parquet"),
     )
     write(workspace / "data/report/detection/runs/r1/card.json", "{}")
-    with claimed_outputs(workspace, compare) as outputs:
+    with outputs_aside(compare, workspace) as outputs:
         assert outputs.folders == ("data/report/detection", "data/runs/r1")
         write(outputs.written_dir / "data/report/detection/table.txt", "table")
         outputs.take([])
@@ -207,7 +207,7 @@ def test_a_hard_link_to_the_cache_is_replaced_and_never_written_through(workspac
     write(cached, "cached")
     (workspace / "data/runs/r1/training").mkdir()
     os.link(cached, workspace / "data/runs/r1/training/training.json")
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         write_outputs(outputs)
         outputs.take([])
     assert cached.read_text() == "cached"
@@ -215,7 +215,7 @@ def test_a_hard_link_to_the_cache_is_replaced_and_never_written_through(workspac
 
 def test_what_a_killed_launcher_left_is_not_taken_for_an_output(workspace: Path) -> None:
     write(workspace / "data/.outputs/train@r1/written/data/runs/r1/trained/half", "half")
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with outputs_aside(TRAIN, workspace) as outputs:
         write_outputs(outputs)
         outputs.take([])
     assert not (workspace / "data/runs/r1/trained/half").exists()
@@ -237,8 +237,8 @@ def test_a_stage_runs_once_at_a_time_in_a_workspace(workspace: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match="train@r1 is already running"), claimed_outputs(workspace, TRAIN):
+        with pytest.raises(UserError, match="train@r1 is already running"), run_alone(TRAIN, workspace):
             pytest.fail("it was claimed twice")
         other.kill()
-    with claimed_outputs(workspace, TRAIN) as outputs:
+    with run_alone(TRAIN, workspace), outputs_aside(TRAIN, workspace) as outputs:
         assert outputs.folders

@@ -17,6 +17,7 @@ import pytest
 
 from stages.kit.containers import process
 from stages.kit.containers.oom_kills import oom_kills
+from stages.kit.containers.pipeline import Pipeline
 from stages.kit.containers.process import ProcessEngine
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import OUT_OF_MEMORY
@@ -202,9 +203,16 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
         psutil.Process(launcher).kill()
 
 
-@pytest.mark.parametrize(("code", "left"), [("0", ["unfinished"]), ("3", ["finished", "unfinished"])])
-def test_a_finished_trainings_checkpoints_are_removed_once_it_has_ended_well(
-    start: Start, workspace: Path, tmp_path: Path, code: str, left: list[str]
+@pytest.mark.parametrize(
+    ("stage", "by_dvc", "left"),
+    [
+        ("merge", True, ["unfinished"]),
+        ("merge", False, ["finished", "unfinished"]),
+        ("train", True, ["finished", "unfinished"]),
+    ],
+)
+def test_a_finished_trainings_checkpoints_are_removed_once_dvc_has_kept_what_it_made_and_merges_it(
+    start: Start, workspace: Path, tmp_path: Path, stage: str, by_dvc: bool, left: list[str]
 ) -> None:
     """Below the repository that DVC names, of that recipe alone."""
     of_recipe = tmp_path / "repository/.bakeoff/checkpoints/r1-llm-only"
@@ -214,10 +222,35 @@ def test_a_finished_trainings_checkpoints_are_removed_once_it_has_ended_well(
         (folder / "lock").touch()
         if folder.name == "finished":
             (folder / "finished").touch()
-    (workspace / "stages/train.py").write_text(f"import sys; sys.exit({code})")
-    assert start("train", "r1-llm-only", DVC_ROOT=str(tmp_path / "repository")).wait() == int(code)
+    (workspace / f"stages/{stage}.py").write_text("")
+    of_dvc = {"DVC_STAGE": f"{stage}@r1-llm-only"} if by_dvc else {}
+    assert start(stage, "r1-llm-only", DVC_ROOT=str(tmp_path / "repository"), **of_dvc).wait() == 0
     assert sorted(path.name for path in of_recipe.iterdir()) == left
     assert other.exists()
+
+
+def test_a_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> None:
+    """docker/run has seen whose child it was, before Python took half a second to start."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "stages.kit.containers.launch", "train", "wait"],
+        cwd=workspace,
+        env={**CALLER, "DVC_STAGE": "train@r1", "BAKEOFF_CALLER": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert notes(workspace) == []
+
+
+def test_a_stage_runs_once_at_a_time_also_as_a_process(start: Start, workspace: Path) -> None:
+    (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train wait, outs: [data/x]}}")
+    first = started_and_ready(start, workspace)
+    second = start("train", "wait")
+    _, errors = second.communicate()
+    assert second.returncode == 1
+    assert "train@wait is already running in this workspace; wait for it, or end it" in errors
+    assert notes(workspace).count("ready") == 1
+    first.terminate()
 
 
 def test_an_unknown_engine_is_refused_and_the_known_ones_named(start: Start) -> None:
@@ -363,7 +396,8 @@ def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_
     stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
     (workspace / "stages/train.py").write_text(stage)
     plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": ()}
-    run = StageRun(stage="train", args=(), workspace_dir=workspace, gpus=(), caller=CALLER, terminal=False, **plain)
+    plain |= {"gpus": (), "pipeline": Pipeline()}
+    run = StageRun(stage="train", args=(), workspace_dir=workspace, caller=CALLER, terminal=False, **plain)
     assert ProcessEngine().run(run).code == code
 
 

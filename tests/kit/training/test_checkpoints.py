@@ -159,6 +159,21 @@ def test_those_of_other_trainings_stay_until_their_room_is_taken_the_oldest_firs
         assert (steps_of(other), steps_of(checkpoints)) == ([], [2, 3, 4])
 
 
+def test_a_manifest_that_names_nothing_is_damaged(tmp_path: Path) -> None:
+    checkpoints = interrupted(tmp_path, THIS, 1)
+    (checkpoints.at(1) / MANIFEST).write_text('{"sha256": {}}')
+    assert damage(checkpoints.at(1)) == f"{checkpoints.at(1) / MANIFEST} is damaged: it names no file"
+
+
+def test_what_another_process_works_on_takes_no_room_of_the_others(tmp_path: Path) -> None:
+    idle = interrupted(tmp_path, {"code": "7"}, 70, keep=3)
+    with kept_checkpoints(tmp_path, OTHER, keep=3) as busy:
+        save(busy, 8, 9)
+        with kept_checkpoints(tmp_path, THIS, keep=3) as checkpoints:
+            save(checkpoints, 1)
+        assert (steps_of(idle), steps_of(busy), steps_of(checkpoints)) == ([70], [8, 9], [1])
+
+
 def test_what_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
     with kept_checkpoints(tmp_path, OTHER, keep=1) as other:
         save(other, 5)
@@ -277,7 +292,8 @@ with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as 
     print("held", flush=True)
     sys.stdin.readline()
     checkpoints.begin(7)
-    checkpoints.complete(7, [])
+    (checkpoints.aside(7) / "weights").touch()
+    checkpoints.complete(7, ["weights"])
     if sys.argv[2] == "finishes":
         import shutil
         shutil.rmtree(checkpoints.folder)

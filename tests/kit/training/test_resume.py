@@ -272,6 +272,22 @@ def test_signals_of_one_wish_are_one_and_a_later_one_ends_it_at_once(
     assert sent == [(os.getpid(), number)]
 
 
+def test_nobody_who_reads_what_is_said_is_no_error(tmp_path: Path) -> None:
+    """`dvc repro 2>&1 | tee log`, and Ctrl-C ends tee first; a terminal that was closed is the same."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with asked_to_end() as request:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(writer)
+    assert request.number == signal.SIGHUP
+
+
 def test_nohup_is_heeded() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
