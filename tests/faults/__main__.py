@@ -56,7 +56,7 @@ def main(count: int, seed: int, only: int | None, kinds: tuple[str, ...]) -> Non
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
     if not kinds:
         raise click.ClickException("nothing is left to do")
-    root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-"))
+    root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-")).resolve()  # processes are found by where they work
     results: dict[int, Result] = {}
     began = time.monotonic()
     try:

@@ -48,6 +48,8 @@ RUN_CACHE = ".dvc/cache/runs"
 DVC_STUMBLES = "join() argument must be str"
 """What DVC 3.67 ends with after it was killed between making a folder of its run cache and filling it. It names the
 stage, and not what is damaged; `make verify` does."""
+DVC_IS_AT_WORK = ("Unable to acquire lock", "is busy, it is being blocked by")
+"""What one DVC 3.67 says of another: of the repository's lock, and of the one on an output."""
 
 
 @dataclass
@@ -247,7 +249,7 @@ def two_at_once(trial: Trial) -> Outcome:
     other_log.unlink()
     for ended in (first, second):
         require_good_manners(ended)
-        if ended.code != 0 and "lock" not in ended.said:
+        if ended.code != 0 and not any(words in ended.said for words in DVC_IS_AT_WORK):
             raise Wrong(f"`{ended.command}` ended with {ended.code}, and not for the lock: {ended.said[-300:]}")
     if first.code != 0 and second.code != 0:
         raise Wrong("neither of the two ended well")
@@ -314,30 +316,32 @@ def _keep(folder: Path) -> None:
 
 # Something is damaged.
 
+BASE, DATA = "data/bases/vlm", "data/prepared/nutrition-tables"
+PLAN, TRAINED, MERGED = (f"data/runs/{RECIPE}/{name}" for name in ("plan.yaml", "trained", "merged"))
 READ_BY = {
-    "data/bases/vlm": (TRAIN, f"merge@{RECIPE}"),
-    "data/prepared/nutrition-tables": (TRAIN, TARGET),
-    f"data/runs/{RECIPE}/trained": (f"merge@{RECIPE}",),
-    f"data/runs/{RECIPE}/merged": (TARGET,),
+    BASE: (TRAIN, f"merge@{RECIPE}"),
+    DATA: (TRAIN, TARGET),
+    PLAN: (TRAIN,),
+    TRAINED: (f"merge@{RECIPE}",),
+    MERGED: (TARGET,),
 }
 """Outputs, and stages that read them."""
-MODELS = tuple(output for output in READ_BY if "prepared" not in output)
 
 
 def truncate_a_model(trial: Trial) -> Outcome:
-    return _damaged(trial, MODELS, "*.safetensors", _cut)
+    return _damaged(trial, (BASE, TRAINED, MERGED), "*.safetensors", _cut)
 
 
 def flip_a_byte_of_the_base(trial: Trial) -> Outcome:
-    return _damaged(trial, MODELS[:1], "*", _flip)
+    return _damaged(trial, (BASE,), "*", _flip)
 
 
 def flip_a_byte_of_a_result(trial: Trial) -> Outcome:
-    return _damaged(trial, MODELS[1:], "*", _flip)
+    return _damaged(trial, (PLAN, TRAINED, MERGED), "*", _flip)
 
 
 def flip_a_byte_of_the_data(trial: Trial) -> Outcome:
-    return _damaged(trial, ("data/prepared/nutrition-tables",), "*", _flip)
+    return _damaged(trial, (DATA,), "*", _flip)
 
 
 def _cut(content: bytes, draw: random.Random) -> bytes:
@@ -361,11 +365,9 @@ def _damaged(
     linked = trial.draw.random() < 0.5
     workspace = trial.finished(reader)
     if linked:  # as DVC leaves it where it has brought something back, on most disks
-        shutil.rmtree(trial.folder / output)
-        require_success(workspace.dvc("checkout", output))
+        require_success(workspace.shell(f"rm -rf {output} && dvc checkout {output}"))
     require_success(workspace.dvc("status", "-q", TARGET))  # from now on DVC knows times and sizes
-    files = sorted(path for path in (trial.folder / output).rglob(pattern) if path.is_file() and path.stat().st_size)
-    path = trial.draw.choice(files)
+    path = trial.draw.choice(_files(trial.folder / output, pattern))
     trial.moment = f"{path.relative_to(trial.folder)}{' and its link in the cache' if linked else ''}"
     _write(path, change(path.read_bytes(), trial.draw), linked=linked)
     return _found_and_mended(trial, output, reader)
@@ -378,16 +380,20 @@ def flip_a_byte_of_the_cache(trial: Trial) -> Outcome:
     workspace = trial.finished(reader)
     require_success(workspace.dvc("status", "-q", TARGET))
     spread = trial.draw.random() < 0.5
-    files = sorted(path for path in (trial.folder / output).rglob("*") if path.is_file() and path.stat().st_size)
-    path = trial.draw.choice(files)
+    path = trial.draw.choice(_files(trial.folder / output, "*"))
     (twin,) = (each for each in (trial.folder / ".dvc/cache/files/md5").glob("??/*") if _same(each, path))
     trial.moment = f"of {path.relative_to(trial.folder)}{', and checked out' if spread else ''}"
     _write(twin, _flip(twin.read_bytes(), trial.draw), linked=False)
     if not spread:
         return _verified_and_mended(trial, [output])
-    shutil.rmtree(trial.folder / output)
-    require_success(workspace.dvc("checkout", output))
+    require_success(workspace.shell(f"rm -rf {output} && dvc checkout {output}"))
     return _found_and_mended(trial, output, reader)
+
+
+def _files(output: Path, pattern: str) -> list[Path]:
+    """Those of an output that have a byte to damage."""
+    files = [output] if output.is_file() else sorted(output.rglob(pattern))
+    return [path for path in files if path.is_file() and path.stat().st_size]
 
 
 def _same(one: Path, other: Path) -> bool:

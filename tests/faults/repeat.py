@@ -1,17 +1,19 @@
 """Runs a whole tiny pipeline in two clones at different paths, one of them killed again and again, and compares them.
 
 Reads   this checkout, as it is now
-Writes  to a temporary folder, which stays only where the two differ
+Writes  to a temporary folder, which stays only where something was WRONG
 Run     make repeat TASK=detection KILLS=20 SEED=1
 
 Nobody disturbs the first. In the second every process gets SIGKILL at random moments of its stages, and the same
-command is given again. All that the stages wrote there has to be the same, byte for byte, times and memory aside;
-`make verify` has to find it as recorded, and DVC up to date. Ends with 1 where one of these is not so.
+command is given again, which has to go on from what a training has saved. All that the stages wrote there has to be the
+same, byte for byte, times and memory aside; `make verify` has to find it as recorded, and DVC up to date. Where one of
+these is not so, or a command fails, that is WRONG, and it ends with 1.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,15 +22,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
 import psutil
-from ruamel.yaml import YAML
 
 from stages.kit.containers.pipeline import declared_stages
-from tests.faults.judge import Wrong, require_same_end, require_success
-from tests.faults.workspaces import CannotRun, Workspace, clone_checkout, make_environment, workspace_in
+from tests.faults.judge import Wrong, require_same_end, require_success, verify_commands
+from tests.faults.kinds import DVC_STUMBLES
+from tests.faults.workspaces import (
+    CannotRun,
+    Ended,
+    Workspace,
+    clone_checkout,
+    make_environment,
+    tiny_params,
+    workspace_in,
+)
 
 LIMIT_S = 3600
 """Of one run of the pipeline, which takes some ten minutes."""
@@ -39,10 +50,10 @@ KEPT_EACH_STEPS = 20
 @click.command(help=__doc__)
 @click.option("--task", default="detection", show_default=True, help="Of which the pipeline is.")
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=0), help="How many.")
-@click.option("--seed", default=0, show_default=True, help="Of the moments.")
+@click.option("--seed", default=0, show_default=True, help="Of the moments; what stages take counts too.")
 def main(task: str, kills: int, seed: int) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    root = Path(tempfile.mkdtemp(prefix="bakeoff-repeat-"))
+    root = Path(tempfile.mkdtemp(prefix="bakeoff-repeat-")).resolve()  # processes are found by where they work
     try:
         same = compare_two_runs(root, f"compare@{task}", kills, random.Random(f"moments {seed}"), click.echo)
     except CannotRun as error:
@@ -66,12 +77,14 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
     )
     for workspace in (first, second):
         clone_checkout(workspace.folder)
-        _save_often(workspace.folder / "params.yaml")
+        with tiny_params(workspace.folder) as params:
+            params["checkpoints"].update(every_minutes=None, every_steps=KEPT_EACH_STEPS)
     seconds = run_undisturbed(first, target)
     say(f"undisturbed: {sum(seconds.values()):.0f} s, {len(seconds)} stages")
     stages = list(seconds)
     drawn = sorted(draw.choices(stages, list(seconds.values()), k=kills), key=stages.index)
-    run_killed(second, target, [(stage, draw.random() * seconds[stage]) for stage in drawn], say)
+    moments = [(stage, draw.random() * seconds[stage]) for stage in drawn]
+    num_killed = run_killed(second, target, stages, moments, say)
     for workspace in (first, second):
         require_success(workspace.verify())
         require_success(workspace.dvc("status", "-q", "--with-deps", target))
@@ -79,47 +92,109 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
     ran = [name for name, outs in written.items() if all((first.folder / out).exists() for out in outs)]
     same = require_same_end(second.folder, first.folder, [out for name in ran for out in written[name]])
     return (
-        f"the SAME: {len(ran)} stages, {len(same.equal)} files byte for byte, {len(same.measured)} but for times and "
-        f"memory, {same.size_bytes / 2**20:.0f} MiB"
+        f"the SAME, killed {num_killed} times: {len(ran)} stages, {len(same.equal)} files byte for byte, "
+        f"{len(same.measured)} but for times and memory, {same.size_bytes / 2**20:.0f} MiB"
     )
 
 
 def run_undisturbed(workspace: Workspace, target: str) -> dict[str, float]:
-    """Seconds that each stage took, in their order. Raises CannotRun where the pipeline fails."""
+    """Seconds that each stage took, in their order. Raises CannotRun where the pipeline fails, or none is seen."""
     seconds: dict[str, float] = {}
     ended = workspace.dvc("repro", target, meanwhile=lambda process: seconds.update(_watched(workspace, process)))
     if ended.code != 0:
         raise CannotRun(f"the undisturbed pipeline itself fails:\n{ended.said[-2000:]}")
+    if not seconds:
+        raise CannotRun(
+            f"no stage was seen at work in {workspace.folder}, so none could be killed:\n{ended.said[-2000:]}"
+        )
     return seconds
 
 
 def run_killed(
-    workspace: Workspace, target: str, moments: Sequence[tuple[str, float]], say: Callable[[str], None]
-) -> None:
-    """Bring about the target although all is killed at each of these moments: so many seconds into a stage, or where
-    it is through by then. Raises Wrong where it does not come about.
+    workspace: Workspace,
+    target: str,
+    stages: Sequence[str],
+    moments: Sequence[tuple[str, float]],
+    say: Callable[[str], None],
+) -> int:
+    """Bring about the target although all is killed at each of these moments: so many seconds into a stage, or as soon
+    as a later one runs.
+
+    stages: all of them, in their order. Returns how many kills came. Raises Wrong where the target does not come about,
+    or a training does not go on from what it saved.
     """
-    began, went_on = time.monotonic(), 0
-    for number, (stage, moment_s) in enumerate(moments, start=1):
-
-        def kill(process: subprocess.Popen[bytes], stage: str = stage, moment_s: float = moment_s) -> None:
-            reached = False
-            for now, seconds in _watched(workspace, process):
-                reached = reached or now == stage
-                if reached and (now != stage or seconds >= moment_s):
-                    workspace.kill_all()
-                    return
-
-        ended = workspace.dvc("repro", target, meanwhile=kill)
-        went_on += "goes on from step" in ended.said
-        came = ended.code == -signal.SIGKILL
-        say(f"  {number:2}  {stage:<28}  after {moment_s:4.1f} s{'' if came else '; never came'}")
-        if not came:
+    began, num_killed, num_resumed = time.monotonic(), 0, 0
+    stage, saved_step = "", 0  # that was running when all was killed last
+    for number, (drawn, moment_s) in enumerate(moments, start=1):
+        later = stages[stages.index(drawn) + 1 :]
+        ended = _repro(workspace, target, say, meanwhile=partial(_kill_in, workspace, drawn, moment_s, later))
+        num_resumed += _went_on(ended, stage, saved_step)
+        found = "never came"
+        if ended.code == -signal.SIGKILL:
+            num_killed += 1
+            *_, stage = _said_by_stage(ended)
+            saved_step = _saved_step(workspace, stage)
+            found = f"in {stage}{f', saved at step {saved_step}' if saved_step else ''}"
+        else:
             require_success(ended)
-    ended = workspace.dvc("repro", target)
+        say(f"  {number:2}  {drawn:<28}  after {moment_s:4.1f} s  {found}")
+    ended = _repro(workspace, target, say)
     require_success(ended)
-    went_on += "goes on from step" in ended.said
-    say(f"killed: {time.monotonic() - began:.0f} s; a training went on from a checkpoint {went_on} times")
+    num_resumed += _went_on(ended, stage, saved_step)
+    say(
+        f"killed {num_killed} times in {time.monotonic() - began:.0f} s; "
+        f"a training went on from a checkpoint {num_resumed} times"
+    )
+    return num_killed
+
+
+def _kill_in(
+    workspace: Workspace, drawn: str, moment_s: float, later: Sequence[str], process: subprocess.Popen[bytes]
+) -> None:
+    for now, seconds in _watched(workspace, process):
+        if now in later or (now == drawn and seconds >= moment_s):
+            workspace.kill_all()
+            return
+
+
+def _repro(
+    workspace: Workspace,
+    target: str,
+    say: Callable[[str], None],
+    *,
+    meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> Ended:
+    """Where DVC stumbles over what a killed one left, what `make verify` names is done, and the same command given."""
+    ended = workspace.dvc("repro", target, meanwhile=meanwhile)
+    if DVC_STUMBLES not in ended.said:
+        return ended
+    for command in verify_commands(workspace.verify()):
+        say(f"      DVC's own fault, mended as make verify says: {command}")
+        require_success(workspace.shell(command))
+    return workspace.dvc("repro", target, meanwhile=meanwhile)
+
+
+def _said_by_stage(ended: Ended) -> dict[str, str]:
+    """What each stage said that DVC ran, by its name."""
+    _, *names_and_words = re.split(r"^Running stage '(.+)':$", ended.said, flags=re.MULTILINE)
+    return dict(zip(names_and_words[::2], names_and_words[1::2], strict=True))
+
+
+def _saved_step(workspace: Workspace, stage: str) -> int:
+    """Of the newest checkpoint of a training; 0 where there is none, or the stage is something else."""
+    kind, _, recipe = stage.partition("@")
+    found = (workspace.folder / ".bakeoff/checkpoints" / recipe).glob("*/step-*") if kind == "train" else ()
+    return max((int(path.name.removeprefix("step-")) for path in found), default=0)
+
+
+def _went_on(ended: Ended, stage: str, saved_step: int) -> bool:
+    """Whether the training did, from this step. Raises Wrong where it began anew."""
+    said = _said_by_stage(ended).get(stage, "")
+    went_on = f"goes on from step {saved_step} " in said
+    # Killed again before its first step it has not said.
+    if saved_step and said and not went_on and (ended.code == 0 or re.search(r"\bstep \d+/\d", said)):
+        raise Wrong(f"{stage} was saved at step {saved_step}, and did not go on from there: {said[-400:]}")
+    return went_on
 
 
 def _watched(workspace: Workspace, process: subprocess.Popen[bytes]) -> Iterator[tuple[str, float]]:
@@ -134,13 +209,6 @@ def _watched(workspace: Workspace, process: subprocess.Popen[bytes]) -> Iterator
         if stage:
             yield stage, time.monotonic() - began
         time.sleep(0.1)
-
-
-def _save_often(path: Path) -> None:
-    yaml = YAML()
-    raw = yaml.load(path)
-    raw["checkpoints"].update(every_minutes=None, every_steps=KEPT_EACH_STEPS)
-    yaml.dump(raw, path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The tool's own judgement: what it has to call wrong, it does. No pipeline runs here."""
 
+import inspect
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dvc import lock, rwlock
 
 from tests.faults import moment
 from tests.faults.__main__ import deck, tally
@@ -21,7 +23,7 @@ from tests.faults.judge import (
     require_whole,
     verify_commands,
 )
-from tests.faults.kinds import KINDS, _cut, _flip, _write
+from tests.faults.kinds import DVC_IS_AT_WORK, KINDS, _cut, _files, _flip, _write
 from tests.faults.workspaces import Ended, Workspace
 
 OUTPUTS = ("data/runs/r1/trained", "data/runs/r1/training.json")
@@ -140,6 +142,19 @@ def test_damage_keeps_time_and_mode_and_a_linked_file_is_damaged_in_all_its_plac
     assert twin.read_bytes() == before
     for each in (path, twin):
         assert (each.stat().st_mtime_ns, each.stat().st_mode & 0o777) == (5, 0o444)
+
+
+def test_an_output_is_damaged_where_it_has_a_byte(tmp_path: Path) -> None:
+    for name, content in {"plan.yaml": b"a", "trained/b": b"b", "trained/a/a": b"a", "trained/empty": b""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert _files(tmp_path / "plan.yaml", "*") == [tmp_path / "plan.yaml"]
+    assert _files(tmp_path / "trained", "*") == [tmp_path / "trained/a/a", tmp_path / "trained/b"]
+
+
+def test_the_words_for_a_lock_are_those_of_dvc() -> None:
+    for words, module in zip(DVC_IS_AT_WORK, (lock, rwlock), strict=True):
+        assert words in inspect.getsource(module)
 
 
 @pytest.fixture

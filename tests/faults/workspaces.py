@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
@@ -112,33 +113,41 @@ class Workspace:
             log.flush()
             began = log.tell()
             process = self.start(command, log)
+            hung = threading.Event()
+
+            def end() -> None:
+                hung.set()
+                self.kill_all()
+
+            deadline = threading.Timer(self.limit_s, end)
+            deadline.start()
             try:
                 if meanwhile is not None:
                     meanwhile(process)
-                code: int | None = process.wait(self.limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-                os.killpg(process.pid, 9)
+                process.wait()
             finally:
-                left = self.wait_for_the_rest(0 if process.poll() is None else GRACE_S)
-            process.wait()
+                deadline.cancel()
+                deadline.join()
+                left = self.wait_for_the_rest(0 if hung.is_set() or process.poll() is None else GRACE_S)
             log.seek(began)
             said = log.read().decode("utf-8", errors="replace")
-        return Ended(command=shown, code=code, said=said, left_running=left)
+        return Ended(command=shown, code=None if hung.is_set() else process.returncode, said=said, left_running=left)
 
     def wait_for_the_rest(self, seconds: float) -> tuple[str, ...]:
         """Wait until nobody works in the workspace; whoever still does is killed, and returned."""
         until = time.monotonic() + seconds
         while (running := list(self.processes())) and time.monotonic() < until:
             time.sleep(0.05)
-        names = tuple(" ".join(process.cmdline()[-3:]) for process in running if process.is_running())
+        names = []
         for process in running:
-            process.kill()
+            with suppress(psutil.Error):  # it has ended meanwhile
+                names.append(" ".join(process.cmdline()[-3:]))
+                process.kill()
         psutil.wait_procs(running)
-        return names
+        return tuple(names)
 
     def kill_all(self) -> None:
-        """All at once, as where the power fails: nobody is left to hear of another's end."""
+        """All in the workspace at once, as where the power fails: nobody is left to hear of another's end."""
         running = list(self.processes())
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in running:
@@ -214,7 +223,7 @@ def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
     environment = {**make_environment(root), "OMP_NUM_THREADS": "1"}
     workspace = workspace_in(root / "workspace", environment)
     clone_checkout(workspace.folder)
-    _make_small(workspace.folder / "params.yaml")
+    _make_small(workspace.folder)
     (root / "before").mkdir()
     seconds: dict[str, float] = {}
     changes: dict[tuple[str, str], list[Change]] = {}
@@ -254,7 +263,7 @@ def make_environment(root: Path) -> dict[str, str]:
     """
     if shutil.which("git") is None:
         raise CannotRun("git is not installed")
-    venv_dir = root / "venv"
+    venv_dir, no_config_dir = root / "venv", root / "no-config"
     venv.create(venv_dir, symlinks=True)
     (site_dir,) = venv_dir.glob("lib/python*/site-packages")
     own = sysconfig.get_path("purelib")
@@ -264,6 +273,7 @@ def make_environment(root: Path) -> dict[str, str]:
     dvc = venv_dir / "bin/dvc"
     dvc.write_text(f'#!/bin/sh\nexec "{python}" -m dvc "$@"\n', encoding="utf-8")
     dvc.chmod(0o755)
+    no_config_dir.mkdir()
     checked = subprocess.run([python, "-m", "dvc", "--version"], cwd=root, capture_output=True, text=True, check=False)
     if checked.returncode != 0:
         raise CannotRun(f"dvc does not run with {sys.executable}; make setup installs it:\n{checked.stderr}")
@@ -275,13 +285,16 @@ def make_environment(root: Path) -> dict[str, str]:
         "VIRTUAL_ENV": str(venv_dir),
         "BAKEOFF_ENGINE": "process",
         "OMP_WAIT_POLICY": "PASSIVE",
+        # A person's own may have all their clones share a cache.
+        "DVC_GLOBAL_CONFIG_DIR": str(no_config_dir),
+        "DVC_SYSTEM_CONFIG_DIR": str(no_config_dir),
         "DVC_NO_ANALYTICS": "1",
         "HF_HUB_OFFLINE": "1",
     }
 
 
 def clone_checkout(folder: Path) -> None:
-    """Commits are shared with this checkout; what it has of uncommitted and unignored files goes along.
+    """Commits are shared with this checkout; what it has of uncommitted and unignored files, staged or not, goes along.
 
     Raises CannotRun where git cannot.
     """
@@ -293,8 +306,9 @@ def clone_checkout(folder: Path) -> None:
         return ended.stdout
 
     git("clone", "--quiet", "--shared", str(ROOT), str(folder))
-    listed = git("ls-files", "-z", "--modified", "--deleted", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
+    changed = git("diff", "--name-only", "--no-renames", "-z", "HEAD")
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard")
+    for name in filter(None, (changed + untracked).split("\0")):
         place = folder / name
         place.unlink(missing_ok=True)
         if (ROOT / name).is_file():
@@ -302,18 +316,27 @@ def clone_checkout(folder: Path) -> None:
             shutil.copy(ROOT / name, place)
 
 
-def _make_small(path: Path) -> None:
-    """Few samples and steps, each second step saved."""
-    yaml = YAML()
+@contextmanager
+def tiny_params(folder: Path) -> Iterator[Any]:
+    """params.yaml of a workspace, to be changed: of the tiny profile, and with nobody told, whatever it was here."""
+    yaml, path = YAML(), folder / "params.yaml"
     raw = yaml.load(path)
-    tiny = raw["profiles"]["tiny"]
-    tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 4, "seed": 1}
-    tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
-    tiny["memory"]["micro_batch"] = 2
-    tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
-    raw["checkpoints"].update(every_minutes=None, every_steps=2)
-    raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
+    raw["profile"] = "tiny"
+    raw["tracking"]["wandb"] = False
+    yield raw
     yaml.dump(raw, path)
+
+
+def _make_small(folder: Path) -> None:
+    """Few samples and steps, each second step saved."""
+    with tiny_params(folder) as raw:
+        tiny = raw["profiles"]["tiny"]
+        tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 4, "seed": 1}
+        tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+        tiny["memory"]["micro_batch"] = 2
+        tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
+        raw["checkpoints"].update(every_minutes=None, every_steps=2)
+        raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
 
 
 def _copy(source: Path, folder: Path) -> None:
