@@ -187,7 +187,8 @@ def _disturbed(trial: Trial, stage: str, first: Ended, *, came: bool, whole: boo
         require_good_manners(second)
         return _verified_and_mended(trial, [RUN_CACHE])
     require_success(second)
-    if saved and "goes on from step" not in second.said:
+    began = f"Running stage '{TRAIN}'" in second.said
+    if saved and began and "goes on from step" not in second.said:
         raise Wrong("there were checkpoints, and the training began anew")
     trial.ends_as_the_reference(stage)
     return Outcome.UNDISTURBED
