@@ -22,15 +22,14 @@ def require_dvc_at_rest(workspace_dir: Path) -> None:
 
 
 def _at_work(tmp_dir: Path) -> Iterator[str]:
-    """As DVC 3.67 tells other processes of its own (dvc/lock.py, dvc/rwlock.py): the first of these is locked but while
-    a stage runs, the other one names who reads or writes a path, then too."""
-    if (lock_path := tmp_dir / "lock").is_file():
+    """As DVC 3.67 finds others of its kind (dvc/lock.py, dvc/rwlock.py)."""
+    if (lock_path := tmp_dir / "lock").is_file():  # locked, except while a stage runs
         with lock_path.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield lock.read().strip() or "unknown"
-    if (rwlock_path := tmp_dir / "rwlock").is_file():  # JSON; it may be half written
+    if (rwlock_path := tmp_dir / "rwlock").is_file():  # who uses which path, also then; JSON, and maybe half written
         yield from filter(_is_dvc, re.findall(r'"pid": (\d+)', rwlock_path.read_text(encoding="utf-8")))
 
 

@@ -107,8 +107,9 @@ def check_records(holdings: Holdings, damages: Damages) -> None:
             now = holdings.content(output)
             if now is not None and now != digest and not damages.touch(output):
                 damages.blame(shown, f"tells of {output} with content {short(digest)}, which now holds {short(now)}")
-    made = {path: (record.stage, digest) for _, record in _told(holdings) for path, digest in record.outputs.items()}
-    for shown, record in _told(holdings):
+    told = _told(holdings)
+    made = {path: (record.stage, digest) for _, record in told for path, digest in record.outputs.items()}
+    for shown, record in told:
         for path, digest in record.inputs.items():
             stage, left = made.get(path, ("", digest))
             if left != digest and not damages.touch(path):

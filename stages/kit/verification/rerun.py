@@ -152,7 +152,7 @@ def _launch(aside_dir: Path, arguments: list[str], stage: DeclaredStage) -> int:
     """Run the stage by its launcher, to its end; who asks this process to end, asks the stage."""
     environment = {name: value for name, value in os.environ.items() if name not in _KEEP_OUT}
     # The launcher then ends with whoever called it, as with dvc.
-    environment["DVC_STAGE"] = stage.name
+    environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
     with forwarded_signals() as signals:
         process = subprocess.Popen(
             [sys.executable, "-m", "stages.kit.containers.launch", *arguments],
