@@ -696,6 +696,7 @@ def test_a_cache_that_cannot_be_written_to_is_refused_in_words(workspace: Path) 
         restore(found.restorable)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
 def test_a_disk_that_is_full_is_told_in_words(workspace: Path) -> None:
     with Path("/dev/full").open("w") as full:
         said = subprocess.run(
