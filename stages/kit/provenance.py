@@ -9,6 +9,7 @@ depends on it but its task's comparison, which shows it.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, field
 from pathlib import Path
@@ -119,7 +120,7 @@ def write_provenance(provenance: Provenance, path: Path) -> None:
 
 def read_provenance(path: Path) -> Provenance:
     """Raises UserError where it is missing or damaged."""
-    return read_json(Provenance, path, mend=f"dvc repro -f -s {path.stem}")
+    return read_json(Provenance, path, mend=f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}")
 
 
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:

@@ -13,6 +13,7 @@ from tests.faults.workspaces import Ended
 TRACEBACK = "Traceback (most recent call last):\n"
 KEPT_DIRS = ("data", ".bakeoff/checkpoints")
 """Where nothing may lie beside what an undisturbed run leaves."""
+NAMES = ("the reference", "the workspace")
 
 
 class Outcome(StrEnum):
@@ -30,7 +31,7 @@ def require_same_end(folder: Path, reference: Path, outputs: Sequence[str]) -> C
 
     outputs: paths relative to either. Returns what is the same. Raises Wrong.
     """
-    comparison = compare_outputs(reference, folder, tuple(outputs))
+    comparison = compare_outputs(reference, folder, tuple(outputs), names=NAMES)
     if comparison.different:
         name, where = next(iter(comparison.different.items()))
         raise Wrong(f"other bytes in {len(comparison.different)} files, in {name} first: {where}")
@@ -44,7 +45,7 @@ def require_whole(folder: Path, reference: Path, outputs: Iterable[str]) -> None
     for output in outputs:
         if not (folder / output).exists():
             continue
-        if different := compare_outputs(reference, folder, (output,)).different:
+        if different := compare_outputs(reference, folder, (output,), names=NAMES).different:
             name, where = next(iter(different.items()))
             raise Wrong(f"half published: {name}: {where}")
 
@@ -92,7 +93,8 @@ def last_words(ended: Ended) -> str:
 
 def _commands(said: str) -> Iterator[str]:
     """`dvc repro -f -s STAGE` and its like."""
-    for match in re.finditer(r"(?:rebuild it with|mend it with|run): (dvc (?:repro|checkout)[\w@./ -]*)", said):
+    command = r"(?:rm -f [\w@./-]+ && )?dvc (?:repro|checkout)[\w@./ -]*"
+    for match in re.finditer(rf"(?:rebuild it with|mend it with|run): ({command})", said):
         yield re.sub(r" (?:ERROR|Error).*", "", match[1]).strip()
 
 

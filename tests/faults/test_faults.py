@@ -65,7 +65,7 @@ def test_other_bytes_are_wrong(reference: Path, folder: Path, output: str) -> No
 def test_what_is_missing_is_wrong_in_the_end_and_whole_on_the_way(reference: Path, folder: Path) -> None:
     shutil.rmtree(folder / "data/runs/r1/trained")
     require_whole(folder, reference, OUTPUTS)
-    with pytest.raises(Wrong, match=r"weights first: only in the workspace"):
+    with pytest.raises(Wrong, match=r"weights first: only in the reference"):
         require_same_end(folder, reference, OUTPUTS)
     (folder / "data/runs/r1/trained").mkdir()
     with pytest.raises(Wrong, match="half published"):
@@ -105,6 +105,9 @@ def test_a_refusal_names_what_is_damaged_and_a_command() -> None:
     said = "Error: data/bases/vlm was recorded with 1, but now holds 2; rebuild it with: dvc repro -f -s base@vlm"
     noise = "\nERROR: failed to reproduce 'train@r1': exited with 1"
     assert refusal_commands(ended(said + noise, code=1), ["data/bases/vlm"]) == ["dvc repro -f -s base@vlm"]
+    mend = "rm -f data/p/r1.json && dvc checkout data/p/r1.json"
+    of_record = ended(f"Error: data/p/r1.json is damaged: x; rebuild it with: {mend}{noise}", code=1)
+    assert refusal_commands(of_record, ["data/p/r1.json"]) == [mend]
     with pytest.raises(Wrong, match="names none of data/prepared"):
         refusal_commands(ended(said, code=1), ["data/prepared"])
     with pytest.raises(Wrong, match="names no command"):

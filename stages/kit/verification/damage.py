@@ -34,8 +34,7 @@ class Damages:
 
     def in_order(self) -> tuple[Damage, ...]:
         """That of the pipeline: what lies further down is made from what lies above it."""
-        outputs = self.holdings.store.outputs
-        order = {output.path: position for position, output in enumerate(outputs)}
+        order = {out: position for position, out in enumerate(self.holdings.store.declared)}
         return tuple(sorted(self._by_path.values(), key=lambda damage: order.get(damage.path, len(order))))
 
     def add(self, path: str, found: Iterable[str], mend: str) -> None:
@@ -47,22 +46,25 @@ class Damages:
 
     def blame(self, path: str, what: str) -> None:
         """Say more of an output that is damaged; or, where DVC has it just as it is, leave it to its stage to mend."""
-        outputs = self.holdings.store.outputs
-        owner = next((output.path for output in outputs if is_within(path, output.path)), path)
+        owner = next((out for out in self.holdings.store.declared if is_within(path, out)), path)
         before = self._by_path.get(owner)
         if before is None:
             self.add(owner, [what], self._rebuild(owner))
         else:
             self._by_path[owner] = replace(before, found=(*before.found, what))
 
-    def miss(self, path: str, what: str) -> None:
-        """Something that is not here, and that other things here are made of."""
-        outputs = self.holdings.store.outputs
-        cached = any(output.md5 in self.holdings.store.objects for output in outputs if is_within(path, output.path))
+    def miss(self, path: str, role: str, of: str) -> None:
+        """Something that is not here, and that something else here has as its base, its certificate and so on."""
+        store = self.holdings.store
+        what = f"is not here, though it is the {role} of {of}"
         if self.touch(path):
             self.blame(path, what)
+        elif any(output.md5 in store.objects for output in store.outputs if is_within(path, output.path)):
+            self.add(path, [what], f"dvc checkout {shlex.quote(path)}")
+        elif store.stage_of(path):
+            self.add(path, [what], self._rebuild(path))
         else:
-            self.add(path, [what], f"dvc checkout {shlex.quote(path)}" if cached else self._rebuild(path))
+            self.blame(of, f"its {role} {path} is not here, and no stage makes that; where you have it, put it there")
 
     def _rebuild(self, path: str) -> str:
         stage = self.holdings.store.stage_of(path)

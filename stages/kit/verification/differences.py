@@ -37,13 +37,18 @@ class Comparison:
     """Of all that was compared, on one side."""
 
 
-def compare_outputs(ours: Path, theirs: Path, outputs: tuple[str, ...]) -> Comparison:
-    """Compare the same outputs in two workspaces. What a message says first is of `ours`."""
+def compare_outputs(
+    ours: Path, theirs: Path, outputs: tuple[str, ...], *, names: tuple[str, str] = ("the first", "the second")
+) -> Comparison:
+    """Compare the same outputs in two workspaces. What a message says first is of `ours`.
+
+    names: of the two, for what only one of them has.
+    """
     equal, measured, different, size_bytes = [], [], {}, 0
     for name in sorted({file for folder in (ours, theirs) for output in outputs for file in _files(folder, output)}):
         one, other = ours / name, theirs / name
         if not (one.is_file() and other.is_file()):
-            different[name] = f"only in {'the workspace' if one.is_file() else 'what came out now'}"
+            different[name] = f"only in {names[0] if one.is_file() else names[1]}"
             continue
         size_bytes += one.stat().st_size
         if filecmp.cmp(one, other, shallow=False):
@@ -74,15 +79,15 @@ def first_difference(one: Path, other: Path) -> str:
         if one.suffix == ".json":
             return next(_in_json(without_measured(one), without_measured(other), ""), "spaces, or the order of keys")
         return _in_lines(one.read_bytes().decode("utf-8"), other.read_bytes().decode("utf-8"))
-    except (ValueError, KeyError, TypeError, OSError):  # pyarrow's errors are some of these
+    except (ValueError, KeyError, TypeError, OSError, csv.Error):  # pyarrow's errors are some of these
         return _in_bytes(one, other)
 
 
 def is_trace(path: Path) -> bool:
     if path.suffix != ".csv" or not path.is_file():
         return False
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        return set(TRACE_COLUMNS) <= set(next(csv.reader(file), []))
+    with path.open(encoding="utf-8", errors="replace") as file:  # of a damaged file, csv may refuse the first line
+        return set(TRACE_COLUMNS) <= set(file.readline().rstrip("\n").split(","))
 
 
 def _in_trace(one: Path, other: Path) -> str:
@@ -157,7 +162,11 @@ def _in_json(one: Any, other: Any, path: str) -> Iterator[str]:
     """Dotted path and values of what differs; of two that JSON takes for one, such as 1 and 1.0, too."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
-            yield from _in_json(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+            place = f"{path}.{key}" if path else str(key)
+            if key in one and key in other:
+                yield from _in_json(one[key], other[key], place)
+            else:
+                yield f"{place} is only in one of the two"
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for index, (value, against) in enumerate(zip(one, other, strict=True)):
             yield from _in_json(value, against, f"{path}[{index}]")

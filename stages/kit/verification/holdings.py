@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, Lineage, combined_digest, digested_files, read_lineage
 from stages.kit.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.kit.verification.hashing import Algorithm, FileDigests, hash_files
-from stages.kit.verification.store import Recorded, Store, listing_object, read_listing
+from stages.kit.verification.store import Recorded, Store, read_listing
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Holdings:
             path: _read(read_provenance, path) for path in self._visible(f"{Path(PROVENANCE_DIR).name}/**/*.json")
         }
         """Likewise, by file."""
+        self._model_files = {folder: digested_files(folder) for folder in self.lineages}
         self.certificates = [*self._visible("runs/*/merge.json"), *self._visible("builds/*.json")]
 
         def begin_with(size_bytes: int) -> None:
@@ -76,7 +78,7 @@ class Holdings:
             except (OSError, ValueError, KeyError, TypeError):
                 pass
         here = self.listing(output.path)
-        return here if here and listing_object(here)[0] == output.md5 else None
+        return here if here and output.agrees_with(here) else None
 
     def content(self, path: str) -> str | None:
         """The digest of what lies at a path, as lineages and records have it; None where that cannot be read."""
@@ -84,8 +86,13 @@ class Holdings:
         if place not in self.lineages:
             files = {name: self.digests[file].sha256 for name, file in self.files(path).items()}
             return files.get("") or (combined_digest(files) if files and all(files.values()) else None)
-        files = {file.relative_to(place).as_posix(): self.digests[file].sha256 for file in digested_files(place)}
+        files = {file.relative_to(place).as_posix(): self.digests[file].sha256 for file in self._model_files[place]}
         return combined_digest(files) if all(files.values()) else None
+
+    def record(self, stage: DeclaredStage) -> Provenance | None:
+        """What the launcher wrote down of the stage; None where that is not here, or cannot be read."""
+        found = self.records.get(self.workspace_dir / (stage.provenance or ""))
+        return found if isinstance(found, Provenance) else None
 
     def lineage(self, folder: Path) -> Lineage | None:
         found = self.lineages.get(folder)
@@ -111,8 +118,8 @@ class Holdings:
         want("md5", *self.store.objects.values())
         for recorded in (*self.store.outputs, *self.store.sources):
             want("md5", *self.files(recorded.path).values())
-        for folder in self.lineages:
-            want("sha256", *digested_files(folder))
+        for files in self._model_files.values():
+            want("sha256", *files)
         for record in self.records.values():
             for path in record.outputs if isinstance(record, Provenance) else ():
                 if self.workspace_dir / path not in self.lineages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ def check_outputs(holdings: Holdings, damages: Damages) -> tuple[Restorable, int
     """Returns what can be put back into the cache, and how many outputs are neither here nor there."""
     restorable: Restorable = {}
     absent = 0
+    ahead = set(_ahead_of_lock(holdings))
     for output in holdings.store.outputs:
         here = holdings.listing(output.path)
         if not here and output.md5 not in holdings.store.objects:
@@ -29,7 +30,11 @@ def check_outputs(holdings: Holdings, damages: Damages) -> tuple[Restorable, int
         wrong = list(_wrong_objects(holdings, output))
         elsewhere = {digest: _elsewhere(holdings, digest, here) for digest in wrong}
         restorable |= {holdings.store.object_path(digest): found for digest, found in elsewhere.items() if found}
-        if unlike or wrong:
+        if unlike and output.stage in ahead and not wrong:
+            newer = f"is newer than dvc.lock, and what the record of {output.stage} tells of: dvc was ended too early"
+            keep = f"or, where nothing that it is made of was changed since: dvc commit -f {output.stage}"
+            damages.add(output.path, [newer], f"dvc repro {output.stage}  # {keep}")
+        elif unlike or wrong:
             found = [*unlike, *_in_cache(holdings, wrong)]
             can_be_had = holdings.expected(output) is not None and all(elsewhere.values()) and holdings.store.has_cache
             mend = _bring_back(output, wrong) if can_be_had else _make_anew(holdings, damages, output, wrong)
@@ -37,20 +42,18 @@ def check_outputs(holdings: Holdings, damages: Damages) -> tuple[Restorable, int
     return restorable, absent
 
 
-def check_sources(holdings: Holdings, damages: Damages) -> None:
-    """Data that stages read and none makes."""
-    readers: dict[str, list[str]] = {}
-    for source in holdings.store.sources:
-        here = holdings.listing(source.path)
-        now = listing_object(here)[0] if source.is_folder else here.get("")
-        if now != source.md5:
-            readers.setdefault(source.path, []).append(source.stage)
-    for path, stages in readers.items():
-        damages.add(
-            path,
-            [f"is not what {', '.join(stages)} read"],
-            f"git checkout -- {shlex.quote(path)}  # or, where it was changed on purpose: dvc repro {' '.join(stages)}",
-        )
+def check_lock(holdings: Holdings, damages: Damages) -> None:
+    """Does dvc.lock know what dvc.yaml declares? An output that is no longer declared stays in it, and harms nobody."""
+    store = holdings.store
+    found: dict[str, list[str]] = {}
+    for path, stage in store.unlocked.items():
+        instead = [entry.path for entry in store.undeclared if entry.stage == stage]
+        if instead or holdings.files(path):
+            others = f", but {some(instead)}, which dvc.yaml does not declare" if instead else ""
+            found.setdefault(stage, []).append(f"has {stage} without {path}{others}")
+    if found:
+        said = [*(line for lines in found.values() for line in lines), "it is older than dvc.yaml, or damaged"]
+        damages.add("dvc.lock", said, f"dvc repro {' '.join(found)}")
 
 
 def check_rest_of_cache(holdings: Holdings, damages: Damages) -> None:
@@ -67,16 +70,34 @@ def check_rest_of_cache(holdings: Holdings, damages: Damages) -> None:
             damages.add(holdings.shown(folder), [found], f"rm -rf {damages.quoted([folder])}")
 
 
+def _ahead_of_lock(holdings: Holdings) -> Iterator[str]:
+    """Stages that were run again to their end, whereupon DVC was killed: their records, other ones than dvc.lock has,
+    tell of just what is here. Where nothing but the record differs, that may as well be what is damaged."""
+    for stage in holdings.store.stages:
+        outputs = [output for output in holdings.store.outputs if output.stage == stage.name]
+        changed = {output.path for output in outputs if not output.agrees_with(holdings.listing(output.path))}
+        record = holdings.record(stage)
+        if record is not None and stage.provenance in changed and len(changed) > 1:
+            told = record.outputs.items()
+            if {path for path, digest in told if holdings.content(path) == digest} == set(stage.written):
+                yield stage.name
+
+
 def _unlike(holdings: Holdings, output: Recorded) -> Iterator[str]:
     """How what is here differs from what dvc.lock has."""
-    here, expected = holdings.listing(output.path), holdings.expected(output)
+    expected = holdings.expected(output)
     if expected is None:
         yield "holds something else than dvc.lock has of it"
-        return
-    differing = [name for name, md5 in expected.items() if here.get(name, md5) != md5]
-    others = [_described(holdings, output.path, name) for name in differing]
+    else:
+        yield from differing(holdings, output.path, expected, of="dvc.lock")
+
+
+def differing(holdings: Holdings, path: str, expected: Mapping[str, str], *, of: str) -> Iterator[str]:
+    """How what is at a path differs from what it should be. expected: MD5 by name. of: who has it so."""
+    here = holdings.listing(path)
+    others = [_described(holdings, path, name) for name, md5 in expected.items() if here.get(name, md5) != md5]
     if others:
-        yield f"holds other bytes than dvc.lock has{': ' if any(others) else ''}{some(others)}"
+        yield f"holds other bytes than {of} has{': ' if any(others) else ''}{some(others)}"
     if lacking := [name for name in expected if name not in here]:
         yield f"lacks {some(lacking)}"
     if added := [name for name in here if name not in expected]:

@@ -13,6 +13,7 @@ from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, Lineage, short
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.mixture.certificate import read_build_certificate
+from stages.kit.provenance import Provenance
 from stages.kit.verification.damage import Damages
 from stages.kit.verification.holdings import Holdings, one_line
 
@@ -50,7 +51,7 @@ def _check_parents(holdings: Holdings, damages: Damages, folder: Path) -> None:
         parent_shown = holdings.shown(parent_dir)
         now = holdings.lineage(parent_dir)
         if not (parent_dir / LINEAGE_FILE).is_file():
-            damages.miss(parent_shown, f"is not here, though it is the {role} of {shown}")
+            damages.miss(parent_shown, role, of=shown)
         elif now is not None and now != parent.lineage and not damages.touch(parent_shown):
             other = f"holds {short(now.digest)}" if now.digest != parent.lineage.digest else "has another lineage"
             was = f"its {role} was {parent_shown} with content {short(parent.lineage.digest)}"
@@ -77,7 +78,7 @@ def check_certificates(holdings: Holdings, damages: Damages) -> None:
         lineage = holdings.lineage(folder)
         if lineage is not None and lineage.kind in ("merged", "built") and folder not in certified_dirs:
             path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
-            damages.miss(holdings.shown(path), f"is not here, though {holdings.shown(folder)} is")
+            damages.miss(holdings.shown(path), "certificate", of=holdings.shown(folder))
 
 
 def _certificate(path: Path) -> tuple[Path, Callable[[Path], tuple[str, list[str]]]]:
@@ -96,13 +97,27 @@ def _of_build(path: Path) -> tuple[str, list[str]]:
 
 
 def check_records(holdings: Holdings, damages: Damages) -> None:
-    """Each tells of outputs that are still what it tells of."""
-    for path, record in holdings.records.items():
-        shown = holdings.shown(path)
-        if isinstance(record, str):
-            damages.blame(shown, record)
+    """Each tells of outputs that are as it says, and of inputs that were as the record of their stage says."""
+    for file, found in holdings.records.items():
+        shown = holdings.shown(file)
+        if isinstance(found, str):
+            damages.blame(shown, found)
             continue
-        for output, digest in record.outputs.items():
+        for output, digest in found.outputs.items():
             now = holdings.content(output)
             if now is not None and now != digest and not damages.touch(output):
                 damages.blame(shown, f"tells of {output} with content {short(digest)}, which now holds {short(now)}")
+    told = _told(holdings)
+    made = {path: (record.stage, digest) for _, record in told for path, digest in record.outputs.items()}
+    for shown, record in told:
+        for path, digest in record.inputs.items():
+            stage, left = made.get(path, ("", digest))
+            if left != digest and not damages.touch(path):
+                read = f"tells that {path} had content {short(digest)} when it was read, and {stage} left {short(left)}"
+                damages.blame(shown, f"{read}: it was damaged then, or has been made again since")
+
+
+def _told(holdings: Holdings) -> list[tuple[str, Provenance]]:
+    """(path, record) of each stage that there still is."""
+    found = [(stage.provenance, holdings.record(stage)) for stage in holdings.store.stages]
+    return [(shown, record) for shown, record in found if shown is not None and record is not None]

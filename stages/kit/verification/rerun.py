@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,16 +19,17 @@ from ruamel.yaml import YAML
 
 from stages.kit.containers.launch import source_of
 from stages.kit.containers.pipeline import DeclaredStage, declared_stages
+from stages.kit.containers.process import forwarded_signals
+from stages.kit.containers.witness import SEEN_BY_STAGES
 from stages.kit.errors import UserError, listed
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import Params
 from stages.kit.provenance import Provenance, read_provenance
+from stages.kit.signals import heeded
 from stages.kit.verification.differences import Comparison, compare_outputs
 
 ASIDE_DIR = Path(".bakeoff/verify")
 """In the workspace: on the file system of the inputs, so that they need no copy."""
-
-CODE = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml")
 
 _KEEP_OUT = ("DVC_ROOT", "PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH")
 """Of the caller's environment: what would lead the launcher away from where it is."""
@@ -53,13 +56,15 @@ def rerun(workspace_dir: Path, name: str) -> Rerun:
             f"{name} cannot be compared: of its inputs and outputs these are not here:\n{listed(missing)}\n"
             f"bring them with: dvc checkout; or make them with: dvc repro {name}"
         )
-    with workspace_aside(workspace_dir, stage) as aside_dir:
+    before = _record(workspace_dir, stage)  # first: whether it is damaged is to be known before hours have passed
+    with _ending_as_after_ctrl_c(), workspace_aside(workspace_dir, stage) as aside_dir:
         _, *arguments = stage.command.split()
         code = _launch(aside_dir, arguments, stage)
         if code != 0:
             raise UserError(f"{name} failed when it was run again, with exit code {code}; its own message is above")
-        comparison = compare_outputs(workspace_dir, aside_dir, stage.written)
-        before, now = (_record(folder, stage) for folder in (workspace_dir, aside_dir))
+        names = ("the workspace", "what came out now")
+        comparison = compare_outputs(workspace_dir, aside_dir, stage.written, names=names)
+        now = _record(aside_dir, stage)
     return Rerun(stage=name, comparison=comparison, unlike=tuple(unlike(before, now)))
 
 
@@ -83,13 +88,12 @@ def workspace_aside(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]
     """
     params = load_params(workspace_dir / "params.yaml")
     source = _folder_source(stage, params)
-    (workspace_dir / ASIDE_DIR).mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=workspace_dir / ASIDE_DIR, prefix=f"{stage.name}-", ignore_cleanup_errors=True) as root:
+    with _folder_aside(workspace_dir / ASIDE_DIR, stage.name) as root:
         # A source may be named as `../photographs`, and the name is part of the result: so it has to lead there.
         ups = os.path.normpath(source).split("/").count("..")
-        aside_dir = Path(root, *("up" for _ in range(ups)), "workspace")
+        aside_dir = root.joinpath(*("up" for _ in range(ups)), "workspace")
         aside_dir.mkdir(parents=True)
-        for name in CODE:
+        for name in SEEN_BY_STAGES:
             _link_or_copy(workspace_dir / name, aside_dir / name, copy=True)
         for path in stage.inputs("data"):
             _link_or_copy(workspace_dir / path, aside_dir / path)
@@ -104,6 +108,23 @@ def workspace_aside(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]
         if params.tracking.wandb:
             _switch_tracking_off(aside_dir / "params.yaml")
         yield aside_dir
+
+
+@contextmanager
+def _folder_aside(aside_dir: Path, name: str) -> Iterator[Path]:
+    """A folder of its own, removed in the end; so is what killed runs left, whose locks nobody holds any more."""
+    aside_dir.mkdir(parents=True, exist_ok=True)
+    for lock_path in aside_dir.glob("*/.lock"):
+        with suppress(BlockingIOError, FileNotFoundError), lock_path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_path.parent, ignore_errors=True)
+    with (
+        TemporaryDirectory(dir=aside_dir, prefix=f"{name}-", ignore_cleanup_errors=True) as root,
+        Path(root, ".locking").open("a") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(root, ".locking").rename(Path(root, ".lock"))  # so that nobody sees it unlocked
+        yield Path(root)
 
 
 def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
@@ -128,20 +149,31 @@ def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
 
 
 def _launch(aside_dir: Path, arguments: list[str], stage: DeclaredStage) -> int:
-    """Run the stage by its launcher, to its end; an interrupt reaches it by itself."""
+    """Run the stage by its launcher, to its end; who asks this process to end, asks the stage."""
     environment = {name: value for name, value in os.environ.items() if name not in _KEEP_OUT}
     # The launcher then ends with whoever called it, as with dvc.
-    environment["DVC_STAGE"] = stage.name
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stages.kit.containers.launch", *arguments],
-        cwd=aside_dir,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-    try:
+    environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
+    with forwarded_signals() as signals:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stages.kit.containers.launch", *arguments],
+            cwd=aside_dir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # a Ctrl-C reaches it once, from here
+        )
+        signals.forward_to(process)
         return process.wait()
+
+
+@contextmanager
+def _ending_as_after_ctrl_c() -> Iterator[None]:
+    """Whoever asks this process to end, and however: what it has put aside is removed first."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded()}
+    try:
+        yield
     finally:
-        process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:

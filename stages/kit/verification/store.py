@@ -19,6 +19,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from voluptuous import Invalid
 
 from stages.kit.containers.pipeline import DeclaredStage, declared_stages
 from stages.kit.errors import UserError
@@ -41,13 +42,21 @@ class Recorded:
     def is_folder(self) -> bool:
         return self.md5.endswith(".dir")
 
+    def agrees_with(self, files: Mapping[str, str]) -> bool:
+        """Whether that is what lay at the path. files: MD5 by name; the name of a file itself is ""."""
+        return self.md5 == (listing_object(files)[0] if self.is_folder else files.get(""))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
     stages: tuple[DeclaredStage, ...]
     """As dvc.yaml declares them, each after those that it depends on."""
     outputs: tuple[Recorded, ...]
-    """In the same order."""
+    """Those that dvc.yaml declares, in the same order."""
+    undeclared: tuple[Recorded, ...]
+    """Those that it does not, of stages that it does."""
+    unlocked: Mapping[str, str]
+    """Outputs that dvc.yaml declares and dvc.lock does not have: by path, the stage, which it does have."""
     sources: tuple[Recorded, ...]
     """Data that stages read and none writes."""
     objects: Mapping[str, Path]
@@ -58,6 +67,11 @@ class Store:
     """None where the workspace is not DVC's."""
     repo: Any
     """DVC's own view of the workspace; None where it has none."""
+
+    @property
+    def declared(self) -> Iterator[str]:
+        """The outputs of dvc.yaml, each after those that it is made of."""
+        return (out for stage in self.stages for out in stage.outs)
 
     @property
     def has_cache(self) -> bool:
@@ -101,8 +115,10 @@ def read_store(workspace_dir: Path) -> Store:
     stages = tuple(_in_order(_stages(workspace_dir)))
     lock = _read_lock(workspace_dir / "dvc.lock")
     written = {out for stage in stages for out in stage.outs}
-    outputs = [entry for stage in stages for entry in _recorded(stage.name, lock.get(stage.name, {}).get("outs", []))]
+    locked = [entry for stage in stages for entry in _recorded(stage.name, lock.get(stage.name, {}).get("outs", []))]
     read = [entry for stage in stages for entry in _recorded(stage.name, lock.get(stage.name, {}).get("deps", []))]
+    declared = [(stage.name, out) for stage in stages if stage.name in lock for out in stage.outs]
+    known = {(entry.stage, entry.path) for entry in locked}
     sources = [
         dep for dep in read if dep.path.startswith("data/") and not any(overlap(dep.path, out) for out in written)
     ]
@@ -115,7 +131,9 @@ def read_store(workspace_dir: Path) -> Store:
                 objects[path.parent.name + path.name] = path
     return Store(
         stages=stages,
-        outputs=tuple(outputs),
+        outputs=tuple(entry for entry in locked if (entry.stage, entry.path) in declared),
+        undeclared=tuple(entry for entry in locked if (entry.stage, entry.path) not in declared),
+        unlocked={out: stage for stage, out in declared if (stage, out) not in known},
         sources=tuple(sources),
         objects=objects,
         run_cache=tuple(sorted(cache_dir.parents[1].glob("runs/*/*"))) if cache_dir is not None else (),
@@ -189,16 +207,19 @@ def _in_order(stages: list[DeclaredStage]) -> Iterator[DeclaredStage]:
 
 
 def _read_lock(path: Path) -> dict[str, Any]:
-    try:
-        stages = YAML(typ="safe").load(path)["stages"]
-    except FileNotFoundError:
+    """What it has of each stage, in the shape that DVC itself requires."""
+    if not path.exists():
         return {}
-    except (YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+
+    try:
+        stages: dict[str, Any] = COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(path))["stages"]
+    except (OSError, YAMLError, ValueError, Invalid, KeyError) as error:
         raise UserError(
             f"{path} is damaged: {error}; bring back the committed one with: git checkout dvc.lock; or remove it, and "
             f"`dvc repro` takes what it knows from its run cache"
         ) from None
-    return dict(stages)
+    return stages
 
 
 def _recorded(stage: str, entries: list[dict[str, Any]]) -> Iterator[Recorded]:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.errors import counted
+from stages.kit.errors import UserError, counted
 from stages.kit.lineage import Lineage
+from stages.kit.verification.at_work import require_dvc_at_rest
 from stages.kit.verification.damage import Damage, Damages
 from stages.kit.verification.holdings import Holdings
-from stages.kit.verification.kept_by_dvc import Restorable, check_outputs, check_rest_of_cache, check_sources
+from stages.kit.verification.kept_by_dvc import Restorable, check_lock, check_outputs, check_rest_of_cache
+from stages.kit.verification.kept_by_git import check_sources
 from stages.kit.verification.kept_by_us import check_certificates, check_lineages, check_records
 from stages.kit.verification.store import read_store
 
@@ -43,21 +45,25 @@ def verify(
 
     Needs no git, no cache, and not all of the pipeline: what is not there is not damaged, unless something is there
     that was made of it. begin, advance: are told how many bytes there are to read, and that so many more were.
-    Raises UserError where dvc.yaml or dvc.lock cannot be read.
+    Raises UserError where dvc.yaml or dvc.lock cannot be read, or while DVC is at work here.
     """
+    require_dvc_at_rest(workspace_dir)
     store = read_store(workspace_dir)
     holdings = Holdings(workspace_dir, store, begin=begin, advance=advance)
     damages = Damages(holdings)
     restorable, absent = check_outputs(holdings, damages)
+    check_lock(holdings, damages)
     check_sources(holdings, damages)
     check_rest_of_cache(holdings, damages)
     check_lineages(holdings, damages)
     check_certificates(holdings, damages)
     check_records(holdings, damages)
+    if found := damages.in_order():
+        require_dvc_at_rest(workspace_dir)  # it may have begun meanwhile
     lineages = [lineage for lineage in holdings.lineages.values() if isinstance(lineage, Lineage)]
     roots = {lineage.root().digest for lineage in lineages}
     return Verification(
-        damages=damages.in_order(),
+        damages=found,
         checked={
             "file": len(holdings.digests),
             "output": len(store.outputs) - absent,
@@ -75,14 +81,23 @@ def verify(
 
 
 def restore(restorable: Restorable) -> None:
-    """Put objects back into DVC's cache, each whole, and read-only as DVC has them."""
+    """Put objects back into DVC's cache, each whole, and read-only as DVC has them.
+
+    Raises UserError where one cannot be written.
+    """
     for place, source in restorable.items():
-        place.parent.mkdir(parents=True, exist_ok=True)
         aside = place.with_name(f".{place.name}.partial")
-        aside.unlink(missing_ok=True)
-        if isinstance(source, bytes):
-            aside.write_bytes(source)
-        else:
-            shutil.copyfile(source, aside)
-        aside.chmod(0o444)
-        aside.replace(place)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            aside.unlink(missing_ok=True)
+            if isinstance(source, bytes):
+                aside.write_bytes(source)
+            else:
+                shutil.copyfile(source, aside)
+            aside.chmod(0o444)
+            aside.replace(place)
+        except OSError as error:
+            raise UserError(
+                f"{place} cannot be put back: {error.strerror}; where the disk is full or the cache read-only, make "
+                f"room for it or have it writable, and type the same command again"
+            ) from None

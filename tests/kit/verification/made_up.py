@@ -10,9 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
 from stages.kit.lineage import content_digest, verified_lineage, write_lineage
@@ -28,7 +30,7 @@ stages:
     do:
       cmd: python -m tests.kit.verification.made_up base ${item}
       deps: [data/source]
-      outs: [data/bases/vlm]
+      outs: ["data/provenance/base@${item}.json", data/bases/vlm]
   train:
     foreach: ${recipes}
     do:
@@ -89,20 +91,26 @@ def base(name: str) -> None:
         shutil.copy("data/source/config.json", folder)
         save_file(weights(0), folder / "model.safetensors")
         write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
+    of_base = record(f"base@{name}", ["data/source"], [f"data/bases/{name}"])
+    write_provenance(of_base, Path(f"data/provenance/base@{name}.json"))
 
 
 def train(name: str) -> None:
     base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
     with published(run_dir / "trained") as folder:
         (folder / "adapter").mkdir()
-        save_file(weights(1), folder / "adapter/adapter_model.safetensors")
+        seed = YAML(typ="safe").load(Path("params.yaml"))["recipes"][name]["seed"]
+        save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
         (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
         write_lineage(
             folder, kind="trained", name=name, parents={"base": (base_dir, verified_lineage(base_dir, mend=""))}
         )
     (run_dir / "training").mkdir(exist_ok=True)
-    (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 0.5}))
-    write_provenance(record_of_training(name), Path(f"data/provenance/detection/train@{name}.json"))
+    (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
+    outputs = [f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json"]
+    write_provenance(
+        record(f"train@{name}", ["data/bases/vlm"], outputs), Path(f"data/provenance/detection/train@{name}.json")
+    )
 
 
 def merge(name: str) -> None:
@@ -133,13 +141,13 @@ def good_certificate(name: str, digest: str) -> Certificate:
     )
 
 
-def record_of_training(name: str) -> Provenance:
-    outputs = (f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json")
+def record(stage: str, inputs: list[str], outputs: list[str]) -> Provenance:
+    now = datetime.now(UTC).isoformat()
     return Provenance(
-        stage=f"train@{name}",
-        command=f"docker/run train {name}",
-        started="2026-11-21T09:00:00+00:00",
-        ended="2026-11-21T09:00:01+00:00",
+        stage=stage,
+        command=f"docker/run {stage.replace('@', ' ')}",
+        started=now,
+        ended=now,
         seconds=1.5,
         commit=None,
         changed=[],
@@ -149,7 +157,7 @@ def record_of_training(name: str) -> Provenance:
         plan=None,
         seed=1,
         attempt=0,
-        inputs={},
+        inputs={path: content_digest(Path(path)) for path in inputs},
         outputs={path: content_digest(Path(path)) for path in outputs},
         engine="process",
         image=None,

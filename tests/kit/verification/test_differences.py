@@ -108,7 +108,8 @@ def test_a_trace_says_at_which_step_two_trainings_part(pair: tuple[Path, Path], 
     ("one", "other", "said"),
     [
         ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, "a.b[1]: 2 against 3"),
-        ({"a": 1}, {"a": 1, "c": 2}, "c: None against 2"),
+        ({"a": {}}, {"a": {"c": 2}}, "a.c is only in one of the two"),
+        ({"a": None}, {}, "a is only in one of the two"),
         ({"a": 1}, {"a": 1.0}, "a: 1 against 1.0"),
         ({"a": [1]}, {"a": [1, 2]}, "a: [1] against [1, 2]"),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "spaces, or the order of keys"),
@@ -149,10 +150,17 @@ def test_files_that_only_one_of_them_has_are_named_by_their_side(pair: tuple[Pat
     (pair[1] / "out").mkdir()
     (pair[0] / "out/a").write_text("a")
     (pair[1] / "out/b").write_text("b")
-    assert compare_outputs(*pair, ("out", "absent")).different == {
-        "out/a": "only in the workspace",
-        "out/b": "only in what came out now",
+    assert compare_outputs(*pair, ("out", "absent"), names=("this", "that")).different == {
+        "out/a": "only in this",
+        "out/b": "only in that",
     }
+
+
+@pytest.mark.parametrize("damaged", ["x" * 200_000, f"step,loss,grad_norm\n1,{'x' * 200_000},0x1p+0\n", "\0", ""])
+def test_a_trace_that_is_none_any_more_is_compared_as_what_it_is(pair: tuple[Path, Path], damaged: str) -> None:
+    for one, other in ((TRACE, damaged), (damaged, TRACE)):
+        assert difference(pair, "trace.csv", one, other)
+        assert compare_outputs(*pair, ("trace.csv",)).different.keys() == {"trace.csv"}
 
 
 def test_large_files_are_compared_to_their_end(pair: tuple[Path, Path]) -> None:

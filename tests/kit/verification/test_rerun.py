@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from stages.kit.errors import UserError
 from stages.kit.verification.rerun import find_stage, rerun, workspace_aside
 from stages.verify import main
+from tests.closure import ROOT
 from tests.kit.containers.small_checkout import small_checkout
 
 NAME = "train@r1-llm-only"
@@ -35,6 +40,9 @@ rows = [f"{step},{loss.hex()},{1.0.hex()}" for step, loss in enumerate(losses, 1
 training = {"train_seconds": time.time(), "final_loss": losses[-1]}
 (run / "training/training.json").write_text(json.dumps(training))
 (run / "trained/weights.bin").write_text(repr(losses))
+if os.environ.get("OMP_SLEEPS"):
+    pathlib.Path("asleep").write_text(str(os.getpid()))
+    time.sleep(100)
 if os.environ.get("OMP_FAILS"):
     raise SystemExit(3)
 """
@@ -172,6 +180,55 @@ def test_a_stage_that_fails_when_it_is_run_again_is_no_comparison(
     with pytest.raises(UserError, match=f"{NAME} failed when it was run again, with exit code 3"):
         rerun(workspace, NAME)
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_who_ends_it_ends_the_stage_and_nothing_is_left(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_SLEEPS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-P", "-m", "stages.verify", "--rerun", NAME]
+    process = subprocess.Popen(command, cwd=workspace, stderr=subprocess.PIPE, text=True)
+    while not (asleep := [*workspace.glob(".bakeoff/verify/*/workspace/asleep")]) or not asleep[0].read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    stage = int(asleep[0].read_text())
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"{NAME} failed when it was run again, with exit code 143" in " ".join(said.split())
+    assert not psutil.pid_exists(stage)
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_who_ends_it_while_no_stage_runs_leaves_nothing_either(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "stages.kit.verification.rerun.compare_outputs", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        rerun(workspace, NAME)
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(workspace: Path) -> None:
+    left = workspace / ".bakeoff/verify/train-left"
+    (left / "workspace").mkdir(parents=True)
+    (left / ".lock").touch()
+    stage = find_stage(workspace, NAME)
+    with workspace_aside(workspace, stage) as first:
+        assert not left.exists()
+        with workspace_aside(workspace, stage) as second:
+            assert first.exists()
+            assert second.exists()
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_a_damaged_record_is_refused_before_anything_runs(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_FAILS", "1")
+    (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
+    with pytest.raises(UserError, match=r"train@r1-llm-only\.json is damaged: .*dvc checkout"):
+        rerun(workspace, NAME)
 
 
 def test_what_is_not_here_cannot_be_compared(workspace: Path) -> None:

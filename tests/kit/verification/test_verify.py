@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zc.lockfile import LockFile
 
 from stages.kit.errors import UserError
 from stages.kit.lineage import read_lineage, write_lineage
@@ -29,7 +32,7 @@ from stages.kit.models.mixture.certificate import (
 from stages.kit.verification.damage import RESTORE
 from stages.kit.verification.verify import restore, verify
 from tests.closure import ROOT
-from tests.kit.verification.made_up import make_workspace, run
+from tests.kit.verification.made_up import ENVIRONMENT, make_workspace, run
 
 ADAPTER = "data/runs/r1/trained/adapter/adapter_model.safetensors"
 
@@ -104,13 +107,13 @@ def test_a_healthy_workspace_is_healthy_wherever_it_lies(workspace: Path, linked
     assert found.damages == ()
     assert (found.absent, found.has_cache) == (0, True)
     assert found.checked == {
-        "file": 12 + 14,
-        "output": 6,
-        "cached object": 14,
+        "file": 13 + 15,
+        "output": 7,
+        "cached object": 15,
         "model folder": 3,
         "root of them": 1,
         "certificate": 1,
-        "record": 1,
+        "record": 2,
     }
     assert verify(linked).damages == ()
 
@@ -296,12 +299,60 @@ def test_a_folder_that_a_killed_dvc_left_empty_in_its_run_cache_is_named_and_dvc
 
 
 def test_changed_sources_are_named_with_who_read_them(workspace: Path) -> None:
+    """Without git nobody has what they were."""
     flip(workspace / "data/source/config.json")
     path, found, command = only_damage(workspace)
     assert (path, found) == ("data/source", "is not what base@vlm read")
-    assert command.startswith("git checkout -- data/source")
+    assert command.startswith("dvc repro base@vlm  # or put back what it was")
     (workspace / "data/source/config.json").unlink()
     assert only_damage(workspace)[0] == "data/source"
+
+
+GIT = "git -c user.name=me -c user.email=me@here"
+
+
+@pytest.fixture
+def in_git(workspace: Path) -> Path:
+    run(workspace, f"git init -q && git add data/source && {GIT} commit -q -m first")
+    return workspace
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("echo >> data/source/config.json", "holds other bytes than git has: config.json"),
+        ("echo >> data/source/config.json && git add data/source", "holds other bytes than git has: config.json"),
+        ("rm data/source/config.json", "lacks config.json"),
+        ("touch data/source/notes~", "has notes~ besides"),
+        ("touch data/source/notes~ && git add data/source", "has notes~ besides"),
+        ("touch data/source/notes~ && echo '*~' > .gitignore", "has notes~ besides"),
+    ],
+)
+def test_files_of_a_changed_source_are_named_and_brought_back_where_git_has_what_was_read(
+    in_git: Path, damage: str, said: str
+) -> None:
+    run(in_git, damage)
+    path, found, command = only_damage(in_git)
+    assert (path, found) == ("data/source", f"is not what base@vlm read; {said}")
+    assert command.endswith("# or, where it was changed on purpose: dvc repro base@vlm")
+    mend(in_git, command)
+
+
+def test_what_git_never_had_is_not_removed_because_of_what_lies_beside_it(in_git: Path) -> None:
+    """Photographs, put there by hand: one of them is damaged, and git would call all of them strays."""
+    run(in_git, "touch data/source/photo data/source/other && dvc repro -q")
+    assert verify(in_git).damages == ()
+    (in_git / "data/source/photo").write_text("damaged")
+    _, found, command = only_damage(in_git)
+    assert found == "is not what base@vlm read"
+    assert "git" not in command
+
+
+def test_a_source_that_was_committed_anew_is_read_anew(in_git: Path) -> None:
+    run(in_git, f"echo >> data/source/config.json && {GIT} commit -qam second")
+    assert only_damage(in_git)[2].startswith("dvc repro base@vlm")
+    run(in_git, "dvc repro")
+    assert verify(in_git).damages == ()
 
 
 def test_a_certificate_of_other_content_is_worth_nothing(unknown_to_dvc: Path) -> None:
@@ -328,12 +379,12 @@ def test_what_dvc_has_just_as_it_is_is_left_to_its_stage_to_mend(workspace: Path
 
 
 def test_a_build_is_held_to_its_certificate(tmp_path: Path) -> None:
-    built = tmp_path / "data/builds/moe"
-    built.mkdir(parents=True)
-    (built / "config.json").write_text("{}")
-    lineage = write_lineage(built, kind="built", name="moe", source={"random": "tiny"})
-    base = replace(lineage, kind="base")
-    write_lineage(tmp_path / "data/builds/moe", kind="built", name="moe", parents={"base": (tmp_path / "gone", base)})
+    base_dir, built = tmp_path / "data/bases/vlm", tmp_path / "data/builds/moe"
+    for folder in (base_dir, built):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    base = write_lineage(base_dir, kind="base", name="vlm", source={"random": "tiny"})
+    lineage = write_lineage(built, kind="built", name="moe", parents={"base": (base_dir, base)})
     routing = RoutingByLayer(
         tokens=1, first_by_layer=[], weight_by_layer=[], entropy_by_layer=[], first=[], weight=[], entropy=0.0
     )
@@ -350,16 +401,19 @@ def test_a_build_is_held_to_its_certificate(tmp_path: Path) -> None:
         domains={"a": domain},
     )
     path = tmp_path / "data/builds/moe.json"
-    assert {damage.path for damage in verify(tmp_path).damages} == {"gone", "data/builds/moe.json"}
+    (tmp_path / "dvc.yaml").write_text("stages: {build: {cmd: none, outs: [data/builds/moe, data/builds/moe.json]}}")
+    (tmp_path / "params.yaml").write_text("{}")
+    assert only_damage(tmp_path)[0] == "data/builds/moe.json"
     write_build_certificate(good, path)
-    assert {damage.path for damage in verify(tmp_path).damages} == {"gone"}
+    assert verify(tmp_path).damages == ()
     for certificate, said in (
         (replace(good, built_digest="0" * 64), "certifies content 000000000000"),
         (replace(good, domains={"a": replace(domain, forced_deviation=1.0)}), "certifies a failure: expert a alone"),
     ):
         write_build_certificate(certificate, path)
-        found = {damage.path: damage.found[0] for damage in verify(tmp_path).damages}
-        assert found["data/builds/moe.json"].startswith(said)
+        where, found, _ = only_damage(tmp_path)
+        assert where == "data/builds/moe.json"
+        assert found.startswith(said)
 
 
 def test_a_lineage_is_walked_to_its_root(unknown_to_dvc: Path) -> None:
@@ -383,11 +437,31 @@ def test_a_base_that_is_gone_is_missed_by_what_was_made_of_it(workspace: Path) -
     assert "though it is the base of data/runs/r1/trained" in found
 
 
+def test_what_lost_a_base_that_no_stage_makes_can_be_ended(workspace: Path) -> None:
+    """Its recipe was renamed, or only a part of data/ was copied."""
+    run(workspace, "mv data/runs/r1 data/runs/r2 && rm -rf data/bases && sed -i s/r1:/r2:/ params.yaml")
+    run(workspace, "rm dvc.lock && sed -i '/data.bases.vlm]/s/data.bases.vlm/data\\/elsewhere/' dvc.yaml")
+    found = {damage.path: damage for damage in verify(workspace).damages}
+    assert found.keys() == {"data/runs/r2/trained", "data/runs/r2/merged"}
+    trained = found["data/runs/r2/trained"]
+    assert trained.found == (
+        "its base data/bases/vlm is not here, and no stage makes that; where you have it, put it there",
+    )
+    assert trained.mend == "dvc repro -f -s train@r2"
+    (workspace / "dvc.yaml").unlink()
+    for _ in range(2):
+        first, *_ = verify(workspace).damages
+        assert first.mend == f"rm -rf {first.path}  # no stage of dvc.yaml makes it"
+        run(workspace, first.mend)
+    # The certificate of what was there.
+    assert [damage.path for damage in verify(workspace).damages] == []
+
+
 def test_a_merged_model_without_its_certificate_is_missed(workspace: Path) -> None:
     (workspace / "data/runs/r1/merge.json").unlink()
     path, found, command = only_damage(workspace)
     assert (path, command) == ("data/runs/r1/merge.json", "dvc checkout data/runs/r1/merge.json")
-    assert found == "is not here, though data/runs/r1/merged is"
+    assert found == "is not here, though it is the certificate of data/runs/r1/merged"
 
 
 def test_a_record_of_other_outputs_is_found_out(unknown_to_dvc: Path) -> None:
@@ -400,6 +474,77 @@ def test_a_record_of_other_outputs_is_found_out(unknown_to_dvc: Path) -> None:
     assert "tells of data/runs/r1/trained with content 222222222222, which now holds" in found
     record.write_text("{")
     assert "is damaged" in only_damage(workspace)[1]
+
+
+def test_a_record_of_another_input_than_its_stage_left_is_found_out(workspace: Path) -> None:
+    """Made of something that was damaged when it was read, and was mended since."""
+    record = workspace / "data/provenance/detection/train@r1.json"
+    edit(record, inputs={"data/bases/vlm": "3" * 64})
+    run(workspace, "dvc commit -q -f train@r1")
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("data/provenance/detection/train@r1.json", "dvc repro -f -s train@r1")
+    assert found.startswith("tells that data/bases/vlm had content 333333333333 when it was read, and base@vlm left ")
+    mend(workspace, command)
+
+
+def test_what_was_not_made_again_after_its_input_was_is_named_with_its_stage(workspace: Path) -> None:
+    """An interrupted `dvc repro`."""
+    (workspace / "data/source/config.json").write_text("[]")
+    run(workspace, "dvc repro base@vlm")
+    found = {damage.path: damage for damage in verify(workspace).damages}
+    record = found["data/provenance/detection/train@r1.json"]
+    assert record.found[0].endswith("it was damaged then, or has been made again since")
+    assert record.mend == found["data/runs/r1/trained"].mend == "dvc repro -f -s train@r1"
+    run(workspace, "dvc repro")
+    assert verify(workspace).damages == ()
+
+
+def test_a_result_that_dvc_had_no_time_to_keep_is_no_damage(workspace: Path) -> None:
+    params = workspace / "params.yaml"
+    params.write_text(params.read_text().replace("seed: 1", "seed: 2"))
+    run(workspace, "python -m tests.kit.verification.made_up train r1")
+    found = [damage for damage in verify(workspace).damages if damage.path != "data/runs/r1/merged"]
+    assert [damage.path for damage in found] == [
+        "data/provenance/detection/train@r1.json",
+        "data/runs/r1/trained",
+        "data/runs/r1/training/training.json",
+    ]
+    assert {damage.found for damage in found} == {
+        ("is newer than dvc.lock, and what the record of train@r1 tells of: dvc was ended too early",)
+    }
+    assert {damage.mend.partition("  # ")[0] for damage in found} == {"dvc repro train@r1"}
+    kept = Path(shutil.copytree(workspace, workspace.with_name("kept")))
+    for folder, command in ((workspace, found[0].mend), (kept, found[0].mend.rpartition(": ")[2])):
+        adapter = (folder / ADAPTER).read_bytes()
+        run(folder, command)
+        assert (folder / ADAPTER).read_bytes() == adapter
+        mend(folder, only_damage(folder)[2])
+
+
+def test_a_damaged_record_beside_intact_outputs_is_brought_back(workspace: Path) -> None:
+    """It is no newer result."""
+    record = workspace / "data/provenance/detection/train@r1.json"
+    edit(record, seconds=2.5)
+    path, _, command = only_damage(workspace)
+    assert command == f"rm -rf {path} && dvc checkout {path}"
+    mend(workspace, command)
+
+
+def test_a_damaged_newer_result_is_not_taken_for_whole(workspace: Path) -> None:
+    params = workspace / "params.yaml"
+    params.write_text(params.read_text().replace("seed: 1", "seed: 2"))
+    run(workspace, "python -m tests.kit.verification.made_up train r1")
+    flip(workspace / ADAPTER)
+    trained = next(damage for damage in verify(workspace).damages if damage.path == "data/runs/r1/trained")
+    assert "holds other bytes than dvc.lock has: adapter/adapter_model.safetensors" in trained.found[0]
+    assert "newer" not in " ".join(trained.found)
+
+
+def test_what_appears_while_everything_is_read_is_nobodys_damage(workspace: Path) -> None:
+    def appear(_: int) -> None:
+        (workspace / "data/runs/r1/trained/late").touch()
+
+    assert verify(workspace, begin=appear).damages == ()
 
 
 def test_only_what_is_there_is_looked_at(workspace: Path) -> None:
@@ -449,11 +594,123 @@ def test_an_empty_workspace_has_nothing_to_verify_and_another_folder_is_none(tmp
     assert "run from the top of the repository" in refused.stderr
 
 
-@pytest.mark.parametrize("text", ["", "stages: [1", "schema: '2.0'\n", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "stages: [1",
+        "schema: '2.0'\n",
+        "\x00",
+        "schema: '2.0'\nstages: 5\n",
+        "schema: '2.0'\nstages: {base@vlm: }\n",
+        "schema: '2.0'\nstages: {base@vlm: {cmd: x, outr: []}}\n",
+        "schema: '2.0'\nstages: {base@vlm: {cmd: x, outs: [{md5: 'a'}]}}\n",
+    ],
+)
 def test_a_damaged_lock_file_is_refused_with_what_brings_it_back(workspace: Path, text: str) -> None:
     (workspace / "dvc.lock").write_text(text)
     with pytest.raises(UserError, match=r"(?s)dvc\.lock is damaged.*git checkout dvc\.lock"):
         verify(workspace)
+
+
+def test_an_output_that_the_lock_file_lost_is_named(workspace: Path) -> None:
+    lock = workspace / "dvc.lock"
+    before, _, after = lock.read_text().partition("    outs:\n    - path: data/bases/vlm\n")
+    lock.write_text(f"{before}    outs:\n    - path: data/bases/vln\n{after}")
+    path, found, command = only_damage(workspace)
+    assert (path, command) == ("dvc.lock", "dvc repro base@vlm")
+    assert found == (
+        "has base@vlm without data/bases/vlm, but data/bases/vln, which dvc.yaml does not declare; "
+        "it is older than dvc.yaml, or damaged"
+    )
+    mend(workspace, command)
+
+
+def test_an_output_that_was_declared_since_is_looked_for_only_once_it_is_there(workspace: Path) -> None:
+    pipeline = workspace / "dvc.yaml"
+    pipeline.write_text(pipeline.read_text().replace("outs: [", "outs: [data/bases/new, "))
+    assert verify(workspace).damages == ()
+    (workspace / "data/bases/new").touch()
+    assert only_damage(workspace)[1] == "has base@vlm without data/bases/new; it is older than dvc.yaml, or damaged"
+    assert only_damage(workspace)[2] == "dvc repro base@vlm"
+
+
+def test_stages_and_outputs_that_are_no_longer_declared_harm_nobody(workspace: Path) -> None:
+    pipeline = workspace / "dvc.yaml"
+    before, _, _ = pipeline.read_text().partition("  merge:")
+    pipeline.write_text(before.partition("      metrics:")[0])
+    (workspace / "data/runs/r1/training/training.json").write_text("another stage's by now")
+    assert [damage.path for damage in verify(workspace).damages] == ["data/provenance/detection/train@r1.json"]
+
+
+def test_while_dvc_is_at_work_nothing_is_called_damaged(workspace: Path) -> None:
+    with (workspace / "dvc.yaml").open("a") as file:
+        file.write("  long:\n    cmd: touch asleep && exec sleep 100\n    outs: [data/long]\n")
+    command = [sys.executable, "-m", "dvc", "repro", "long"]
+    dvc = subprocess.Popen(command, cwd=workspace, env=ENVIRONMENT, start_new_session=True)
+    try:
+        while not (workspace / "asleep").exists():
+            assert dvc.poll() is None
+            time.sleep(0.05)
+        refused = command_line(workspace)
+        assert refused.returncode == 1
+        assert f"dvc is at work in {workspace} (pid {dvc.pid})" in " ".join(refused.stderr.split())
+    finally:
+        os.killpg(dvc.pid, signal.SIGKILL)
+        dvc.wait()
+    assert str(dvc.pid) in (workspace / ".dvc/tmp/rwlock").read_text()
+    assert verify(workspace).damages == ()
+
+
+def test_between_its_stages_dvc_is_at_work_too(workspace: Path) -> None:
+    lock = LockFile(str(workspace / ".dvc/tmp/lock"))
+    with pytest.raises(UserError, match=rf"dvc is at work in .* \(pid {os.getpid()}\)"):
+        verify(workspace)
+    lock.close()
+    assert verify(workspace).damages == ()
+
+
+def test_damage_that_was_found_while_dvc_began_to_work_is_not_told(workspace: Path) -> None:
+    flip(workspace / ADAPTER)
+    locks = []
+    with pytest.raises(UserError, match="dvc is at work"):
+        verify(workspace, begin=lambda _: locks.append(LockFile(str(workspace / ".dvc/tmp/lock"))))
+    locks[0].close()
+
+
+def test_a_number_that_a_killed_dvc_left_and_another_process_has_by_now_is_not_dvc(workspace: Path) -> None:
+    users = {str(workspace / "data/bases/vlm"): {"pid": os.getppid(), "cmd": "dvc repro"}}
+    (workspace / ".dvc/tmp/rwlock").write_text(json.dumps({"write": users}))
+    assert verify(workspace).damages == ()
+    (workspace / ".dvc/tmp/rwlock").write_text('{"wri')
+    assert verify(workspace).damages == ()
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused_in_words(workspace: Path) -> None:
+    missing = cached(workspace, Path(ADAPTER))
+    missing.unlink()
+    found = verify(workspace)
+    shutil.rmtree(missing.parent)
+    missing.parent.touch()  # as root, permissions would not do
+    with pytest.raises(UserError, match=r"cannot be put back: File exists; where the disk is full or the cache"):
+        restore(found.restorable)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_disk_that_is_full_is_told_in_words(workspace: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        said = subprocess.run(
+            [sys.executable, "-m", "stages.verify"],
+            cwd=workspace,
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert said.returncode == 1
+    assert said.stderr.startswith("Error: the disk is full: ")
+    assert "Traceback" not in said.stderr
 
 
 def command_line(workspace: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -468,7 +725,7 @@ def test_the_command_ends_with_0_and_a_tally_or_with_1_and_a_list(workspace: Pat
     assert (healthy.returncode, healthy.stderr) == (0, "")
     (line,) = healthy.stdout.splitlines()
     assert line.startswith("all is as recorded. ")
-    assert "6 outputs, 14 cached objects, 3 model folders, 1 root of them, 1 certificate, 1 record" in line
+    assert "7 outputs, 15 cached objects, 3 model folders, 1 root of them, 1 certificate, 2 records" in line
     flip(workspace / ADAPTER)
     damaged = command_line(workspace)
     assert damaged.returncode == 1
