@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -45,9 +46,9 @@ FUTURE_S = 3600
 PATIENCE_S = 30.0
 """With DVC while no stage runs, before somebody makes room."""
 RUN_CACHE = ".dvc/cache/runs"
-DVC_STUMBLES = "join() argument must be str"
-"""What DVC 3.67 ends with after it was killed between making a folder of its run cache and filling it. It names the
-stage, and not what is damaged; `make verify` does."""
+DVC_STUMBLES = re.compile(r"join\(\) argument must be str|'\S*dvc\.lock' (?:validation failed|is invalid)")
+"""What DVC 3.67 ends with after it was killed between making a folder of its run cache and filling it, or while it
+wrote dvc.lock, into the file itself. What mends that, `make verify` says."""
 DVC_IS_AT_WORK = ("Unable to acquire lock", "is busy, it is being blocked by")
 """What one DVC 3.67 says of another: of the repository's lock, and of the one on an output."""
 
@@ -164,6 +165,15 @@ def kill_while_dvc_keeps(trial: Trial) -> Outcome:
     return _killed_before(trial, stage, "dvc", trial.draw.choice(trial.reference.changes[stage, "dvc"]))
 
 
+def cut_off_the_lock(trial: Trial) -> Outcome:
+    """As a DVC leaves dvc.lock that is killed while it writes it."""
+    workspace = trial.finished(TARGET)
+    path = trial.folder / "dvc.lock"
+    path.write_bytes(content := _cut(path.read_bytes(), trial.draw))
+    trial.moment = f"after {len(content)} bytes"
+    return _disturbed(trial, TARGET, workspace.verify(), came=True)
+
+
 def _killed_before(trial: Trial, stage: str, role: str, change: Change) -> Outcome:
     workspace = trial.before(stage)
     above = {"dvc": 0, "launcher": 0, "stage": trial.draw.choice((0, 0, 0, 1))}[role]
@@ -182,10 +192,10 @@ def _disturbed(trial: Trial, stage: str, first: Ended, *, came: bool, whole: boo
         require_whole(trial.folder, trial.reference.after_dir(stage), trial.written(stage))
     saved = any((trial.folder / ".bakeoff/checkpoints").glob("*/*/step-*"))
     second = trial.workspace.dvc("repro", stage)
-    if DVC_STUMBLES in second.said:
+    if found := DVC_STUMBLES.search(second.said):
         trial.moment += "; DVC's own fault, mended by make verify"
         require_good_manners(second)
-        return _verified_and_mended(trial, [RUN_CACHE])
+        return _verified_and_mended(trial, ["dvc.lock" if "dvc.lock" in found[0] else RUN_CACHE])
     require_success(second)
     began = f"Running stage '{TRAIN}'" in second.said
     if saved and began and "goes on from step" not in second.said:
@@ -464,6 +474,7 @@ KINDS: dict[str, Callable[[Trial], Outcome]] = {
     "damaged checkpoint": damage_the_newest_checkpoint,
     "SIGKILL while publishing": kill_while_publishing,
     "SIGKILL while dvc keeps": kill_while_dvc_keeps,
+    "half of dvc.lock": cut_off_the_lock,
     "SIGTERM at a moment": ask_to_end_at_a_moment,
     "full disk": fill_the_disk,
     "full disk, checkpoints": fill_the_disk_of_checkpoints,

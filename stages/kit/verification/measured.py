@@ -19,6 +19,9 @@ MEASURED = {
 }
 """Keys of JSON files by the file's name, wherever a stage writes it."""
 
+SHOWN = ("comparison.md", "index.html")
+"""Of a report: pages that show some of that between what else the report holds, which lies in files beside them too."""
+
 
 def without_measured(path: Path) -> Any:
     """What a JSON file holds beside that. Raises ValueError where it holds no JSON."""

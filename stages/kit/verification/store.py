@@ -215,9 +215,11 @@ def _read_lock(path: Path) -> dict[str, Any]:
     try:
         stages: dict[str, Any] = COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(path))["stages"]
     except (OSError, YAMLError, ValueError, Invalid, KeyError) as error:
+        # DVC 3.67 writes into the file itself, for a second where there are many stages.
         raise UserError(
-            f"{path} is damaged: {error}; bring back the committed one with: git checkout dvc.lock; or remove it, and "
-            f"`dvc repro` takes what it knows from its run cache"
+            f"{path} is damaged, as DVC leaves it where it is killed while it writes: {error}\n"
+            f"  mend it with: git checkout HEAD -- dvc.lock || rm dvc.lock  # dvc repro then takes from its run cache "
+            f"what was made"
         ) from None
     return stages
 

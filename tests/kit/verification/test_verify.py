@@ -609,8 +609,20 @@ def test_an_empty_workspace_has_nothing_to_verify_and_another_folder_is_none(tmp
 )
 def test_a_damaged_lock_file_is_refused_with_what_brings_it_back(workspace: Path, text: str) -> None:
     (workspace / "dvc.lock").write_text(text)
-    with pytest.raises(UserError, match=r"(?s)dvc\.lock is damaged.*git checkout dvc\.lock"):
+    with pytest.raises(UserError, match=r"(?s)dvc\.lock is damaged.*\n  mend it with: git checkout HEAD -- dvc\.lock "):
         verify(workspace)
+
+
+def test_a_lock_file_that_was_cut_off_and_removed_as_it_is_said_comes_back_from_the_run_cache(workspace: Path) -> None:
+    lock = workspace / "dvc.lock"
+    whole = lock.read_bytes()
+    lock.write_bytes(whole[: whole.index(b"hash: ") + 6])
+    with pytest.raises(UserError, match="is damaged") as error:
+        verify(workspace)
+    command = error.value.message.partition("mend it with: ")[2].partition("  #")[0]
+    run(workspace, f"{command} && dvc repro")
+    assert lock.read_bytes() == whole
+    assert verify(workspace).damages == ()
 
 
 def test_an_output_that_the_lock_file_lost_is_named(workspace: Path) -> None:
