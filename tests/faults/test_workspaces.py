@@ -45,7 +45,7 @@ def test_a_clone_holds_what_the_checkout_holds_now(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(workspaces, "ROOT", checkout)
 
     def git(*arguments: str) -> None:
-        who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
+        who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *who, *arguments], cwd=checkout, check=True)
 
     git("init", "--quiet")

@@ -85,7 +85,7 @@ class Checkpoints:
         (aside / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
         for path in (*(aside / name for name in files), aside / MANIFEST, aside):
             _to_disk(path)
-        shutil.rmtree(self.at(step), ignore_errors=True)  # a damaged one
+        _remove(self.at(step))  # a damaged one
         aside.rename(self.at(step))
         _to_disk(self.folder)
         self._remove_surplus(step)
@@ -100,7 +100,7 @@ class Checkpoints:
         own = _steps(self.folder)
         kept = [step for step in own if step <= newest][-self.keep :]
         for step in set(own) - set(kept):
-            shutil.rmtree(self.at(step), ignore_errors=True)
+            _remove(self.at(step))
         with suppress(OSError):  # another training removes them too, and this one is saved
             _thin_out(self.folder.parent, self.folder, self.keep - len(kept))
 
@@ -167,6 +167,15 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
+def _remove(checkpoint: Path) -> None:
+    """First its name: killed meanwhile, it leaves what nobody takes for a checkpoint, and the next training removes."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.removed.partial")
+    if checkpoint.exists():
+        with suppress(OSError):
+            checkpoint.rename(aside)
+            shutil.rmtree(aside)
+
+
 def _steps(folder: Path) -> list[int]:
     """Of all checkpoints that have their name, in order."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
@@ -192,7 +201,7 @@ def _thin_out(recipe_dir: Path, but: Path, keep: int) -> None:
     for path in by_age[: max(0, len(by_age) - keep)]:
         with _unless_in_use(path.parent) as free:
             if free:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
                 if not _steps(path.parent):
                     shutil.rmtree(path.parent, ignore_errors=True)
 

@@ -13,7 +13,6 @@ from stages.kit.errors import UserError
 from stages.kit.lineage import LINEAGE_FILE, Lineage, short
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.mixture.certificate import read_build_certificate
-from stages.kit.provenance import Provenance
 from stages.kit.verification.damage import Damages
 from stages.kit.verification.holdings import Holdings, one_line
 
@@ -97,7 +96,10 @@ def _of_build(path: Path) -> tuple[str, list[str]]:
 
 
 def check_records(holdings: Holdings, damages: Damages) -> None:
-    """Each tells of outputs that are as it says, and of inputs that were as the record of their stage says."""
+    """Each tells of outputs that are as it says, and of inputs that were as the record of their stage says.
+
+    Inputs that were made again since, so that DVC itself takes the stage for out of date, are no damage.
+    """
     for file, found in holdings.records.items():
         shown = holdings.shown(file)
         if isinstance(found, str):
@@ -107,17 +109,16 @@ def check_records(holdings: Holdings, damages: Damages) -> None:
             now = holdings.content(output)
             if now is not None and now != digest and not damages.touch(output):
                 damages.blame(shown, f"tells of {output} with content {short(digest)}, which now holds {short(now)}")
-    told = _told(holdings)
-    made = {path: (record.stage, digest) for _, record in told for path, digest in record.outputs.items()}
-    for shown, record in told:
-        for path, digest in record.inputs.items():
-            stage, left = made.get(path, ("", digest))
-            if left != digest and not damages.touch(path):
-                read = f"tells that {path} had content {short(digest)} when it was read, and {stage} left {short(left)}"
-                damages.blame(shown, f"{read}: it was damaged then, or has been made again since")
-
-
-def _told(holdings: Holdings) -> list[tuple[str, Provenance]]:
-    """(path, record) of each stage that there still is."""
-    found = [(stage.provenance, holdings.record(stage)) for stage in holdings.store.stages]
-    return [(shown, record) for shown, record in found if shown is not None and record is not None]
+    told = {
+        record.stage: (stage.provenance, record)
+        for stage in holdings.store.stages
+        if stage.provenance is not None and (record := holdings.record(stage)) is not None
+    }
+    made = {path: (stage, digest) for stage, (_, record) in told.items() for path, digest in record.outputs.items()}
+    for entry in holdings.store.inputs:
+        if entry.stage in told and entry.path in made:
+            (shown, record), (maker, left) = told[entry.stage], made[entry.path]
+            read = record.inputs.get(entry.path, left)
+            if read != left and entry.agrees_with(holdings.listing(entry.path)) and not damages.touch(entry.path):
+                what = f"tells that {entry.path} had content {short(read)} when it was read"
+                damages.blame(shown, f"{what}, and {maker} left {short(left)}: it was damaged then")

@@ -57,8 +57,10 @@ class Store:
     """Those that it does not, of stages that it does."""
     unlocked: Mapping[str, str]
     """Outputs that dvc.yaml declares and dvc.lock does not have: by path, the stage, which it does have."""
+    inputs: tuple[Recorded, ...]
+    """What stages read."""
     sources: tuple[Recorded, ...]
-    """Data that stages read and none writes."""
+    """Data among that which no stage writes."""
     objects: Mapping[str, Path]
     """The cache, by the digest in the name."""
     run_cache: tuple[Path, ...]
@@ -134,6 +136,7 @@ def read_store(workspace_dir: Path) -> Store:
         outputs=tuple(entry for entry in locked if (entry.stage, entry.path) in declared),
         undeclared=tuple(entry for entry in locked if (entry.stage, entry.path) not in declared),
         unlocked={out: stage for stage, out in declared if (stage, out) not in known},
+        inputs=tuple(read),
         sources=tuple(sources),
         objects=objects,
         run_cache=tuple(sorted(cache_dir.parents[1].glob("runs/*/*"))) if cache_dir is not None else (),

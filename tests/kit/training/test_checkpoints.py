@@ -143,6 +143,23 @@ def test_they_are_kept_to_their_number(tmp_path: Path, keep: int) -> None:
             assert steps_of(checkpoints) == [*range(1, step + 1)][-keep:]
 
 
+def test_killed_while_one_is_removed_it_leaves_none_that_is_half_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **_: object) -> None:
+        (path / MANIFEST).unlink()
+        raise Killed
+
+    interrupted(tmp_path, THIS, 1, keep=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed), kept_checkpoints(tmp_path, THIS, keep=1) as checkpoints:
+        patch.setattr("shutil.rmtree", lambda path, **_: killed(path) if "removed" in path.name else None)
+        save(checkpoints, 2)
+    assert steps_of(checkpoints) == [2]
+    with kept_checkpoints(tmp_path, THIS, keep=1):
+        assert checkpoints.newest() == 2
+        assert list(checkpoints.folder.glob(".*")) == []
+
+
 def test_those_of_other_trainings_stay_until_their_room_is_taken_the_oldest_first(tmp_path: Path) -> None:
     oldest = interrupted(tmp_path, {"code": "7"}, 70, keep=3)
     other = interrupted(tmp_path, OTHER, 8, 9, keep=3)
