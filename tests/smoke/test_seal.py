@@ -165,17 +165,17 @@ def test_a_stage_that_fetches_from_the_hub_has_the_network_and_the_token(
 
 def test_links_into_a_cache_resolve_and_the_cache_stays_as_it_is(playground: Path) -> None:
     """As with DVC's cache.type symlink."""
+    config = playground / "data/bases/vlm/config.json"
     cached = playground / ".dvc/cache/files/md5/ab" / ("c" * 30)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    cached.write_text("from the cache")
-    link = playground / "data/bases/vlm/link"
-    link.symlink_to(cached)
+    config.rename(cached)
+    config.symlink_to(cached)
     try:
-        read = run(playground, "print(open('data/bases/vlm/link').read())")
-        written = run(playground, "open('data/bases/vlm/link', 'a')")
+        read = run(playground, "print(open('data/bases/vlm/config.json').read())")
+        written = run(playground, "open('data/bases/vlm/config.json', 'a')")
+        assert read.stdout.strip() == cached.read_text().strip()
     finally:
-        link.unlink()
-    assert read.stdout.strip() == "from the cache"
+        cached.rename(config)
     assert "Read-only file system" in written.stderr
 
 
