@@ -20,11 +20,16 @@ NAMES = ("the reference", "the workspace")
 class Outcome(StrEnum):
     UNDISTURBED = "as undisturbed"
     REFUSED = "refused"
+    NEVER_CAME = "never came"
     WRONG = "WRONG"
 
 
 class Wrong(Exception):
     """Something that must not be, in words."""
+
+
+class NeverCame(Exception):
+    """All had ended, as it should, before the fault."""
 
 
 def require_same_end(folder: Path, reference: Path, outputs: Sequence[str]) -> Comparison:

@@ -18,6 +18,7 @@ import psutil
 
 from stages.kit.verification.differences import compare_outputs
 from tests.faults.judge import (
+    NeverCame,
     Outcome,
     Wrong,
     refusal_commands,
@@ -49,6 +50,8 @@ RUN_CACHE = ".dvc/cache/runs"
 DVC_STUMBLES = re.compile(r"join\(\) argument must be str|'\S*dvc\.lock' (?:validation failed|is invalid)")
 """What DVC 3.67 ends with after it was killed between making a folder of its run cache and filling it, or while it
 wrote dvc.lock, into the file itself. What mends that, `make verify` says."""
+NOT_SAVED = "could not be saved"
+"""What a training says of a checkpoint for which there is no room, before it goes on without."""
 DVC_IS_AT_WORK = ("Unable to acquire lock", "is busy, it is being blocked by")
 """What one DVC 3.67 says of another: of the repository's lock, and of the one on an output."""
 
@@ -184,9 +187,11 @@ def _killed_before(trial: Trial, stage: str, role: str, change: Change) -> Outco
 
 
 def _disturbed(trial: Trial, stage: str, first: Ended, *, came: bool, whole: bool = False) -> Outcome:
-    """The same command again."""
+    """The same command again. Raises NeverCame where there is nothing to recover from."""
     if not came:
-        trial.moment += "; never came"
+        require_success(first)
+        trial.ends_as_the_reference(stage)
+        raise NeverCame
     require_good_manners(first)
     if whole:
         require_whole(trial.folder, trial.reference.after_dir(stage), trial.written(stage))
@@ -297,7 +302,8 @@ def fill_the_disk(trial: Trial) -> Outcome:
         waited = trial.moment.endswith("room")
         leave(None)
         try:
-            return _disturbed(trial, stage, first, came=waited or first.code != 0)
+            came = waited or first.code != 0 or NOT_SAVED in first.said
+            return _disturbed(trial, stage, first, came=came)
         except Wrong:
             _keep(trial.folder)
             raise
@@ -317,7 +323,7 @@ def fill_the_disk_of_checkpoints(trial: Trial) -> Outcome:
         if ended.code != 0 and room > 2**16:
             raise Wrong(f"the training ended with {ended.code} where only its checkpoints had no room")
         leave(None)
-        return _disturbed(trial, TRAIN, ended, came=True)
+        return _disturbed(trial, TRAIN, ended, came=ended.code != 0 or NOT_SAVED in ended.said)
 
 
 def _keep(folder: Path) -> None:

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from dvc import lock, rwlock
 
+from stages.kit.training import resumable
 from tests.faults import moment
-from tests.faults.__main__ import deck, tally
+from tests.faults.__main__ import TRIES, deck, inflict, tally
 from tests.faults.judge import (
+    NeverCame,
+    Outcome,
     Wrong,
     refusal_commands,
     require_good_manners,
@@ -23,8 +26,8 @@ from tests.faults.judge import (
     require_whole,
     verify_commands,
 )
-from tests.faults.kinds import DVC_IS_AT_WORK, KINDS, _cut, _files, _flip, _write
-from tests.faults.workspaces import Ended, Workspace
+from tests.faults.kinds import DVC_IS_AT_WORK, KINDS, NOT_SAVED, Trial, _cut, _disturbed, _files, _flip, _write
+from tests.faults.workspaces import TARGET, Ended, Reference, Workspace
 
 OUTPUTS = ("data/runs/r1/trained", "data/runs/r1/training.json")
 
@@ -127,7 +130,37 @@ def test_every_kind_comes_once_a_round_and_a_seed_is_a_seed() -> None:
     assert sorted(dealt[: len(kinds)]) == sorted(dealt[len(kinds) :]) == sorted(kinds)
     assert dealt == list(deck(3, len(kinds) + 1, kinds)) != list(deck(4, len(kinds) + 1, kinds))
     assert dealt[: len(kinds)] == list(deck(3, 1, kinds))  # the same ones, however many there are to be
-    assert tally([]).splitlines()[-1].split() == ["all", "0", "0", "0"]
+    assert tally([]).splitlines()[-1].split() == ["all", "0", "0", "0", "0"]
+
+
+@pytest.mark.parametrize(("late", "outcome"), [(2, Outcome.REFUSED), (TRIES, Outcome.NEVER_CAME)])
+def test_a_fault_that_comes_too_late_is_drawn_again_and_never_counts_as_kept(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int, outcome: Outcome
+) -> None:
+    drawn = []
+
+    def too_late(trial: Trial) -> Outcome:
+        trial.folder.mkdir()  # fails where the one before is still there
+        drawn.append(trial.draw.random())
+        if len(drawn) <= late:
+            raise NeverCame
+        return Outcome.REFUSED
+
+    monkeypatch.setitem(KINDS, "late", too_late)
+    made = Reference(root=tmp_path, environment={}, seconds={}, changes={})
+    assert inflict(made, tmp_path / "fault-1", "late", 1, 1) is outcome
+    assert len(drawn) == len(set(drawn)) == min(late + 1, TRIES)
+    assert not (tmp_path / "fault-1").exists()
+
+
+def test_what_ended_before_its_fault_has_to_have_ended_well(tmp_path: Path) -> None:
+    trial = Trial(Reference(root=tmp_path, environment={}, seconds={}, changes={}), tmp_path, random.Random(1))
+    with pytest.raises(Wrong, match="ended with 1"):
+        _disturbed(trial, TARGET, ended("", code=1), came=False)
+
+
+def test_the_words_for_a_checkpoint_without_room_are_those_of_a_training() -> None:
+    assert NOT_SAVED in inspect.getsource(resumable)
 
 
 def test_damage_keeps_time_and_mode_and_a_linked_file_is_damaged_in_all_its_places(tmp_path: Path) -> None:
