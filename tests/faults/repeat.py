@@ -80,6 +80,7 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
         clone_checkout(workspace.folder)
         with tiny_params(workspace.folder) as params:
             params["checkpoints"].update(every_minutes=None, every_steps=KEPT_EACH_STEPS)
+    say(f"{target}, undisturbed, which takes minutes")
     seconds = run_undisturbed(first, target)
     say(f"undisturbed: {sum(seconds.values()):.0f} s, {len(seconds)} stages")
     drawn = draw.choices(list(seconds), list(seconds.values()), k=kills)
