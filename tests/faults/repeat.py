@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
     seconds = run_undisturbed(first, target)
     say(f"undisturbed: {sum(seconds.values()):.0f} s, {len(seconds)} stages")
     drawn = draw.choices(list(seconds), list(seconds.values()), k=kills)
-    num_killed = run_killed(second, target, [(stage, draw.random() * seconds[stage]) for stage in drawn], say)
+    num_killed = run_killed(second, target, Moments([(stage, draw.random()) for stage in drawn], seconds), say)
     for workspace in (first, second):
         require_success(workspace.verify())
         require_success(workspace.dvc("status", "-q", "--with-deps", target))
@@ -112,16 +112,12 @@ def run_undisturbed(workspace: Workspace, target: str) -> dict[str, float]:
     return seconds
 
 
-def run_killed(
-    workspace: Workspace, target: str, moments: Sequence[tuple[str, float]], say: Callable[[str], None]
-) -> int:
-    """Bring about the target although all is killed at each of these moments: so many seconds into a stage, or as soon
-    as it is through, which a training that goes on may be earlier.
+def run_killed(workspace: Workspace, target: str, pending: Moments, say: Callable[[str], None]) -> int:
+    """Bring about the target although all is killed at each of these moments.
 
     Returns how many kills came. Raises Wrong where the target does not come about, or a training does not go on from
     what it saved.
     """
-    pending = Moments(moments)
     began, num_killed, num_resumed = time.monotonic(), 0, 0
     stage, saved_step = "", 0  # that was running when all was killed last
     while True:
@@ -144,19 +140,22 @@ def run_killed(
 class Moments:
     """At which all is yet to be killed, in whatever order DVC runs the stages."""
 
-    def __init__(self, moments: Sequence[tuple[str, float]]) -> None:
+    def __init__(self, shares: Sequence[tuple[str, float]], seconds: Mapping[str, float]) -> None:
+        """shares: of a stage, from 0 to 1 and by its name, how much of it has passed. seconds: that each takes."""
+        self._seconds = seconds
         self._by_stage: dict[str, list[float]] = {}
-        for stage, seconds in sorted(moments):
-            self._by_stage.setdefault(stage, []).append(seconds)
+        for stage, share in shares:
+            self._by_stage.setdefault(stage, []).append(share)
 
     def is_due(self, stage: str, seconds: float, through: Sequence[str]) -> bool:
         """Whether one is, so many seconds into a stage; it is then none any more.
 
-        through: the stages before it that this command has run. What they have left over is this one's.
+        through: the stages before it that this command has run. A training that goes on is through early: what such a
+        stage has left over is this one's, at the same share of it.
         """
-        left_over = [moment for earlier in through for moment in self._by_stage.pop(earlier, [])]
+        left_over = [share for earlier in through for share in self._by_stage.pop(earlier, [])]
         here = self._by_stage[stage] = sorted([*self._by_stage.get(stage, []), *left_over])
-        if here and (left_over or seconds >= here[0]):
+        if here and seconds >= here[0] * self._seconds.get(stage, 0.0):
             del here[0]
             return True
         return False

@@ -19,6 +19,7 @@ from tests.faults.workspaces import CannotRun, Ended, Workspace
 
 STAGES = ["train r1", "compare detection"]
 TARGET = "compare@detection"
+NONE = Moments([], {})
 STAGE = """
 import sys, time
 from pathlib import Path
@@ -98,8 +99,8 @@ def test_the_stages_of_an_undisturbed_run_are_seen_in_their_order(workspace: Wor
 def test_all_is_killed_at_or_after_the_stage_that_was_drawn_and_the_target_comes_about(workspace: Workspace) -> None:
     said: list[str] = []
     train, compare = STAGES
-    # The second is longer than what is left of the training; after the last there is no stage to be killed in.
-    moments = [(compare, 1e9), (train, 1e9), (train, 0.5)]
+    # The training is through before its second, which then comes in the comparison; after that there is no stage.
+    moments = Moments([(compare, 9.0), (train, 3.0), (train, 0.5)], {train: 1.0, compare: 0.2})
     assert run_killed(workspace, TARGET, moments, said.append) == 2
     assert starts(workspace).count("r1") == 2
     assert [line.partition("killed in ")[2] for line in said[:-1]] == ["train@r1, saved at step 20", TARGET]
@@ -109,11 +110,13 @@ def test_all_is_killed_at_or_after_the_stage_that_was_drawn_and_the_target_comes
 
 
 def test_a_moment_comes_in_its_stage_or_after_it_whatever_the_order() -> None:
-    moments = Moments([("b", 5.0), ("a", 2.0), ("a", 1.0), ("a", 9.0)])
+    moments = Moments([("b", 0.5), ("a", 0.2), ("a", 0.1), ("a", 0.9)], {"a": 10.0, "b": 10.0, "c": 2.0})
     assert [moments.is_due("b", seconds, []) for seconds in (1.0, 5.0, 6.0)] == [False, True, False]
     assert [moments.is_due("a", seconds, ["b"]) for seconds in (0.5, 1.5, 1.6)] == [False, True, False]
-    assert moments.is_due("c", 0.0, ["b", "a"])  # of a, which was through before
-    assert [moments.is_due("c", seconds, ["b"]) for seconds in (0.0, 9.0, 99.0)] == [False, True, False]
+    # Two of a, which was through before.
+    assert [moments.is_due("c", seconds, ["b", "a"]) for seconds in (0.1, 0.5, 1.0)] == [False, True, False]
+    assert [moments.is_due("c", seconds, ["b"]) for seconds in (0.0, 1.9, 9.0)] == [False, True, False]
+    assert not moments.is_due("seen in no other run", 9.0, ["b", "c"])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_what_dvc_stumbles_over_is_mended_as_verify_says(workspace: Workspace) -
     (entry,) = (workspace.folder / ".dvc/cache/runs").glob("*/*/*")
     for path in (entry, workspace.folder / "dvc.lock", workspace.folder / "data/r1"):
         path.unlink()
-    run_killed(workspace, "train@r1", [], said.append)
+    run_killed(workspace, "train@r1", NONE, said.append)
     assert said[0].endswith("DVC's own fault, mended as make verify says: rm -r .dvc/cache/runs")
     assert starts(workspace) == ["r1", "r1"]
 
@@ -160,7 +163,7 @@ def test_a_pipeline_that_fails_is_no_repetition(workspace: Workspace) -> None:
     with pytest.raises(CannotRun, match="itself fails"):
         run_undisturbed(workspace, TARGET)
     with pytest.raises(Wrong, match="ended with"):
-        run_killed(workspace, TARGET, [], lambda _: None)
+        run_killed(workspace, TARGET, NONE, lambda _: None)
 
 
 def test_where_no_stage_is_seen_none_can_be_killed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
