@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
-from typing import Any
 
 import click
 
 from stages.kit.data.tables import write_rows
 from stages.kit.evaluation.answering import load_answerer
-from stages.kit.evaluation.likelihood import answer_log_likelihoods
-from stages.kit.evaluation.routing import routing
+from stages.kit.evaluation.scored import score_answers
 from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
@@ -54,25 +51,10 @@ def main(name: str, attempt: int) -> None:
 
     answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
     records = samples.read_split(Path("data/prepared") / subject.data, "val")[: answerer.settings.max_samples]
-    started = time.monotonic()
-    answers = answerer.answers(
-        lambda index: samples.conversation(records[index], answered=False, target=target), len(records)
-    )
-    seconds = time.monotonic() - started
-    weighed: dict[str, Any] = {}
-    if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
-        limits: dict[str, Any] = {"batch_size": answerer.batch_size, "max_length": answerer.settings.max_length}
-        answered = [samples.conversation(record, answered=True, target=target) for record in records]
-        weighed = {
-            "likelihoods": answer_log_likelihoods(
-                answerer.model, answerer.processor, scoring.candidates(records, target=target), **limits
-            ),
-            "routing": routing(answerer.model, answerer.processor, answered, **limits),
-        }
-
-    metrics, rows = scoring.score(records, answers, target=target, **weighed)
+    scored = score_answers(answerer, records, samples, scoring, target=target)
+    metrics = scored.metrics
     metrics |= {
-        "samples_per_second": round(len(records) / seconds, 3),
+        "samples_per_second": round(len(records) / scored.answer_s, 3),
         "batch_size": answerer.batch_size,
         "attempt": attempt,
     }
@@ -81,8 +63,8 @@ def main(name: str, attempt: int) -> None:
     if name not in params.baselines:
         metrics |= memory_metrics(run_dir)
     with published(run_dir / "pictures") as pictures_dir:
-        scoring.write_pictures(records, rows, pictures_dir)
-    write_rows(rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
+        scoring.write_pictures(records, scored.rows, pictures_dir)
+    write_rows(scored.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)

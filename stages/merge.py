@@ -1,31 +1,45 @@
 """Merge what was trained into its base, and certify the result by reloading it from disk.
 
-Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names;
+What was trained on weights in 4 bits is merged into the unquantized ones, as a merged model is served without; both
+models then answer some validation samples, and the certificate says what the difference costs.
+
+Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names; the prepared data;
         data/runs/RECIPE/training/training.json
 Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json
         data/runs/RECIPE/merge.json  the certificate
         data/report/TASK/memory/RECIPE/merge.json  what the process held
 Run     docker/run merge r1-llm-only
+
+Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt with half the batch.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
+from operator import eq
 from pathlib import Path
 
 import click
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from stages.kit.errors import UserError
+from stages.kit.evaluation.answering import Answerer, halved
+from stages.kit.evaluation.scored import Scored, score_answers
 from stages.kit.lineage import require_base, short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.models.certificate import TOLERANCE, Certificate, write_certificate
+from stages.kit.memory.out_of_memory import recognised_out_of_memory
+from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost, write_certificate
 from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
+from stages.kit.params.load import load_params
 from stages.kit.params.schema import made_by
 from stages.kit.plan import read_plan
 from stages.kit.publish import published
@@ -37,9 +51,11 @@ log = logging.getLogger("stages")
 
 @click.command(help=__doc__)
 @click.argument("recipe")
-def main(recipe: str) -> None:
+@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Times to halve the batch.  [default: 0]")
+@recognised_out_of_memory()
+def main(recipe: str, attempt: int) -> None:
     configure_logging(f"merge {recipe}")
-    plan = read_plan(recipe)
+    plan, settings = read_plan(recipe), load_params().active.evaluation
     device = plan.device.one()
     see_only(device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
@@ -49,11 +65,14 @@ def main(recipe: str) -> None:
         mend=f"dvc repro -f -s train@{recipe}",
         mend_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
     )
-    probes = load_task(plan.task, "samples").probes(plan.target)
+    quantization = read_record(run_dir / "training/training.json").quantization
+    samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
+    probes = samples.probes(plan.target)
     processor = load_processor(base_dir, plan.images)
+    load = partial(load_model, device=device, precision=plan.precision)
 
     memory = MemoryLog(device)
-    base = load_model(base_dir, device=device, precision=plan.precision)
+    base = load(base_dir)
     memory.loaded()
     before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
@@ -70,9 +89,10 @@ def main(recipe: str) -> None:
         )
         del base, adapted
 
-        merged = load_model(merged_dir, device=device, precision=plan.precision).eval()
+        merged = load(merged_dir).eval()
         memory.loaded()
-        deviation = relative_deviation(probe_logits(merged, processor, probes), adapted_logits, base_logits)
+        merged_logits = probe_logits(merged, processor, probes)
+        deviation = relative_deviation(merged_logits, adapted_logits, base_logits)
         changed = changed_modules(before, weight_digests(merged))
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
         certificate = Certificate(
@@ -86,10 +106,42 @@ def main(recipe: str) -> None:
             unchanged_modules=sorted(expected - changed),
             processor_parity=same_inputs(load_processor(merged_dir, None), processor, probes),
             precision=plan.precision,
-            trained_quantization=read_record(run_dir / "training/training.json").quantization,
+            trained_quantization=quantization,
         )
         if problems := certificate.problems():
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
+        if quantization != "none":
+            records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
+
+            def scored(model: PreTrainedModel) -> Scored:
+                answerer = Answerer(
+                    model=model,
+                    processor=processor,
+                    complete=samples.completion(plan.target),
+                    batch_size=halved(settings.batch_size, attempt),
+                    settings=settings,
+                    memory=memory,
+                )
+                return score_answers(answerer, records, samples, scoring, target=plan.target)
+
+            after_merge = scored(merged)
+            del merged
+            base = load(base_dir, quantization=quantization).eval()
+            base_logits = probe_logits(base, processor, probes)
+            trained = load_trained(base, run_dir / "trained").eval()
+            assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
+            trained_logits = probe_logits(trained, processor, probes)
+            before_merge = scored(trained.get_base_model())
+            cost = QuantizationCost(
+                logit_deviation=relative_deviation(merged_logits, trained_logits, base_logits),
+                samples=len(records),
+                same_answers=sum(map(eq, after_merge.answers, before_merge.answers)),
+                trained=before_merge.metrics,
+                merged=after_merge.metrics,
+            )
+            certificate = replace(certificate, quantization_cost=cost)
+            log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
+            log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
     write_certificate(certificate, run_dir / "merge.json")
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
     log.info(

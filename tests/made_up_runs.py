@@ -164,6 +164,31 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     vision = 1_204_000 if "vision" in plan.parts.trained() else 0
     llm = 688_000 if "llm" in plan.parts.trained() else 0
     _write_json(
+        run_dir / "merge.json",
+        {
+            "recipe": name,
+            "merged_digest": "0" * 64,
+            "logit_deviation": 1e-6,
+            "tolerance": 1e-2,
+            "probes": 2,
+            "changed_modules": 28,
+            "unexpected_modules": [],
+            "unchanged_modules": [],
+            "processor_parity": True,
+            "precision": plan.precision,
+            "trained_quantization": plan.quantization,
+            "quantization_cost": {
+                "logit_deviation": 0.11,
+                "samples": 32,
+                "same_answers": 30,
+                "trained": {"mean_iou": 0.68},
+                "merged": {"mean_iou": 0.66},
+            }
+            if plan.quantization == "nf4"
+            else None,
+        },
+    )
+    _write_json(
         run_dir / "training" / "training.json",
         {
             "recipe": name,

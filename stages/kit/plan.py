@@ -72,7 +72,7 @@ class Plan:
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
     may_quantize: bool
-    """Whether the recipe asks for nf4, the profile has switched it off, and the device could: memory/ladder.py."""
+    """Whether the recipe asks for nf4 and the profile has switched it off: memory/ladder.py."""
     attn: Attention
     gradient_checkpointing: bool
     optimizer: Optimizer
@@ -113,7 +113,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         placement=memory.placement,
         precision=memory.precision,
         quantization=quantization,
-        may_quantize=recipe.quantization != quantization and profile.device.kind == "cuda",
+        may_quantize=recipe.quantization != quantization,
         attn=memory.attn,
         gradient_checkpointing=memory.gradient_checkpointing,
         optimizer=memory.optimizer,

@@ -53,10 +53,12 @@ def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
     assert (plan.images.min_pixels, plan.images.max_pixels) == (256 * 28 * 28, 1280 * 28 * 28)
 
 
-def test_the_tiny_profile_scales_rates_and_leaves_quantization_out() -> None:
+def test_the_tiny_profile_scales_rates_and_quantizes_as_the_recipe_says() -> None:
     plan = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
     assert plan.schedule.learning_rates == {"llm": 1e-4 * PARAMS.active.learning_rate_scale}
-    assert plan.quantization == "none"
+    assert (plan.quantization, plan.may_quantize) == ("nf4", False)
+    unquantized = resolve_plan(with_changes(quantization="none"), "r1-llm-only", train_samples=320)
+    assert (unquantized.quantization, unquantized.may_quantize) == ("none", True)
 
 
 def test_an_effective_batch_that_does_not_divide_is_refused() -> None:

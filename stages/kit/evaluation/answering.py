@@ -44,6 +44,14 @@ class Answerer:
         )
 
 
+def halved(batch_size: int, attempt: int) -> int:
+    """Raises UserError where the batch cannot be halved so often."""
+    lowered = lowered_batch_size(batch_size, attempt)
+    if lowered is None:
+        raise UserError(f"a batch of {batch_size} cannot be halved {attempt} times")
+    return lowered
+
+
 def load_answerer(
     model_dir: Path, profile: ProfileParams, samples: ModuleType, *, target: str | None, attempt: int
 ) -> Answerer:
@@ -53,9 +61,7 @@ def load_answerer(
     Raises UserError where the batch cannot be halved so often, and for a model or a target that is not the task's.
     """
     settings, device = profile.evaluation, profile.device.one()
-    batch_size = lowered_batch_size(settings.batch_size, attempt)
-    if batch_size is None:
-        raise UserError(f"a batch of {settings.batch_size} cannot be halved {attempt} times")
+    batch_size = halved(settings.batch_size, attempt)
     see_only(device)
     memory = MemoryLog(device)
     model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()

@@ -12,7 +12,7 @@ from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.memory.prediction import Budget
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording, Storage
-from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.load import DTYPES, new_model
 
 
 def record_prompts(
@@ -29,7 +29,7 @@ def record_prompts(
         stack.enter_context(room_for_fakes())
         stack.enter_context(recorder)
         inputs = {name: emptied(tensor) for name, tensor in batch.items()}
-        model = auto_class(config).from_config(config, dtype=DTYPES[precision], attn_implementation="sdpa").eval()
+        model = new_model(config, precision=precision).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")
         recorder.begin("forward")

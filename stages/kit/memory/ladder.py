@@ -150,7 +150,7 @@ def _page_optimizer(plan: Plan) -> Rung | None:
 
 
 def _quantize(plan: Plan) -> Rung | None:
-    if plan.device.kind != "cuda" or plan.placement == "sharded" or plan.parts.trained("full"):
+    if plan.placement == "sharded" or plan.parts.trained("full"):
         return None
     if not plan.may_quantize or plan.quantization == "nf4":
         return None

@@ -21,7 +21,7 @@ from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.memory.prediction import Phase
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
-from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.models.sharding import local, shard
@@ -62,7 +62,7 @@ def record_step(
         stack.enter_context(recorder)
         if fake:  # no contents either, or they would be counted beside their fake selves
             batch = {name: emptied(tensor) for name, tensor in batch.items()}
-        model = auto_class(config).from_config(config, dtype=DTYPES[here.precision], attn_implementation=here.attn)
+        model = new_model(config, precision=here.precision, attn=here.attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantize_nf4
 
@@ -126,16 +126,12 @@ def one_batch_trainer(
 
 
 def _on_this_cpu(plan: Plan) -> Plan:
-    """The plan of one step that this process can take.
-
-    A CPU's autocast and gradient scaling know no fp16: bf16 is as large.
-    """
+    """The plan of one step that this process can take."""
     accumulation = min(2, plan.schedule.grad_accumulation)
     return replace(
         plan,
         device=DeviceParams(kind="cpu"),
         placement="sharded" if plan.placement == "sharded" else "single",
-        precision="bf16" if plan.precision == "fp16" else plan.precision,
         attn=plan.attn if plan.attn == "eager" else "sdpa",
         dataloader_workers=0,
         trainable={},

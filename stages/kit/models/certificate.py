@@ -24,6 +24,30 @@ TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationCost:
+    """The effect of merging an adapter that was trained on quantized weights into the unquantized ones."""
+
+    logit_deviation: float
+    """On the probes, merged against adapter on quantized base, as a share of what training changed there."""
+    samples: int
+    """Of the validation split, that both models answered."""
+    same_answers: int
+    """How many of these they answered alike, word for word."""
+    trained: dict[str, float | int | str]
+    """The task's figures of the model as it was trained, on quantized weights."""
+    merged: dict[str, float | int | str]
+    """The same figures of the merged model."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same_answers} of {self.samples} answers are the same, logits off by {self.logit_deviation:.2g} of "
+            "what training changed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
     recipe: str
     merged_digest: str
@@ -43,6 +67,8 @@ class Certificate:
     trained_quantization: str
     """Of the frozen weights in training; the adapter was trained on nf4 weights where it says so, and merged into the
     unquantized ones."""
+    quantization_cost: QuantizationCost | None = None
+    """None where nothing was quantized."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

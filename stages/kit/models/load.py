@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import is_flash_attn_2_available
 
 from stages.kit.errors import UserError
+from stages.kit.models.modules import EXPERTS, project_patches_by_matrix_product
 from stages.kit.params.schema import DeviceParams
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,6 +52,7 @@ def load_model(
         config=config,
         dtype=DTYPES[precision],
         attn_implementation=resolve_attention(attn, device, precision),
+        experts_implementation=EXPERTS,
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -59,6 +61,9 @@ def load_model(
     if missing := sorted(loaded["missing_keys"]):
         shown = ", ".join(missing[:3])
         raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
+    project_patches_by_matrix_product(model)
+    if quantization == "nf4":
+        keep_one_arithmetic(model)
     if placement != "sharded":
         check_placement(model, device)
     return model
@@ -72,6 +77,24 @@ def nf4_config(precision: str) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[precision],
     )
+
+
+def keep_one_arithmetic(model: PreTrainedModel) -> None:
+    """Have layers in 4 bits compute in evaluation as they do in training, on every CPU.
+
+    bitsandbytes repacks their weights for evaluation where a CPU has AVX512-BF16, and rounds otherwise from then on.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -> PreTrainedModel:
+    """A model with its weights just initialised, which computes as a loaded one does."""
+    model = auto_class(config).from_config(
+        config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
+    )
+    return project_patches_by_matrix_product(model)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

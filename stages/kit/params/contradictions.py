@@ -152,10 +152,8 @@ def _image_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
 def _device_contradictions(here: str, profile: ProfileParams) -> Iterator[str]:
     memory = profile.memory
     if profile.device.kind == "cpu":
-        if memory.quantization != "none":
-            yield f"{here}.memory.quantization: a CPU has no nf4; set it to none"
-        if memory.precision == "fp16" or memory.attn == "flash_attention_2" or "8bit" in memory.optimizer:
-            yield f"{here}.memory: fp16, flash attention and 8-bit optimizers need device.kind: cuda"
+        if memory.attn == "flash_attention_2" or "8bit" in memory.optimizer:
+            yield f"{here}.memory: flash attention and 8-bit optimizers need device.kind: cuda"
         if memory.placement == "balanced":
             yield f"{here}.memory.placement: balanced needs several CUDA devices"
 

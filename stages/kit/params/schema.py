@@ -89,7 +89,7 @@ class MemoryParams:
     precision: Literal["fp32", "fp16", "bf16"]
     """Of the arithmetic and of frozen weights. Trained weights are always kept in fp32."""
     quantization: Literal["as-recipe", "none"] = "as-recipe"
-    """`none` trains every recipe on unquantized weights, whatever it asks for (a CPU has no nf4)."""
+    """`none` trains every recipe on unquantized weights, whatever it asks for."""
     micro_batch: Positive
     """Samples on one device in one forward pass; accumulation makes up the effective batch."""
     attn: Attention = "auto"
@@ -113,6 +113,8 @@ class EvaluationParams:
     """Only the first this many validation samples; null for all."""
     max_length: Positive | None = None
     """Tokens of a sample, its answer counted, to which texts that may be cut are cut; null to cut none."""
+    quantization_samples: Positive = 32
+    """Validation samples that a model trained in 4 bits answers before and after its merge, to show what that costs."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -165,7 +167,7 @@ class RecipeParams:
     """The form of the answer, where the task knows several."""
     parts: PartsParams
     quantization: Literal["none", "nf4"] = "none"
-    """nf4: frozen weights in 4 bits with double quantization, CUDA only."""
+    """nf4: frozen weights in 4 bits with double quantization."""
     lora: LoraParams | None = None
     full_targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
     """Of parts trained in full, ends of module names (whole dotted components, like lora.targets) that are trained; the

@@ -15,6 +15,7 @@ MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. Not under its own name: that would say what is in the card."""
 
 CARD_FILES = (
+    "merge.json",
     "metrics.json",
     "pictures",
     "plan.yaml",

@@ -22,9 +22,11 @@ from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.settings import (
     MEMORY_OF_STAGES,
+    QUANTIZATION_COST,
     cost_table,
     memory_table,
     plan_settings,
+    quantization_table,
     split_settings,
     trainable_table,
 )
@@ -94,6 +96,8 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
         shared=shared,
         trainable=trainable_table(trained),
         costs=cost_table(runs),
+        quantization=quantization_table(runs, comparison.report.primary),
+        quantization_cost=QUANTIZATION_COST,
         memory=memory_table(runs),
         memory_of_stages=MEMORY_OF_STAGES,
         origins=origins_table(runs),

@@ -21,6 +21,7 @@ from stages.kit.errors import UserError
 from stages.kit.evaluation.intervals import Floats
 from stages.kit.lineage import read_lineage
 from stages.kit.memory.held import StageMemory
+from stages.kit.models.certificate import Certificate, read_certificate
 from stages.kit.plan import Plan, read_plan
 from stages.kit.provenance import Provenance, provenance_of_run
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
@@ -60,6 +61,8 @@ class Run:
     plan: Plan | None = None
     """None for an untrained base; likewise the training record."""
     training: TrainingRecord | None = None
+    certificate: Certificate | None = None
+    """Of its merge."""
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]
     """By kind, in order of name."""
@@ -109,6 +112,7 @@ def read_run(
         columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
         training=read_record(training_dir / "training.json") if trained else None,
+        certificate=read_certificate(run_dir / "merge.json", name) if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
         pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
         memory=tuple(

@@ -9,6 +9,7 @@ from typing import Any
 
 from stages.kit.params.schema import PARTS
 from stages.kit.plan import Plan
+from stages.kit.reporting.comparison import Metric
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table
 
@@ -18,6 +19,12 @@ MEMORY_OF_STAGES = (
     "it, so that it shows what others hold."
 )
 """What the table of memory by stage is to show."""
+
+QUANTIZATION_COST = (
+    "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
+    "validation samples."
+)
+"""What the table of merges out of 4 bits shows."""
 
 _NOT_SETTINGS = {"recipe", "trainable"}
 _MEMORY_KINDS = {
@@ -119,6 +126,27 @@ def cost_table(runs: Sequence[Run]) -> Table:
         }
         values["memory_kind"] = _MEMORY_KINDS.get(values.get("memory_kind", ""), values.get("memory_kind"))
         rows.append(Row(cells=(run.name, *(values.get(column.key) for column in columns[1:]))))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
+    """What merging cost each model that was trained on quantized weights, by one of the task's metrics."""
+    columns = (
+        Column("model", "Model"),
+        Column("quantization", "Trained on"),
+        Column("samples", "Samples", ","),
+        Column("trained", f"{metric.heading} as trained", metric.format),
+        Column("merged", "Merged", metric.format),
+        Column("same_answers", "Same answers", ","),
+        Column("logit_deviation", "Logits off by", ".1%"),
+    )
+    rows = []
+    for run in runs:
+        if run.certificate and (cost := run.certificate.quantization_cost):
+            figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
+            quantization = run.certificate.trained_quantization
+            cells = (run.name, quantization, cost.samples, *figures, cost.same_answers, cost.logit_deviation)
+            rows.append(Row(cells=cells))
     return Table(columns=columns, rows=tuple(rows))
 
 

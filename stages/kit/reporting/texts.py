@@ -14,7 +14,14 @@ from rich.text import Text
 from stages.kit.reporting.comparison import Comparison, Contender, Metric
 from stages.kit.reporting.origins import origin_warnings
 from stages.kit.reporting.plots import share_at_least
-from stages.kit.reporting.settings import MEMORY_OF_STAGES, memory_table, plan_settings, split_settings
+from stages.kit.reporting.settings import (
+    MEMORY_OF_STAGES,
+    QUANTIZATION_COST,
+    memory_table,
+    plan_settings,
+    quantization_table,
+    split_settings,
+)
 from stages.kit.reporting.tables import (
     Cell,
     Column,
@@ -82,6 +89,12 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
     console.print(Text(comparison.answer.headline, style="bold"), soft_wrap=True)
     for insight in comparison.insights:
         console.print(Text(f"  {insight.topic}: {insight.words}"), soft_wrap=True)
+    if (costs := quantization_table(comparison.runs, comparison.report.primary)).rows:
+        console.print()
+        console.print(Text(QUANTIZATION_COST, style="dim"), soft_wrap=True)
+        for part in in_parts(costs, console.width):
+            console.print(terminal_table(part))
+        console.print()
     for line in (fairness(comparison), *origin_warnings(comparison.runs)):
         console.print(Text(line), soft_wrap=True)
     console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
@@ -99,19 +112,21 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
     insights = "\n".join(
         f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
+    costs = quantization_table(comparison.runs, comparison.report.primary)
     fair = escape_markdown(" ".join((fairness(comparison), *origin_warnings(comparison.runs))))
     return (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
         f"{markdown(table)}\n{insights}\n\n{fair}\n\n"
         f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
         "sample; each stands for its own pair, without correction for the number of pairs.\n"
-        f"{_memory_markdown(comparison)}"
+        f"{_section('Merged out of 4 bits', QUANTIZATION_COST, costs)}"
+        f"{_section('Memory by stage', MEMORY_OF_STAGES, memory_table(comparison.runs))}"
     )
 
 
-def _memory_markdown(comparison: Comparison) -> str:
-    table = memory_table([contender.run for contender in comparison.evaluated if contender.run])
-    return f"\n## Memory by stage\n\n{escape_markdown(MEMORY_OF_STAGES)}\n\n{markdown(table)}" if table.rows else ""
+def _section(heading: str, lead: str, table: Table) -> str:
+    """In markdown; nothing where the table is empty."""
+    return f"\n## {heading}\n\n{escape_markdown(lead)}\n\n{markdown(table)}" if table.rows else ""
 
 
 def fairness(comparison: Comparison) -> str:

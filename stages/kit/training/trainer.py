@@ -63,6 +63,13 @@ class RecipeTrainer(ResumableTrainer):
                 parameter.data = parameter.data.to(torch.float32)
         check_start(self.model, plan, devices_in_use=self.args.n_gpu)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """fp16 on a CPU too, scaler included: accelerate turns it on for accelerators alone, and says nothing."""
+        super().create_accelerator_and_postprocess()
+        if self.plan.precision == "fp16" and self.accelerator.device.type == "cpu":
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
     def compute_loss(
         self,
         model: torch.nn.Module,

@@ -157,7 +157,7 @@ MISTAKES = [
     (("predictions", "example-sentences", "inputs"), "data/../x", "predictions.example-sentences.inputs"),
     (("profiles", "tiny", "images", "min_pixels"), 10**9, "profiles.tiny.images.min_pixels"),
     (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
-    (("profiles", "tiny", "memory", "precision"), "fp16", "profiles.tiny.memory"),
+    (("profiles", "tiny", "memory", "optimizer"), "adamw_8bit", "profiles.tiny.memory"),
     (
         ("profiles", "tiny", "datasets", "both-domains", "mix", "ohter"),
         1,

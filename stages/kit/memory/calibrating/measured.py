@@ -27,7 +27,7 @@ from transformers import (
 from stages.kit.errors import UserError
 from stages.kit.memory.prediction import Phase
 from stages.kit.memory.step import mark_phases, one_batch_trainer
-from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.plan import Plan
@@ -107,7 +107,7 @@ def measure_step(
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
     """The plan's base, never trained, on its device, without a file."""
     with torch.device(plan.device.kind):
-        model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
+        model = new_model(config, precision=plan.precision, attn=plan.attn)
     if plan.quantization == "nf4":
         from stages.kit.memory.quantized import quantize_nf4
 

@@ -1,0 +1,49 @@
+"""A model's answers to a task's records, and their scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from stages.kit.evaluation.answering import Answerer
+from stages.kit.evaluation.likelihood import answer_log_likelihoods
+from stages.kit.evaluation.routing import routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    answers: list[str]
+    metrics: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """Of each sample, as predictions.parquet has it."""
+    answer_s: float
+    """Seconds that the answers took."""
+
+
+def score_answers(
+    answerer: Answerer, records: Sequence[Any], samples: ModuleType, scoring: ModuleType, *, target: str | None
+) -> Scored:
+    """Have the model answer a task's records, and score its answers.
+
+    samples, scoring: modules of the task. target: the form of the answer.
+    """
+    started = time.monotonic()
+    answers = answerer.answers(
+        lambda index: samples.conversation(records[index], answered=False, target=target), len(records)
+    )
+    answer_s = time.monotonic() - started
+    weighed: dict[str, Any] = {}
+    if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
+        limits: dict[str, Any] = {"batch_size": answerer.batch_size, "max_length": answerer.settings.max_length}
+        answered = [samples.conversation(record, answered=True, target=target) for record in records]
+        weighed = {
+            "likelihoods": answer_log_likelihoods(
+                answerer.model, answerer.processor, scoring.candidates(records, target=target), **limits
+            ),
+            "routing": routing(answerer.model, answerer.processor, answered, **limits),
+        }
+    metrics, rows = scoring.score(records, answers, target=target, **weighed)
+    return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)

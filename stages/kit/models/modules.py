@@ -1,0 +1,67 @@
+"""Modules that compute what the model's own do by faster kernels: same weights, same names, same result to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+
+class PatchProjection(nn.Conv3d):
+    """A convolution whose input is as large as its kernel, computed as the matrix product that it is.
+
+    Qwen's vision towers project each patch by an nn.Conv3d. cuDNN has no bf16 backward for it, or a slow one: 50 s a
+    step against 1 s (github.com/modelscope/ms-swift/issues/6232). A checkpoint needs no conversion: the weight keeps
+    its name and shape.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Conv3d's name
+        """input: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
+        assert input.shape[1:] == self.weight.shape[1:], (input.shape, self.weight.shape)
+        return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+
+
+def project_patches_by_matrix_product(model: PreTrainedModel) -> PreTrainedModel:
+    """Make each patch projection of a model's vision tower a PatchProjection, in place."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Conv3d and name.endswith("patch_embed.proj"):
+            module.__class__ = PatchProjection
+    return model
+
+
+EXPERTS = "autocast_grouped_mm"
+"""The name by which a model is told to compute its experts by `autocast_experts`."""
+
+
+def autocast_experts(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' grouped matrix products of experts, under autocast in autocast's precision.
+
+    torch's grouped_mm is not among the operations that autocast casts, and transformers casts its input to the weights:
+    experts that are trained, and so kept in fp32, would be multiplied in fp32.
+    hidden_states: (tokens, hidden). top_k_index, top_k_weights: (tokens, k). Returns (tokens, hidden).
+    """
+    kind = hidden_states.device.type
+    if torch.is_autocast_enabled(kind):
+        experts = _InPrecision(experts, torch.get_autocast_dtype(kind))  # type: ignore[assignment]
+    return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+class _InPrecision:
+    """A module whose weights are read in another precision."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module = module
+        self._dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) else value
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, autocast_experts)
