@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from stages.kit.memory.calibration import load_calibration
+from stages.kit.models.certificate import read_certificate
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests.closure import ROOT
 
@@ -183,10 +184,45 @@ def test_a_certificate_names_the_quantization_that_training_used_and_not_the_pla
     """They differ where memory ran out."""
     path = workspace / "data/runs/r1-llm-only/training/training.json"
     record = json.loads(path.read_text())
-    assert (record["attempt"], record["quantization"]) == (0, "none")
-    path.write_text(json.dumps({**record, "quantization": "nf4"}))
+    assert (record["attempt"], record["quantization"]) == (0, "nf4")
+    path.write_text(json.dumps({**record, "quantization": "none"}))
     done("merge", "r1-llm-only")
-    assert json.loads((workspace / "data/runs/r1-llm-only/merge.json").read_text())["trained_quantization"] == "nf4"
+    certificate = read_certificate(workspace / "data/runs/r1-llm-only/merge.json", "r1-llm-only")
+    assert (certificate.trained_quantization, certificate.quantization_cost) == ("none", None)
+
+
+def test_a_merge_out_of_4_bits_says_what_it_costs_and_the_report_shows_it(finished: Path) -> None:
+    for recipe, quantization in (("r1-llm-only", "nf4"), ("r3-stage1", "none"), ("r3-stage2", "nf4")):
+        certificate = read_certificate(finished / "data/runs" / recipe / "merge.json", recipe)
+        cost = certificate.quantization_cost
+        assert certificate.trained_quantization == quantization
+        if quantization == "none":
+            assert cost is None
+            continue
+        assert cost is not None
+        # The merge itself is exact. Quantization moved the base's logits, more than so short a training did.
+        assert certificate.logit_deviation < 1e-3 < 0.05 < cost.logit_deviation
+        assert 0 <= cost.same_answers <= cost.samples == 5
+        # Nothing but the number of samples limits what is asked: merge and evaluation answer alike.
+        evaluated = json.loads((finished / "data/runs" / recipe / "metrics.json").read_text())
+        assert cost.merged == {key: evaluated[key] for key in cost.merged}
+        assert cost.trained.keys() == cost.merged.keys()
+    table = (finished / "data/report/detection/table.txt").read_text()
+    assert "Mean IoU as trained" in table
+    assert "Merged out of 4 bits" in (finished / "data/report/detection/index.html").read_text()
+    assert "## Merged out of 4 bits" in (finished / "data/report/detection/comparison.md").read_text()
+
+
+def test_what_a_merge_out_of_4_bits_costs_is_seen_by_its_answers(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merged model that answers other things than the trained one did must not look the same."""
+    answers = iter([["as merged"] * 5, ["as trained"] * 4 + ["as merged"]])
+    monkeypatch.setattr("stages.kit.evaluation.answering.generate_answers", lambda *_, **__: next(answers))
+    done("merge", "r1-llm-only")
+    cost = read_certificate(workspace / "data/runs/r1-llm-only/merge.json", "r1-llm-only").quantization_cost
+    assert cost is not None
+    assert (cost.samples, cost.same_answers) == (5, 1)
 
 
 def test_an_adapter_is_never_merged_into_another_base(workspace: Path) -> None:

@@ -91,7 +91,7 @@ def hidden_bytes(func: Any, args: Any) -> int:
     """What a kernel allocates while it runs and frees before it returns, which no dispatcher sees. Not yet measured.
 
     Attention's backward: an fp32 accumulator of dQ and the row sums (flash_api.cpp and attention_backward.cu of torch);
-    bitsandbytes: the weight, dequantized; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu).
+    `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu).
     """
     if func is aten._scaled_dot_product_flash_attention_backward.default:  # noqa: SLF001
         query, key = args[1], args[2]
@@ -107,14 +107,22 @@ def hidden_bytes(func: Any, args: Any) -> int:
     if func is aten._scaled_dot_product_efficient_attention_backward.default:  # noqa: SLF001
         batch, heads, length, width = args[1].shape
         return batch * heads * length * 4 * (1 + width)
-    if func.__name__.startswith("gemm_4bit"):
-        rows, columns = args[2]
-        return rows * columns * args[0].element_size() + rows * columns // args[4] * 4
+    if dequantized := dequantized_bytes(func, args):
+        return dequantized
     if func is aten.masked_scatter.default:
         return args[0].numel() * 9
     if func is aten.embedding_dense_backward.default:
         return args[1].numel() * 8 * 4
     return 0
+
+
+def dequantized_bytes(func: Any, args: Any) -> int:
+    """The weight in the input's precision, and its scales in fp32, within a product with a weight in 4 bits, on any
+    device (bitsandbytes/backends); 0 for another operation."""
+    if not func.__name__.startswith("gemm_4bit"):
+        return 0
+    rows, columns = args[2]
+    return rows * columns * args[0].element_size() + rows * columns // args[4] * 4
 
 
 class _NoKernel:

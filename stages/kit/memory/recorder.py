@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.trainer import utils as trl_trainer
 
-from stages.kit.memory.cuda import hidden_bytes
+from stages.kit.memory.cuda import dequantized_bytes, hidden_bytes
 from stages.kit.memory.prediction import Budget, Phase
 from stages.kit.memory.recording import Recording, Storage
 
@@ -124,8 +124,8 @@ class Recorder(TorchDispatchMode):
                 self._record(leaf)
         if func.namespace == "c10d":
             self._relabel(tensors, "temporaries")
-        if self._cuda:  # beside the output, which is there before the kernel ends
-            self._record_hidden(hidden_bytes(func, args))
+        # Beside the output, which is there before the kernel ends.
+        self._record_hidden(hidden_bytes(func, args) if self._cuda else dequantized_bytes(func, args))
         return output
 
     def _record(self, tensor: torch.Tensor) -> None:

@@ -89,6 +89,7 @@ def plan_of(
             "device": DeviceParams(kind=kind),
             "gradient_checkpointing": False,
             "precision": "fp32",
+            "quantization": "none",
             "attn": "sdpa",
             **settings,
         },

@@ -14,21 +14,37 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from stages.kit.memory.calibrating.measured import random_model
 from stages.kit.memory.step import record_step
-from stages.kit.models.load import DTYPES, auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import (
+    ALL,
+    FULL,
+    GATE,
+    LABELS,
+    R1,
+    R2,
+    R4,
+    batch_of,
+    config_of,
+    peak_bytes,
+    plan_of,
+    quantization_tensors,
+)
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1": ("detection", R1),
     "detection r1, one at a time": ("detection", {**R1, "micro_batch": 1}),
     "detection r1, checkpointed": ("detection", {**R1, "gradient_checkpointing": True}),
     "detection r1, bf16": ("detection", {**R1, "precision": "bf16"}),
+    "detection r1, fp16": ("detection", {**R1, "precision": "fp16"}),
+    "detection r1, nf4": ("detection", {**R1, "quantization": "nf4"}),
+    "detection r4, nf4, bf16": ("detection", {**R4, "quantization": "nf4", "precision": "bf16"}),
     "detection r1, eager": ("detection", {**R1, "attn": "eager"}),
     "detection r2": ("detection", R2),
     "detection r2, bf16, checkpointed": ("detection", {**R2, "precision": "bf16", "gradient_checkpointing": True}),
@@ -37,6 +53,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection, all of it": ("detection", ALL),
     "text lora": ("text", R1),
     "text lora, checkpointed": ("text", {**R1, "gradient_checkpointing": True}),
+    "text lora, nf4, one short": ("text", {**R1, "quantization": "nf4", "micro_batch": 1, "max_length": 16}),
     "text full": ("text", FULL),
     "text full, fused": ("text", {**FULL, "optimizer": "adamw_torch_fused"}),
     "text full, bf16": ("text", {**FULL, "precision": "bf16"}),
@@ -57,10 +74,12 @@ def measured_bytes(
     plan: Plan, config: PreTrainedConfig, processor: Processor, batch: Mapping[str, torch.Tensor], scratch_dir: Path
 ) -> int:
     """The peak of two optimizer steps: only the second begins with the optimizer's state there."""
-    model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
+    model = random_model(plan, config)
+    scales = quantization_tensors(model)
     samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation
+    num_steps = 8 if plan.precision == "fp16" else 2  # the first may overflow, and leave no optimizer state
     trainer = RecipeTrainer(
-        replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=samples)),
+        replace(plan, schedule=replace(plan.schedule, num_steps=num_steps, train_samples=samples)),
         model=apply_recipe(model, plan.parts, plan.lora, plan.full_targets),
         processor=processor,
         collator=lambda _: dict(batch),
@@ -71,7 +90,7 @@ def measured_bytes(
     )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
     trainer.remove_callback(trainer.rehearsal)
-    with cpu_peak([*batch.values(), *trainer.model.parameters(), *trainer.model.buffers()]) as peak:
+    with cpu_peak([*batch.values(), *trainer.model.parameters(), *trainer.model.buffers(), *scales]) as peak:
         trainer.train()
     return peak.size_bytes
 

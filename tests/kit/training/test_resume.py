@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ FULL = plan_for("r1-llm-only", micro_batch=1, parts=PartsParams(llm="full"), lor
 """Two epochs of 2 steps of 4 micro-batches."""
 
 LORA = plan_for("r4-joint", micro_batch=2, samples=7, epochs=3, part_learning_rates={"vision": 3e-5}, warmup_ratio=0.3)
-"""Pictures and dropout. Three epochs of 2 steps, the second of each smaller; a rate for each part; warm-up, cosine."""
+"""Pictures, dropout, a base in nf4. Three epochs of 2 steps, the second of each smaller; a rate for each part; warm-up, cosine."""
 
 SAMPLES = [conversation(f"Question {'so then ' * (number % 5)}{number}?", f"{number}.") for number in range(8)]
 
@@ -170,15 +170,21 @@ def test_a_full_training_killed_again_and_again_ends_as_if_nothing_had_been(
     workplace.train(FULL).assert_same(undisturbed)
 
 
-def test_so_does_one_with_pictures_and_dropout(build: Build, tmp_path: Path) -> None:
-    assert LORA.lora is not None
-    assert LORA.lora.dropout > 0
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_so_does_one_with_pictures_and_dropout_on_weights_in_4_bits(
+    build: Build, tmp_path: Path, precision: Literal["fp32", "fp16"]
+) -> None:
+    """Under fp16 with the scale of its gradients, which it halves after an overflow."""
+    plan = replace(LORA, precision=precision)
+    assert plan.lora is not None
+    assert plan.lora.dropout > 0
+    assert plan.quantization == "nf4"
     workplace = Workplace(build, tmp_path)
     for step in (2, 5):
-        workplace.interrupt(LORA, at=At(step, kill))
-    resumed = workplace.train(LORA)
+        workplace.interrupt(plan, at=At(step, kill))
+    resumed = workplace.train(plan)
     assert len(resumed.trace) == 6
-    resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(LORA, WHEN_ASKED))
+    resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(plan, WHEN_ASKED))
 
 
 def test_so_does_a_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: 
 def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> Callable[..., RecipeTrainer]:
     def make(plan: Plan, **more: Any) -> RecipeTrainer:
         seed_everything(plan.seed)
-        model = apply_recipe(
-            load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32"), plan.parts, plan.lora
+        base = load_model(
+            tiny_vlm, device=DeviceParams(kind="cpu"), precision=plan.precision, quantization=plan.quantization
         )
+        model = apply_recipe(base, plan.parts, plan.lora)
         plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
         processor = load_processor(tiny_vlm, None)
         collator = ConversationCollator(
