@@ -54,7 +54,7 @@ def note(text):
         print(text, file=file)
 
 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-pathlib.Path(os.environ["DVC_ROOT"], "triton").write_text(os.environ["TRITON_CACHE_DIR"])
+pathlib.Path(os.environ["DVC_ROOT"], "triton").write_text(os.environ.get("TRITON_CACHE_DIR", "nowhere"))
 note(f"start {gpus}")
 for _ in range(600 if os.environ.get("OMP_MEETS") else 10):
     if os.environ.get("OMP_MEETS") and notes.read_text().count("start") > 1:
@@ -182,6 +182,12 @@ def test_it_keeps_what_triton_compiles_in_the_repository(workspace: Path, driver
     assert folders[0].parent == workspace / ".bakeoff/triton"
 
 
+def test_a_stage_on_a_cpu_keeps_nothing_of_tritons(workspace: Path) -> None:
+    shutil.copy(ROOT / "params.yaml", workspace)
+    assert launch(workspace, caller(TRITON_CACHE_DIR="/shared/by/all")).returncode == 0
+    assert (workspace / "triton").read_text() == "nowhere"
+
+
 def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path, driver: FakeNvml) -> None:
     refused = launch(workspace, caller(driver))
     assert refused.returncode == 1
@@ -264,9 +270,9 @@ def test_each_image_and_each_set_of_packages_has_a_folder_for_what_triton_compil
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caller = {"DVC_ROOT": "/repository"}
+    images = ("sha256:0123456789abcdef", "sha256:fedcba9876543210")
     engines: list[Engine] = [ProcessEngine(), ProcessEngine()]
-    for image_id in ("sha256:0123456789abcdef", "sha256:fedcba9876543210"):
-        engines.append(ContainerEngine(client=Client("docker"), reference="bakeoff:cuda-0", image_id=image_id))
+    engines += [ContainerEngine(client=Client("docker"), reference="bakeoff:cuda-0", image_id=id_) for id_ in images]
     folders = [triton_dir(engine, caller) for engine in engines]
     assert folders[0] == folders[1]
     assert folders[2] == Path("/repository/.bakeoff/triton/0123456789ab")
