@@ -47,6 +47,7 @@ from stages.kit.signals import ENDING, GRACE_S, heeded
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.fingerprint import identity_of
+from stages.kit.training.fused_loss import prepare_fused_loss
 from stages.kit.training.peak import PeakMemory
 from stages.kit.training.preemption import train_to_the_end
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
@@ -91,7 +92,14 @@ def main(recipe: str, attempt: int) -> None:
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
-    identity = identity_of(plan, attempt=attempt, base=base_lineage, data_path=Path(plan.data_dir, "train.parquet"))
+    loss_kernels = prepare_fused_loss(plan.device)
+    identity = identity_of(
+        plan,
+        attempt=attempt,
+        base=base_lineage,
+        data_path=Path(plan.data_dir, "train.parquet"),
+        loss_kernels=loss_kernels,
+    )
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     recipe_dir = checkpoints_dir(Path(os.environ.get("DVC_ROOT", ".")), recipe)
 
@@ -131,7 +139,9 @@ def main(recipe: str, attempt: int) -> None:
         )
         trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
-        record = TrainingRecord.of(plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak=peak)
+        record = TrainingRecord.of(
+            plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak=peak, loss_kernels=loss_kernels
+        )
         trained = trainer.accelerator.unwrap_model(trainer.model)
         tensors = trained_tensors(trained)
         if is_first_process():

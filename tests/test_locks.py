@@ -21,7 +21,8 @@ def locked(lock: str) -> dict[str, str]:
 def required(lock: str) -> dict[str, str]:
     """Package to version, of what pyproject.toml names itself."""
     project = PROJECT["dependencies"] if lock in ("cpu", "cuda") else []
-    return dict(requirement.split("==") for requirement in [*project, *PROJECT["optional-dependencies"][lock]])
+    named = [*project, *PROJECT["optional-dependencies"][lock]]
+    return dict(requirement.partition(";")[0].split("==") for requirement in named)
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -35,7 +36,7 @@ def test_a_lock_holds_what_pyproject_asks_for(lock: str) -> None:
 def test_every_direct_dependency_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
     named = [*PROJECT["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
-    assert [requirement for requirement in named if not PIN.fullmatch(requirement)] == []
+    assert [requirement for requirement in named if not PIN.fullmatch(requirement.partition(";")[0])] == []
     assert set(extras) == set(LOCKS)
 
 
@@ -54,6 +55,15 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     cuda = re.compile(r"nvidia|cuda|triton|torch$")
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
     assert [package for package in locked("lm-eval") if cuda.match(package)] == [], "it is scored on the torch there is"
+
+
+def test_the_tests_run_the_triton_that_trains() -> None:
+    """Its wheels are for Linux alone, as the marker says; it brings no library of CUDA's."""
+    assert locked("dev")["triton"] == locked("cuda")["triton"]
+    lock = (ROOT / "docker/dev.lock").read_text()
+    assert re.search(r"^triton==\S+ ; sys_platform == 'linux'", lock, re.MULTILINE)
+    cuda = re.compile(r"nvidia|cuda|torch$")
+    assert [package for package in locked("dev") if cuda.match(package)] == []
 
 
 def test_torch_as_the_cpu_lock_sees_it_is_the_torch_that_is_installed() -> None:

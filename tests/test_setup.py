@@ -20,6 +20,7 @@ case "$(basename "$0") $*" in
   *"sys.version_info"*) [ -z "${FAKE_VERSION:-}" ] ;;
   *ensurepip*) [ -z "${FAKE_WITHOUT_VENV:-}" ] ;;
   *"-m venv "*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/uv ;;
+  *stages.kit.compiler*) echo "${FAKE_PROBLEM:-}" ;;
   *importlib.metadata*) cat torch-version ;;
   python*pip*install*) echo "pip ${*: -1}" >>asked
     [[ -z "${PIP_LACKS:-}" || "${*: -1}" != *"$PIP_LACKS"* ]]
@@ -81,6 +82,21 @@ def test_with_a_gpu_torch_comes_from_the_lock(workspace: Path) -> None:
     (workspace / "nvidia-smi").chmod(0o755)
     code, _, asked = set_up(workspace, PATH=f"{workspace}:{os.environ['PATH']}")
     assert (code, asked) == (0, ["pip docker/installer.lock", "uv docker/cuda.lock"])
+
+
+def test_a_gpu_without_a_compiler_is_set_up_and_one_line_says_what_to_install(workspace: Path) -> None:
+    code, said, _ = set_up(workspace, TARGET="cuda", FAKE_PROBLEM="there is no C compiler; install gcc")
+    assert code == 0
+    assert said.splitlines()[-1] == "setup: training on a GPU wants a C compiler: there is no C compiler; install gcc"
+
+
+@pytest.mark.parametrize(("target", "problem"), [("cuda", ""), ("cpu", "there is no C compiler")])
+def test_nothing_is_said_of_compilers_where_one_works_or_none_is_needed(
+    workspace: Path, target: str, problem: str
+) -> None:
+    code, said, _ = set_up(workspace, TARGET=target, FAKE_PROBLEM=problem)
+    assert code == 0
+    assert "compiler" not in said
 
 
 def test_a_second_set_up_asks_for_nothing_and_an_extra_only_for_itself(workspace: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from stages.kit.compiler import compiler_problem
 from stages.kit.containers.environment import stage_environment
 from stages.kit.errors import OUT_OF_MEMORY
 from tests.closure import ROOT
@@ -79,6 +80,7 @@ def test_a_recipe_goes_all_the_way_and_its_peak_stands_beside_the_prediction(
     record = json.loads((run_dir / "training/training.json").read_text())
     assert (record["num_steps"], record["quantization"]) == (2, quantization)
     assert record["memory_kind"] == "cuda_allocated"
+    assert record["loss_kernels"] == ("triton" if compiler_problem() is None else "torch")
     metrics = json.loads((run_dir / "metrics.json").read_text())
     assert metrics["memory_measured_gib"] == pytest.approx(record["peak_memory_bytes"] / 2**30, abs=1e-4)
     assert metrics["memory_predicted_gib"] > 0
@@ -97,6 +99,17 @@ def test_a_recipe_goes_all_the_way_and_its_peak_stands_beside_the_prediction(
         assert after["free_bytes"] <= before["free_bytes"]
     trained = json.loads((workspace / f"data/report/detection/memory/{recipe}/train.json").read_text())
     assert trained["end"]["peak_bytes"] >= record["peak_memory_bytes"]
+
+
+def test_without_a_compiler_a_training_goes_on_and_its_record_says_so(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/bin/false")
+    result = run(workspace, "train", BF16)
+    assert result.returncode == 0, result.stderr
+    assert "the loss is computed without Triton" in result.stderr
+    record = json.loads((workspace / "data/runs" / BF16 / "training/training.json").read_text())
+    assert record["loss_kernels"] == "torch"
 
 
 @pytest.mark.parametrize("recipe", [NF4, BF16])

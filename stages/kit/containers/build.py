@@ -1,7 +1,7 @@
 """Makes the images that stages run in: `make image`, `make wheelhouse` and `make base-image` end here.
 
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
-network in the build only where flash-attn is compiled.
+network in the build only for cuda: its compiler is Debian's, and flash-attn's build wants one.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
         labels["org.opencontainers.image.base.digest"] = base.reference.rpartition("@")[2]
     return [
         *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
-        *(() if flash_attn else ("--network", "none")),
+        *(() if target == "cuda" else ("--network", "none")),
         *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
         *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
     ]

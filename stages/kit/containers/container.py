@@ -189,6 +189,8 @@ def _environment_options(stage_run: StageRun, *, terminal: bool) -> list[str]:
     )
     if stage_run.hub_dir is not None:
         given["HF_HOME"] = str(stage_run.hub_dir)
+    if stage_run.triton_dir is not None:
+        given["TRITON_CACHE_DIR"] = str(stage_run.triton_dir)
     variables = [*passed, *(f"{name}={value}" for name, value in given.items())]
     return [option for variable in variables for option in ("--env", variable)]
 

@@ -10,8 +10,11 @@ OF_THE_MACHINE = frozenset(
     {
         # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
-        # Where downloaded models and data, and compiled kernels lie.
-        *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        # Where downloaded models and data lie. Not TRITON_CACHE_DIR: what another set of packages has compiled may be
+        # there, so the launcher names a folder for this one.
+        *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
+        # The C compiler, for Triton. An image has its own.
+        "CC",
         # CUDA, and which GPUs this caller may use. A container has just those that it was given, under new numbers.
         *("CUDA_HOME", "CUDA_PATH", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
     }

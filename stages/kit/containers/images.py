@@ -1,8 +1,8 @@
 """Which images stages run in: their pins, and the tag that follows from all that an image is built from.
 
 The launcher finds an image by its tag alone, without asking anybody what was built from what; so whatever an image is
-built from is in its tag. Only the stand-in base, made from what Debian has on the day, is there by name alone. Light
-to import: it is on the way of every stage.
+built from is in its tag. Only what Debian has on the day is there by name alone: the stand-in base, and the compiler of
+cuda. Light to import: it is on the way of every stage.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def image_inputs(workspace_dir: Path, target: str, pins: Pins, base: Base) -> di
     """All that the image is built from: files by their digest, the rest as it is."""
     flash_attn = has_flash_attn(target, pins, base)
     files = ["Dockerfile", "install", f"{target}.lock", "installer.lock", *(["flash-attn.lock"] if flash_attn else [])]
+    files += ["check_triton.py"] if target == "cuda" else []
     inputs = {f"docker/{name}": _sha256(workspace_dir / "docker" / name) for name in files}
     inputs["date"] = SOURCE_DATE_EPOCH
     inputs["base"] = " ".join((base.reference, *base.debian_packages))

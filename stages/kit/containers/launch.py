@@ -6,6 +6,8 @@ of memory is started anew, one rung of its ladder further down; any other failur
 on the way of every stage.
 """
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ import click
 
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
+from stages.kit.containers.machine import installed_packages
 from stages.kit.containers.outputs import run_alone
 from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.pipeline import DeclaredStage, Pipeline
@@ -82,6 +85,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             caller=os.environ,
             terminal=sys.stderr.isatty(),
             pipeline=pipeline,
+            triton_dir=triton_dir(engine, os.environ) if gpus else None,
         )
         witness = Witness.called(stage_run, params, engine)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
@@ -200,6 +204,17 @@ def kept_dirs(stage: str, args: tuple[str, ...], params: Params, caller: Mapping
 def tracking_dir(caller: Mapping[str, str]) -> Path:
     """Where Weights & Biases keeps runs; stages/kit/training/progress.py tells it so."""
     return repository_dir(caller) / ".bakeoff/tracking"
+
+
+def triton_dir(engine: Engine, caller: Mapping[str, str]) -> Path:
+    """Where Triton keeps what it compiles: a folder for each image, and for each set of packages without one."""
+    if engine.image is not None:
+        _, digest = engine.image
+        name = digest.removeprefix("sha256:")[:12]
+    else:
+        packages = [sys.version, installed_packages(sys.path)]
+        name = f"process-{hashlib.sha256(json.dumps(packages).encode()).hexdigest()[:12]}"
+    return repository_dir(caller) / ".bakeoff/triton" / name
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

@@ -59,7 +59,7 @@ def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[
     found.append(Mount(source=outputs.view_dir, target=workspace_dir))
     for folder in outputs.folders:
         found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
-    for path in (*([stage_run.hub_dir] if stage_run.hub_dir else []), *stage_run.kept_dirs):
+    for path in filter(None, (stage_run.hub_dir, stage_run.triton_dir, *stage_run.kept_dirs)):
         path.mkdir(parents=True, exist_ok=True)
         found.append(Mount(source=path, target=path, writable=True))
     found += [

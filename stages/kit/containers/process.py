@@ -74,6 +74,8 @@ class ProcessEngine:
         )
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
+        if stage_run.triton_dir is not None:
+            environment["TRITON_CACHE_DIR"] = str(stage_run.triton_dir)
         machine = this_machine()
         killed_before = oom_kills(OF_THE_MACHINE)
         with forwarded_signals() as signals:

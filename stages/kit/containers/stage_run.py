@@ -34,6 +34,8 @@ class StageRun:
     """Whether a person watches the stage's output on one."""
     pipeline: Pipeline
     """Of the workspace."""
+    triton_dir: Path | None = None
+    """Where Triton keeps what it compiles, for all stages of one image; None without a GPU; absolute."""
     attempt: int = 0
     """How often it ran out of memory so far; tells the stage how much to give up."""
 

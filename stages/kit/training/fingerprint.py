@@ -21,12 +21,15 @@ from stages.kit.cpu import cpu_model
 from stages.kit.lineage import Lineage, file_digest
 from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
+from stages.kit.training.fused_loss import LossKernels
 
 ARITHMETIC = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_")
 """Families of environment variables by which libraries may come to choose other kernels."""
 
 
-def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> dict[str, str]:
+def identity_of(
+    plan: Plan, *, attempt: int, base: Lineage, data_path: Path, loss_kernels: LossKernels
+) -> dict[str, str]:
     """The facts, by names that people read where they differ. All that the training runs has been imported by now.
 
     plan: as it is used, so many rungs down the ladder as `attempt` says. data_path: the training samples.
@@ -41,6 +44,7 @@ def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> 
         "packages": _packages_digest(),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),
         "device": _device(plan.device),
+        "kernels of the loss": loss_kernels,
         "environment": _sha256(json.dumps(_arithmetic_environment()).encode()),
     }
 

@@ -17,6 +17,7 @@ from stages.kit.publish import publish_text
 if TYPE_CHECKING:
     from transformers import TrainerState
 
+    from stages.kit.training.fused_loss import LossKernels
     from stages.kit.training.peak import PeakMemory
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -34,6 +35,8 @@ class TrainingRecord:
     gradient_checkpointing: bool
     optimizer: str
     quantization: str
+    loss_kernels: str
+    """What TRL's fused loss ran on: triton or torch. See training/fused_loss.py."""
     num_steps: Count
     epochs: Amount
     train_loss: float
@@ -51,7 +54,16 @@ class TrainingRecord:
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
     @classmethod
-    def of(cls, plan: Plan, state: TrainerState, *, attempt: int, seconds: float, peak: PeakMemory) -> TrainingRecord:
+    def of(
+        cls,
+        plan: Plan,
+        state: TrainerState,
+        *,
+        attempt: int,
+        seconds: float,
+        peak: PeakMemory,
+        loss_kernels: LossKernels,
+    ) -> TrainingRecord:
         """plan: as it was used, after `attempt` rungs."""
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         accuracies = [entry["router_accuracy"] for entry in state.log_history if "router_accuracy" in entry]
@@ -66,6 +78,7 @@ class TrainingRecord:
             gradient_checkpointing=plan.gradient_checkpointing,
             optimizer=plan.optimizer,
             quantization=plan.quantization,
+            loss_kernels=loss_kernels,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
             train_loss=means[-1],

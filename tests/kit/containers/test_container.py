@@ -174,6 +174,15 @@ def test_without_a_gpu_none_is_asked_for(clients: Path, workspace: Path) -> None
     assert not {"--gpus", "--device"} & set(the_run(clients, workspace))
 
 
+def test_what_triton_compiles_is_kept_where_the_launcher_says(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    own = {"TRITON_CACHE_DIR": "/mine", "CC": "/mine/gcc"}
+    call = the_run(clients, workspace, triton_dir=tmp_path / "triton", gpus=("GPU-a",), caller=own)
+    assert [value for value in options(call, "--env") if value.startswith(("TRITON", "CC"))] == [
+        f"TRITON_CACHE_DIR={tmp_path / 'triton'}"
+    ]
+    assert any(f"target={tmp_path / 'triton'}" in mount for mount in options(call, "--mount"))
+
+
 def test_podman_is_spoken_to_in_its_own_words(clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(clients, "podman")
     monkeypatch.setattr(os, "getuid", lambda: 1234)

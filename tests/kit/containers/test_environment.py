@@ -63,6 +63,12 @@ def test_a_container_has_a_home_of_its_own_and_nothing_of_the_machine() -> None:
     assert found["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_process_compiles_with_the_callers_compiler_but_not_into_the_callers_cache() -> None:
+    caller = {"CC": "/opt/gcc/bin/gcc", "TRITON_CACHE_DIR": "/shared/by/all"}
+    assert {name: on_machine("train", caller).get(name) for name in caller} == {**caller, "TRITON_CACHE_DIR": None}
+    assert not caller.keys() & in_container("train", caller).keys()
+
+
 def test_the_proxies_that_docker_would_add_by_itself_are_empty_without_a_network() -> None:
     assert in_container("train", {})["HTTPS_PROXY"] == ""
     assert "HTTPS_PROXY" not in in_container("base", {}, network=True)

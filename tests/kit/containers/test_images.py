@@ -51,6 +51,7 @@ BOTH, PINNED, STAND_IN, NEITHER = [True, True], [True, False], [False, True], [F
         ("docker/installer.lock", BOTH, BOTH),
         ("docker/cpu.lock", BOTH, NEITHER),
         ("docker/cuda.lock", NEITHER, BOTH),
+        ("docker/check_triton.py", NEITHER, BOTH),
         ("docker/flash-attn.lock", NEITHER, PINNED),
         ("docker/dev.lock", NEITHER, NEITHER),
         ("docker/lm-eval.lock", NEITHER, NEITHER),
@@ -127,9 +128,29 @@ def test_the_dockerfile_starts_from_pins_alone_and_copies_no_code() -> None:
     assert [line for line in lines if re.search(r"^# *syntax|<<|--link|://", line)] == []
 
 
-def test_both_targets_end_as_a_user_without_rights() -> None:
-    *_, runtime = (ROOT / "docker/Dockerfile").read_text().partition("AS runtime")
-    assert re.findall(r"^USER (.*)", runtime, re.MULTILINE) == ["1000:1000"]
+def stages_of_the_dockerfile() -> dict[str, str]:
+    """Their instructions, by name."""
+    text = (ROOT / "docker/Dockerfile").read_text()
+    return {part.split(maxsplit=3)[2]: part for part in re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]}
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_both_targets_end_as_a_user_without_rights(target: str) -> None:
+    stages = stages_of_the_dockerfile()
+    assert stages[target].startswith("runtime ")
+    assert re.findall(r"^USER (.*)", stages["runtime"] + stages[target], re.MULTILINE)[-1] == "1000:1000"
+
+
+def test_cuda_alone_has_a_compiler_and_is_no_image_before_triton_has_compiled_in_it() -> None:
+    stages = stages_of_the_dockerfile()
+    assert [name for name, text in stages.items() if "docker/install compiler" in text] == ["cuda"]
+    *_, last = (line for line in stages["cuda"].splitlines() if line)
+    assert last.startswith("RUN ")
+    assert last.endswith(" python /docker/check_triton.py")
+    places = [stages["cuda"].index(text) for text in ("install compiler", "USER 1000:1000", last)]
+    assert places == sorted(places)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {"!docker/check_triton.py", "!docker/install"} <= set(ignored), "the build does not see what it runs"
 
 
 # Answers as docker: has the images named in `images`, pulls only where PULLS is set, writes down what it is asked.
@@ -191,7 +212,7 @@ def test_the_pinned_base_is_preferred_and_the_build_has_no_network(docker: Path)
     assert f"PYTHON_IMAGE={PINS.python.reference}" in command
 
 
-def test_only_the_compilation_of_flash_attn_has_a_network(docker: Path) -> None:
+def test_only_cuda_has_a_network_for_its_compiler_and_for_flash_attn(docker: Path) -> None:
     assert PINS.flash_attn["cuda"], "this test needs another target with flash-attn"
     _, _, command = make_image(docker, "--target", "cuda", images=(PINS.python.reference,))
     assert f"--tag {CUDA[0]}" in command
@@ -210,7 +231,8 @@ def test_without_a_registry_the_stand_in_is_used_and_that_is_said(docker: Path) 
     code, said, command = make_image(docker, "--target", "cuda", images=(PINS.stand_in.reference,))
     assert code == 0
     assert "using the stand-in bakeoff-base:bookworm: python:3.12" in said
-    assert f"--tag {CUDA[1]} --network none" in command
+    assert f"--tag {CUDA[1]}" in command
+    assert "--network" not in command
     assert "FLASH_ATTN=0" in command
 
 

@@ -14,9 +14,22 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from stages.kit.containers import launch as launcher
+from stages.kit.containers.client import Client
+from stages.kit.containers.container import ContainerEngine
+from stages.kit.containers.engines import Engine
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
-from stages.kit.containers.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.containers.launch import (
+    gpus_wanted,
+    hub_cache,
+    kept_dirs,
+    refuse_undeclared,
+    source_dir,
+    source_of,
+    triton_dir,
+)
 from stages.kit.containers.pipeline import Pipeline
+from stages.kit.containers.process import ProcessEngine
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import DeviceParams
@@ -41,6 +54,7 @@ def note(text):
         print(text, file=file)
 
 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+pathlib.Path(os.environ["DVC_ROOT"], "triton").write_text(os.environ.get("TRITON_CACHE_DIR", "nowhere"))
 note(f"start {gpus}")
 for _ in range(600 if os.environ.get("OMP_MEETS") else 10):
     if os.environ.get("OMP_MEETS") and notes.read_text().count("start") > 1:
@@ -75,7 +89,7 @@ def workspace(tmp_path: Path) -> Path:
     YAML().dump(params, workspace / "params.yaml")
     (workspace / "stages/train.py").write_text(STAGE)
     (workspace / "dvc.yaml").write_text(PIPELINE)
-    (workspace / ".gitignore").write_text("/notes\n/trained\n/.bakeoff\n__pycache__\n")
+    (workspace / ".gitignore").write_text("/notes\n/triton\n/trained\n/.bakeoff\n__pycache__\n")
     (workspace / ".venv").symlink_to(sys.prefix)
     for command in (
         ("git", "init", "--quiet"),
@@ -158,6 +172,22 @@ def test_a_stage_gets_the_gpu_that_is_free(workspace: Path, driver: FakeNvml) ->
     assert (workspace / "notes").read_text().splitlines()[0] == "start GPU-1"
 
 
+def test_it_keeps_what_triton_compiles_in_the_repository(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0])
+    folders = []
+    for own in ({}, {"TRITON_CACHE_DIR": "/shared/by/all"}):
+        assert launch(workspace, caller(driver, **own)).returncode == 0
+        folders.append(Path((workspace / "triton").read_text()))
+    assert folders[0] == folders[1]
+    assert folders[0].parent == workspace / ".bakeoff/triton"
+
+
+def test_a_stage_on_a_cpu_keeps_nothing_of_tritons(workspace: Path) -> None:
+    shutil.copy(ROOT / "params.yaml", workspace)
+    assert launch(workspace, caller(TRITON_CACHE_DIR="/shared/by/all")).returncode == 0
+    assert (workspace / "triton").read_text() == "nowhere"
+
+
 def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path, driver: FakeNvml) -> None:
     refused = launch(workspace, caller(driver))
     assert refused.returncode == 1
@@ -234,6 +264,22 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
     assert hub_cache({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}) == Path("/hf")
     assert hub_cache({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
     assert hub_cache({}) == Path.home() / ".cache/huggingface"
+
+
+def test_each_image_and_each_set_of_packages_has_a_folder_for_what_triton_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller = {"DVC_ROOT": "/repository"}
+    images = ("sha256:0123456789abcdef", "sha256:fedcba9876543210")
+    engines: list[Engine] = [ProcessEngine(), ProcessEngine()]
+    engines += [ContainerEngine(client=Client("docker"), reference="bakeoff:cuda-0", image_id=id_) for id_ in images]
+    folders = [triton_dir(engine, caller) for engine in engines]
+    assert folders[0] == folders[1]
+    assert folders[2] == Path("/repository/.bakeoff/triton/0123456789ab")
+    monkeypatch.setattr(launcher, "installed_packages", lambda _: {"triton": "0.0.1"})
+    folders.append(triton_dir(ProcessEngine(), caller))
+    assert {folder.parent for folder in folders} == {Path("/repository/.bakeoff/triton")}
+    assert len(set(folders)) == 4
 
 
 def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:

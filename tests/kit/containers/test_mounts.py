@@ -179,12 +179,13 @@ def test_without_links_no_cache_is_seen(workspace: Path) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_kept_folders_are_made_and_writable_wherever_they_lie(workspace: Path, tmp_path: Path, inside: bool) -> None:
-    hub, *kept = ((workspace if inside else tmp_path) / ".bakeoff" / name for name in ("hub", "checkpoints/r1", "runs"))
-    found = mounts_of(run_of(workspace, hub_dir=hub, kept_dirs=tuple(kept)))
-    for folder in (hub, *kept):
+    names = ("hub", "triton/0123", "checkpoints/r1", "runs")
+    hub, triton, *kept = ((workspace if inside else tmp_path) / ".bakeoff" / name for name in names)
+    found = mounts_of(run_of(workspace, hub_dir=hub, triton_dir=triton, kept_dirs=tuple(kept)))
+    for folder in (hub, triton, *kept):
         assert folder.is_dir()
         assert Mount(source=folder, target=folder, writable=True) in found
-    assert not any(mount.writable for mount in found if mount.target.name in (".bakeoff", "checkpoints"))
+    assert not any(mount.writable for mount in found if mount.target.name in (".bakeoff", "checkpoints", "triton"))
 
 
 def test_certificates_of_the_caller_go_only_where_the_network_is(workspace: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stages.kit.plan import Plan
 from stages.kit.training import fingerprint
 from stages.kit.training.checkpoints import digest_of
 from stages.kit.training.fingerprint import identity_of
+from stages.kit.training.fused_loss import LossKernels
 from tests.kit.training.test_trainer import plan_for
 
 PLAN = plan_for("r1-llm-only")
@@ -28,8 +29,14 @@ def data_path(tmp_path: Path) -> Path:
     return path
 
 
-def identity(data_path: Path, plan: Plan = PLAN, attempt: int = 0, base: Lineage = BASE) -> dict[str, str]:
-    return identity_of(plan, attempt=attempt, base=base, data_path=data_path)
+def identity(
+    data_path: Path,
+    plan: Plan = PLAN,
+    attempt: int = 0,
+    base: Lineage = BASE,
+    loss_kernels: LossKernels = "triton",
+) -> dict[str, str]:
+    return identity_of(plan, attempt=attempt, base=base, data_path=data_path, loss_kernels=loss_kernels)
 
 
 def test_it_is_the_same_from_another_folder(data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +55,12 @@ def test_it_is_the_same_from_another_folder(data_path: Path, tmp_path: Path, mon
         ("plan", {"plan": replace(PLAN, schedule=replace(PLAN.schedule, weight_decay=0.5))}),
         ("attempt", {"attempt": 1}),
         ("base", {"base": replace(BASE, digest="cd" * 32)}),
+        ("kernels of the loss", {"loss_kernels": "torch"}),
     ],
 )
-def test_one_of_another_plan_attempt_or_base_is_another(data_path: Path, name: str, change: dict[str, object]) -> None:
+def test_a_training_that_is_asked_for_something_else_is_another(
+    data_path: Path, name: str, change: dict[str, object]
+) -> None:
     before, after = identity(data_path), identity(data_path, **change)  # type: ignore[arg-type]
     assert {part for part in before if before[part] != after[part]} == {name}
     assert digest_of(before) != digest_of(after)

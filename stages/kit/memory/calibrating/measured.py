@@ -31,6 +31,7 @@ from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.plan import Plan
+from stages.kit.training.fused_loss import prepare_fused_loss
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.rehearsal import held_tensors
 from stages.kit.training.seed import seed_everything
@@ -83,8 +84,11 @@ def measure_step(
 ) -> Measured:
     """Train a model of random weights as the plan says until the optimizer has its state, and measure the next step.
 
-    This takes the whole process: seeds and settings of torch stay changed. Raises UserError where no step came about.
+    This takes the whole process: seeds and settings of torch and TRL stay changed. Raises UserError where no step came
+    about, or where it would not run the kernels that are predicted.
     """
+    if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
+        raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
     seed_everything(plan.seed)
     model = random_model(plan, config)
     gc.collect()
