@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.kit.training.resumable import ResumableTrainer
 from tests import test_build
+from tests.kit.models.mixture.dense import save_base
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -41,7 +42,7 @@ def products_of_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Products]:
     step = ResumableTrainer.training_step
 
     def noted(trainer: ResumableTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert (trainer.accelerator.scaler is not None) == (trainer.plan.precision == "fp16")  # type: ignore[attr-defined]
+        assert (trainer.accelerator.scaler is not None) == (trainer.plan.precision == "fp16")
         with products:
             return step(trainer, *args, **kwargs)
 
@@ -87,7 +88,7 @@ def test_text_recipes_and_experts_multiply_in_the_precision_of_the_profile(
 ) -> None:
     """An AMR parser's LoRA, and a mixture that is trained whole."""
     monkeypatch.chdir(tmp_path)
-    raw = test_build.params_of(test_build.save_base(tmp_path / "dense", max_position_embeddings=4096))
+    raw = test_build.params_of(save_base(tmp_path / "dense", max_position_embeddings=4096))
     raw["profiles"]["tiny"]["memory"]["precision"] = precision
     for recipe in raw["recipes"].values():
         recipe["max_steps"] = 2

@@ -77,13 +77,14 @@ def test_under_autocast_experts_in_fp32_are_multiplied_in_16_bits_and_get_gradie
 ) -> None:
     inputs = routed(experts, dtype)
     exact = grouped_mm_experts_forward(experts, *routed(experts, torch.float32))
-    used = []
+    used: list[tuple[torch.dtype, ...]] = []
     grouped_mm = torch.nn.functional.grouped_mm
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "grouped_mm",
-        lambda *factors, **kwargs: used.append(tuple(each.dtype for each in factors)) or grouped_mm(*factors, **kwargs),
-    )
+
+    def noted(*factors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        used.append(tuple(each.dtype for each in factors))
+        return grouped_mm(*factors, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", noted)
     with torch.autocast("cpu", dtype=dtype):
         output = autocast_experts(experts, *inputs)
     assert used == [(dtype, dtype)] * 2

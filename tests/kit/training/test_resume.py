@@ -52,7 +52,8 @@ FULL = plan_for("r1-llm-only", micro_batch=1, parts=PartsParams(llm="full"), lor
 """Two epochs of 2 steps of 4 micro-batches."""
 
 LORA = plan_for("r4-joint", micro_batch=2, samples=7, epochs=3, part_learning_rates={"vision": 3e-5}, warmup_ratio=0.3)
-"""Pictures, dropout, a base in nf4. Three epochs of 2 steps, the second of each smaller; a rate for each part; warm-up, cosine."""
+"""Pictures, dropout, a base in nf4. Three epochs of 2 steps, the second of each smaller; a rate for each part; warm-up,
+cosine."""
 
 SAMPLES = [conversation(f"Question {'so then ' * (number % 5)}{number}?", f"{number}.") for number in range(8)]
 
