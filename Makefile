@@ -11,7 +11,7 @@ EXTRAS ?=
 TASK ?= detection
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
-# Passed on to pytest, or to the calibration: make test ARGS="-k lineage -x"
+# Passed on to pytest, or to what measures on a GPU: make test ARGS="-k lineage -x"
 ARGS ?=
 
 python := .venv/bin/python
@@ -97,13 +97,13 @@ in_parallel := -n auto --maxprocesses 4 --dist loadfile
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(python) -m pytest $(in_parallel) $(ARGS)
 
-.PHONY: calibrate
-calibrate: setup ## Measure on a GPU what predictions of memory take for granted (ARGS="--dry-run", ARGS=--help)
-	@$(offline) $(python) -m stages.kit.memory.calibrate $(ARGS)
+.PHONY: gpu
+gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)
+	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
 
-.PHONY: test-gpu
-test-gpu: setup-dev ## Run the tests that need a GPU
-	@$(offline) $(python) -m pytest -m gpu tests/gpu $(ARGS)
+.PHONY: calibrate
+calibrate: setup ## Write what a GPU says of memory into predictions, after make gpu or alone (ARGS="--dry-run", ARGS=--help)
+	@$(offline) $(python) -m stages.kit.memory.calibrate $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke
@@ -146,7 +146,7 @@ clean: ## Remove results and tool caches; .venv and DVC's cache stay
 	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/provenance data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
-	find stages tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: distclean
 distclean: clean ## Remove .venv and DVC's cache too: every experiment's files

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -45,6 +46,7 @@ log = logging.getLogger("stages")
 
 @click.command(help=__doc__)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--paged", is_flag=True, help="Also the settings of paged optimizers, which use managed memory.")
 @click.option("--only", default="", help="Settings whose names contain this.")
 @click.option("--budget-s", type=float, default=540.0, show_default=True, help="After so long nothing more starts.")
 @click.option("--workers", type=click.IntRange(min=1), help="Predictions at once.  [default: a fourth of the cores]")
@@ -54,6 +56,7 @@ log = logging.getLogger("stages")
 @click.option("--calibration", "calibration_path", type=click.Path(path_type=Path), default=SHIPPED_PATH)
 def main(
     device: Device,
+    paged: bool,
     only: str,
     budget_s: float,
     workers: int | None,
@@ -66,7 +69,7 @@ def main(
     deadline = time.monotonic() + budget_s
     workers = workers or max(1, (os.cpu_count() or 1) // 4)
     path = results_dir / f"{device}.jsonl"
-    settings = [setting for setting in settings_for(device) if only in setting.name]
+    settings = [setting for setting in settings_for(device, paged=paged) if only in setting.name]
     if again:
         session = Session.read(path)
         if session is None:
@@ -81,7 +84,7 @@ def main(
         click.echo(line)
     # Tiny models on a CPU say nothing of a GPU.
     dry_run = dry_run or (device == "cpu" and calibration_path == SHIPPED_PATH)
-    finish(session, settings_for(device), calibration_path, dry_run=dry_run)
+    finish(session, settings_for(device, paged=paged), calibration_path, dry_run=dry_run)
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def finish(session: Session, settings: Sequence[Setting], path: Path, *, dry_run
     if not compared:
         raise UserError("no setting was measured, so there is nothing to calibrate by")
     values = measured_constants(session) | bounds(compared)
-    measured = f"{session.facts.name}, {datetime.now().astimezone():%Y-%m-%d}"
+    measured = measured_on(session)
     for name, value in values.items():
         click.echo(f"{name}: {value:g} ({measured})")
     untried = [setting.name for setting in settings if setting.name not in session.outcomes]
@@ -123,6 +126,13 @@ def finish(session: Session, settings: Sequence[Setting], path: Path, *, dry_run
     elif not dry_run:
         write_calibration(values, measured, path)
         click.echo(f"wrote {path}; it is part of every plan, so commit it")
+
+
+def measured_on(session: Session) -> str:
+    """Device, versions that decide about memory, day: `NVIDIA H200, torch 2.13.0+cu130, ..., 2026-12-01`."""
+    libraries = (f"{name} {version(name)}" for name in ("transformers", "bitsandbytes"))
+    today = f"{datetime.now().astimezone():%Y-%m-%d}"
+    return ", ".join((session.facts.name, f"torch {session.facts.torch}", *libraries, today))
 
 
 def write_calibration(values: dict[str, float], measured: str, path: Path) -> None:

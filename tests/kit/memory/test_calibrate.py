@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
 
 from stages.kit.errors import OutOfMemory, UserError
@@ -97,7 +98,7 @@ class TestTheWholeRunOnACpu:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         only = ON_CPU[:1]
-        monkeypatch.setattr(calibrate, "settings_for", lambda _: only)
+        monkeypatch.setattr(calibrate, "settings_for", lambda _, *, paged: only)
         monkeypatch.setattr(calibrate, "facts_of", lambda *_: device_facts("cpu"))  # a child less to wait for
         path = tmp_path / "calibration.yaml"
         path.write_text(SHIPPED_PATH.read_text())
@@ -216,9 +217,27 @@ class TestSettings:
     def test_a_damaged_file_is_refused(self, path: Path) -> None:
         Session.begin(FACTS, path)
         with path.open("a") as file:
-            file.write('{"setting": "half a li')
+            file.write("no JSON\n")
         with pytest.raises(UserError, match="is damaged"):
             Session.read(path)
+
+    def test_a_line_that_a_kill_cut_off_is_left_out_and_written_over(self, path: Path) -> None:
+        with path.open("w") as file:
+            file.write(json.dumps(asdict(FACTS))[:20])
+        session = Session.begin(FACTS, path)
+        session.keep(outcome("a", allocated_mib=1000, reserved_mib=1100), path)
+        with path.open("a") as file:
+            file.write('{"setting": "half a li')
+        read = Session.read(path)
+        assert read is not None
+        assert read.outcomes.keys() == {"a"}
+        read.keep(outcome("b", allocated_mib=1000, reserved_mib=1100), path)
+        assert len(path.read_text().splitlines()) == 3
+        assert Session.begin(FACTS, path).outcomes.keys() == {"a", "b"}
+
+    def test_managed_memory_is_used_only_when_asked_for(self) -> None:
+        usual, all_ = (calibration_settings.settings_for("cuda", paged=paged) for paged in (False, True))
+        assert [setting.optimizer for setting in all_ if setting not in usual] == 2 * ["paged_adamw_8bit"]
 
     def test_names_are_unique_and_every_plan_is_a_plan(self) -> None:
         names = [setting.name for setting in (*ON_CUDA, *ON_CPU)]
@@ -333,7 +352,8 @@ class TestWriting:
         session = session_of(outcome(FIRST.name, allocated_mib=1000, reserved_mib=1100))
         calibrate.finish(session, (FIRST,), path, dry_run=True)
         assert not path.exists()
-        assert "context_mib: 500 (NVIDIA H200, " in capsys.readouterr().out
+        on = f"NVIDIA H200, torch 2.13.0, transformers {transformers.__version__}, bitsandbytes "
+        assert f"context_mib: 500 ({on}" in capsys.readouterr().out
 
     def test_nothing_is_written_before_every_setting_was_tried(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import pytest
 from stages.kit.errors import UserError
 from stages.kit.models.geometries import GEOMETRIES_DIR, geometry_config_path, geometry_names
 from stages.kit.models.load import load_config, meta_model
+from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.parts import count_trainable
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +25,12 @@ def test_the_real_geometries_are_complete(name: str, weights: int) -> None:
     """Sizes as published."""
     warnings.simplefilter("ignore", FutureWarning)
     assert count_trainable(meta_model(load_config(geometry_config_path(name).parent))).all == weights
+
+
+def test_the_mixtures_geometry_is_that_of_a_build() -> None:
+    dense, mixture = (load_config(geometry_config_path(name).parent) for name in ("qwen2-1.5b", "qwen2-1.5b-x2"))
+    built = mixture_config(dense, experts=2, top_k=2).to_dict()
+    assert {**mixture.to_dict(), "_name_or_path": None} == {**built, "_name_or_path": None}
 
 
 def test_an_unknown_geometry_is_refused_with_the_nearest_one() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.kit.containers.environment import stage_environment
+from stages.kit.containers.parent_death import end_with_parent
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 
 TIMEOUT_S = 480
@@ -48,15 +51,31 @@ class Children:
         self._gpu = gpu
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
-        self._stopped = False
+        self.stopped = False
 
     def run(self, task: Task) -> str:
         """The child's answer, as JSON. Raises OutOfMemory, and ChildFailed for all else that goes wrong."""
+        return self.answer(
+            "stages.kit.memory.calibrating.child",
+            json.dumps(asdict(task)),
+            name=f"{task.job} {task.setting}",
+            # A prediction must come about without a GPU.
+            sees_gpu=task.job != "predict",
+        )
+
+    def answer(
+        self, module: str, task_json: str, *, name: str, sees_gpu: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> str:
+        """What `python -m MODULE TASK_JSON ANSWER_PATH` writes to the path. Raises as `run` does.
+
+        name: of its log.
+        """
         self._logs_dir.mkdir(parents=True, exist_ok=True)
-        log_path = self._logs_dir / f"{re.sub(r'[^a-z0-9.-]+', '-', f'{task.job} {task.setting}'.lower())}.log"
+        log_path = self._logs_dir / f"{re.sub(r'[^a-z0-9.-]+', '-', name.lower())}.log"
         with tempfile.TemporaryDirectory() as folder, log_path.open("wb") as log:
             answer_path = Path(folder) / "answer.json"
-            code = self._wait(self._start(task, answer_path, log), task)
+            child = self._start([module, task_json, str(answer_path)], log, sees_gpu=sees_gpu)
+            code = self._wait(child, timeout_s)
             if code == 0:
                 return answer_path.read_text(encoding="utf-8")
         if code == OUT_OF_MEMORY:
@@ -67,31 +86,42 @@ class Children:
     def stop(self) -> None:
         """Ends those that run; no others start."""
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             for child in self._running:
-                child.kill()
+                _kill(child)
 
-    def _start(self, task: Task, answer_path: Path, log: Any) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str], log: Any, *, sees_gpu: bool) -> subprocess.Popen[bytes]:
         environment = stage_environment("train", os.environ, network=False, terminal=False)
-        # A prediction must come about without a GPU; an empty list is none.
-        environment["CUDA_VISIBLE_DEVICES"] = "" if task.job == "predict" else self._gpu
-        command = [sys.executable, "-m", "stages.kit.memory.calibrating.child", json.dumps(asdict(task))]
+        environment["CUDA_VISIBLE_DEVICES"] = self._gpu if sees_gpu else ""  # an empty list is none
         with self._lock:
-            if self._stopped:
+            if self.stopped:
                 raise ChildFailed("was not started: all end")
             child = subprocess.Popen(
-                [*command, str(answer_path)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [sys.executable, "-m", *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Whoever starts the children hears of Ctrl-C, and ends them with what they started.
+                process_group=0,
+                preexec_fn=end_with_parent(),
             )
             self._running.add(child)
         return child
 
-    def _wait(self, child: subprocess.Popen[bytes], task: Task) -> int:
+    def _wait(self, child: subprocess.Popen[bytes], timeout_s: float) -> int:
         try:
-            return child.wait(timeout=TIMEOUT_S)
+            return child.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            child.kill()
+            _kill(child)
             child.wait()
-            raise ChildFailed(f"took more than {TIMEOUT_S} s") from None
+            raise ChildFailed(f"took more than {timeout_s:.0f} s") from None
         finally:
             with self._lock:
                 self._running.discard(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """With all that it started and left in its process group."""
+    with suppress(ProcessLookupError, PermissionError):  # as stages/kit/containers/process.py has it
+        os.killpg(child.pid, signal.SIGKILL)

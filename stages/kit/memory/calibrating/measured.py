@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,14 +90,8 @@ def measure_step(
     if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
         raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
     seed_everything(plan.seed)
-    model = random_model(plan, config)
-    gc.collect()
-    if plan.device.kind == "cuda":
-        torch.cuda.empty_cache()  # a real model comes weight by weight, and never lies there unquantized
     batch = with_contents(batch)
-    with tempfile.TemporaryDirectory() as scratch_dir:
-        adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-        trainer = one_batch_trainer(_long_enough(plan), adapted, processor, batch, Path(scratch_dir))
+    with random_trainer(plan, config, processor, batch, num_steps=MAX_STEPS) as trainer:
         meter: Meter = CudaMeter() if plan.device.kind == "cuda" else CpuMeter(trainer, batch)
         step = MeasuredStep(trainer, meter)
         trainer.add_callback(step)
@@ -106,6 +100,27 @@ def measure_step(
     if step.measured is None:
         raise UserError(f"the optimizer made no step in {MAX_STEPS}: no gradient was finite")
     return step.measured
+
+
+@contextmanager
+def random_trainer(
+    plan: Plan,
+    config: PreTrainedConfig,
+    processor: Processor,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    num_steps: int,
+) -> Iterator[RecipeTrainer]:
+    """The plan's trainer on a model of random weights, to which every micro-batch of `num_steps` steps is this one."""
+    model = random_model(plan, config)
+    gc.collect()
+    if plan.device.kind == "cuda":
+        torch.cuda.empty_cache()  # a real model comes weight by weight, and never lies there unquantized
+    adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+    schedule = replace(plan.schedule, num_steps=num_steps, train_samples=plan.schedule.effective_batch * num_steps)
+    with tempfile.TemporaryDirectory() as scratch_dir:
+        plan = replace(plan, trainable={}, schedule=schedule)
+        yield one_batch_trainer(plan, adapted, processor, batch, Path(scratch_dir))
 
 
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
@@ -129,12 +144,6 @@ def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = batch["input_ids"]
         filled["input_ids"] = torch.arange(ids.numel()).view(ids.shape) % 256
     return filled
-
-
-def _long_enough(plan: Plan) -> Plan:
-    schedule = plan.schedule
-    samples = schedule.effective_batch * MAX_STEPS
-    return replace(plan, trainable={}, schedule=replace(schedule, num_steps=MAX_STEPS, train_samples=samples))
 
 
 class Meter(Protocol):

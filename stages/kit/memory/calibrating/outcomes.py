@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
+from stages.kit.lines import append_line, complete_lines
 from stages.kit.memory.calibrating.measured import DeviceFacts, Measured
 from stages.kit.memory.prediction import Prediction
 
@@ -64,14 +65,15 @@ class Session:
 
     @classmethod
     def read(cls, path: Path) -> Session | None:
-        """None where there is no such file. Of several lines on a setting the last one counts.
+        """None where there is no such file. Of several lines on a setting the last one counts, and an unfinished last
+        line does not.
 
         Raises UserError for a damaged one.
         """
-        if not path.is_file():
+        if not (all_lines := complete_lines(path)):
             return None
+        first, *lines = all_lines
         try:
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
             outcomes = [TypeAdapter(Outcome).validate_json(line) for line in lines]
             facts = TypeAdapter(DeviceFacts).validate_json(first)
         except (ValueError, ValidationError) as error:
@@ -83,8 +85,7 @@ class Session:
         """The session that is in the file already, or a new one. Raises UserError where it is of another device."""
         session = cls.read(path)
         if session is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(facts)) + "\n", encoding="utf-8")
+            append_line(json.dumps(asdict(facts)), path)
             return cls(facts=facts)
         there, here = ((each.name, each.torch) for each in (session.facts, facts))
         if there != here:
@@ -95,8 +96,7 @@ class Session:
         return session
 
     def keep(self, outcome: Outcome, path: Path) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+        append_line(json.dumps(asdict(outcome)), path)
         self.outcomes[outcome.setting] = outcome
 
     def context_bytes(self) -> int:
@@ -234,7 +234,7 @@ def measured_constants(session: Session) -> dict[str, float]:
 def recalibrated(text: str, values: Mapping[str, float], measured: str) -> str:
     """calibration.yaml with these values in place of its own; comments, reasons and all else as they were.
 
-    measured: device and day.
+    measured: device, versions and day.
     """
     yaml = YAML()
     yaml.width = 120

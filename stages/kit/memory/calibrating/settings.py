@@ -176,8 +176,10 @@ ON_CPU: tuple[Setting, ...] = (
 )
 
 
-def settings_for(device: Literal["cpu", "cuda"]) -> tuple[Setting, ...]:
-    return ON_CUDA if device == "cuda" else ON_CPU
+def settings_for(device: Literal["cpu", "cuda"], *, paged: bool) -> tuple[Setting, ...]:
+    """paged: with those whose optimizer keeps its state in managed memory, which not every machine lends."""
+    settings = ON_CUDA if device == "cuda" else ON_CPU
+    return tuple(setting for setting in settings if paged or not setting.optimizer.startswith("paged_"))
 
 
 def setting_named(name: str) -> Setting:

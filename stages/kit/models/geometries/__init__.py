@@ -1,4 +1,5 @@
-"""Known geometries: NAME/config.json as published, without weights; those named -tiny are for tries on a CPU."""
+"""Known geometries: NAME/config.json as published, without weights; those named -tiny are for tries on a CPU, and
+-x2 is a mixture as the build stage makes it of two."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""How much arithmetic a training step is, and how much of it a device can do in a second.
+
+Model FLOPs, as the PaLM paper counts them (arXiv 2204.02311, appendix B): what the step needs, not what is done twice
+to save memory. A matrix of n weights, on T tokens, is
+
+    2 n T forward  +  2 n T for its input's gradient, where one is needed  +  2 n T for its own, where it is trained
+
+and attention over L tokens of width d is 4 L^2 d a layer, half of it where it is causal, and twice that backward. An
+input's gradient is needed from the first part on of which anything is trained: a frozen vision tower in front of LoRA
+has none. Embeddings are looked up, not multiplied; of experts those count that a token takes; the head counts for the
+tokens that the loss has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedConfig
+
+from stages.kit.models.load import meta_model
+from stages.kit.models.parts import apply_recipe, is_idle, part_of
+from stages.kit.params.schema import PARTS, Part
+from stages.kit.plan import Plan
+
+PEAKS: tuple[tuple[str, float, str], ...] = (
+    (r"B200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),
+    (r"H200|GH200|H100 80GB HBM3|H800", 989.4, "NVIDIA H100 and H200 datasheets (SXM), half of the sparse figure"),
+    (r"H100 NVL", 835.5, "NVIDIA H100 datasheet (NVL), half of the sparse figure"),
+    (r"H100 PCIe", 756.5, "NVIDIA H100 datasheet (PCIe), half of the sparse figure"),
+    (r"A100|A800", 312, "NVIDIA A100 datasheet"),
+    (r"A30", 165, "NVIDIA A30 datasheet"),
+    (r"A40", 149.7, "NVIDIA A40 datasheet"),
+    (r"RTX A6000", 154.8, "NVIDIA GA102 whitepaper, 1.3"),
+    (r"RTX 3090", 71, "NVIDIA GA102 whitepaper, FP32 accumulate"),
+    (r"A10", 125, "NVIDIA A10 datasheet"),
+    (r"L40S", 362.05, "NVIDIA L40S datasheet"),
+    (r"L40", 181.05, "NVIDIA L40 datasheet"),
+    (r"L4", 121, "NVIDIA L4 datasheet, half of the sparse figure"),
+    (r"RTX 4090", 165.2, "NVIDIA Ada whitepaper, FP32 accumulate"),
+    (r"V100-SXM", 125, "NVIDIA V100 datasheet"),
+    (r"V100-PCIE", 112, "NVIDIA V100 datasheet"),
+    (r"T4", 65, "NVIDIA T4 datasheet"),
+)
+"""Dense 16-bit tensor TFLOP/s by a part of the device's name, whole words; the first that matches."""
+
+
+def peak_tflops(device_name: str) -> tuple[float, str] | None:
+    """Dense bf16 or fp16 TFLOP/s, and where that is published; None for a device that is not in the table."""
+    found = ((peak, source) for words, peak, source in PEAKS if re.search(rf"\b({words})\b", device_name))
+    return next(found, None)
+
+
+def model_flops(plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> float:
+    """Of one micro-batch, forward and backward. batch: padding counts, as it is computed with."""
+    with torch.device("meta"):
+        model = apply_recipe(meta_model(config), plan.parts, plan.lora, plan.full_targets)
+    text = config.get_text_config()
+    trained = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    passes = {part: 1 + any(before in trained for before in PARTS[: PARTS.index(part) + 1]) for part in PARTS}
+    rows = _rows(config, batch)
+    flops = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or is_idle(model, name) or ("embed_tokens" in name and ".lora_" not in name):
+            continue
+        part = part_of(name)
+        share = text.num_experts_per_tok / text.num_experts if ".experts." in name else 1.0
+        count = _learnt(batch) if "lm_head" in name else rows[part]
+        flops += 2 * parameter.numel() * share * count * (passes[part] + parameter.requires_grad)
+    head = model.get_output_embeddings().weight
+    if head is model.get_input_embeddings().weight:
+        flops += 2 * head.numel() * _learnt(batch) * (passes["llm"] + head.requires_grad)
+    return flops + _attention_flops(config, batch, passes)
+
+
+def _attention_flops(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], passes: Mapping[Part, int]) -> float:
+    text = config.get_text_config()
+    num_samples, length = batch["input_ids"].shape
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    # Backward takes twice the forward's.
+    flops = num_samples * text.num_hidden_layers * 2 * length**2 * width * (2 * passes["llm"] - 1)
+    if "image_grid_thw" in batch:
+        vision = config.vision_config
+        patches = batch["image_grid_thw"].prod(dim=1)
+        flops += vision.depth * 4 * int((patches**2).sum()) * vision.embed_dim * (2 * passes["vision"] - 1)
+    return flops
+
+
+def _rows(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> dict[Part, int]:
+    """What each part's matrices are multiplied with: patches, groups of them, tokens."""
+    patches = len(batch["pixel_values"]) if "pixel_values" in batch else 0
+    merged = patches // config.vision_config.spatial_merge_size**2 if patches else 0
+    return {"vision": patches, "projector": merged, "llm": batch["input_ids"].numel()}
+
+
+def _learnt(batch: Mapping[str, torch.Tensor]) -> int:
+    """Tokens whose next one counts in the loss."""
+    return int(batch["labels"][:, 1:].ne(-100).sum())
