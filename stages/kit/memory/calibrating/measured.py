@@ -85,10 +85,8 @@ def measure_step(
     """Train a model of random weights as the plan says until the optimizer has its state, and measure the next step.
 
     This takes the whole process: seeds and settings of torch and TRL stay changed. Raises UserError where no step came
-    about, or where it would not run the kernels that are predicted.
+    about, and as random_trainer does.
     """
-    if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
-        raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
     seed_everything(plan.seed)
     batch = with_contents(batch)
     with random_trainer(plan, config, processor, batch, num_steps=MAX_STEPS) as trainer:
@@ -111,7 +109,12 @@ def random_trainer(
     *,
     num_steps: int,
 ) -> Iterator[RecipeTrainer]:
-    """The plan's trainer on a model of random weights, to which every micro-batch of `num_steps` steps is this one."""
+    """The plan's trainer on a model of random weights, to which every micro-batch of `num_steps` steps is this one.
+
+    Raises UserError where the loss would not run the kernels that are predicted.
+    """
+    if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
+        raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
     model = random_model(plan, config)
     gc.collect()
     if plan.device.kind == "cuda":
