@@ -137,8 +137,10 @@ def bar_text(
     )
     bar += unused * num_unused
     if capacity_bytes is not None:
-        # Rounded down: however small the excess, something is seen to lie behind the limit.
-        at = len(bar) * capacity_bytes // whole_bytes
+        at = len(bar)
+        if whole_bytes > capacity_bytes:
+            # Rounded down: however small the excess, something is seen to lie behind the limit.
+            at = len(bar) * capacity_bytes // whole_bytes
         bar = bar[:at] + limit + bar[at:]
     return (bar + figures)[: max(width, 0)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from stages.kit.memory.recorder import Recorder
@@ -42,6 +42,7 @@ def spread(model: PreTrainedModel | PeftModel, gpus: Mapping[str, int], recorder
         if name and next(module.parameters(), None) is not None:  # accelerate looks at modules with weights
             hook = partial(_with_inputs_there, recorder=recorder, gpu=gpu, kept_back=kept_back)
             module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_hook(partial(_with_gradients_there, recorder=recorder, gpu=gpu))
     head = recorder.gpu_of(base.get_output_embeddings().weight)
     base.base_model.register_forward_hook(partial(_with_hidden_states_there, recorder=recorder, gpu=head))
 
@@ -61,6 +62,13 @@ def _with_inputs_there(
     there = partial(_copied, recorder=recorder, gpu=gpu)
     moved = {name: value for name, value in kwargs.items() if name not in kept_back}
     return tree_map_only(torch.Tensor, there, args), {**kwargs, **tree_map_only(torch.Tensor, there, moved)}
+
+
+def _with_gradients_there(_: nn.Module, _inputs: Any, output: Any, *, recorder: Recorder, gpu: int) -> None:
+    """As autograd has them where a model's own `to`, which does nothing here, had copied the output elsewhere."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(partial(_copied, recorder=recorder, gpu=gpu))
 
 
 def _with_hidden_states_there(_: nn.Module, _inputs: Any, output: Any, *, recorder: Recorder, gpu: int) -> Any:

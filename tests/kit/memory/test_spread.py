@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from stages.kit.memory.budget import verdict
-from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.fit import fit_of
+from stages.kit.errors import UserError
+from stages.kit.memory.calibration import Calibration, load_calibration
+from stages.kit.memory.fit import decide, fit_of
 from stages.kit.memory.predict import predict
 from stages.kit.memory.prediction import PHASES, Prediction
 from stages.kit.memory.recorder import Recorder
@@ -37,6 +37,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe full": ("moe", FULL),
 }
 DEPTH = (4, 2)
+FEW_BYTES = 2 * 96 * 8 * 4
+"""Of a router's logits, for the tokens of a batch. What its layers compute is larger."""
 
 
 def spread(plan: Plan, count: int = 2) -> Plan:
@@ -45,9 +47,9 @@ def spread(plan: Plan, count: int = 2) -> Plan:
 
 @pytest.fixture
 def predicted(processors: Mapping[str, Processor]) -> Any:
-    def prediction(model: str, plan: Plan) -> Prediction:
-        config = config_of(model, DEPTH)
-        return predict(plan, config, processors[model], batch_of(plan, config), load_calibration(), exact=True)
+    def prediction(model: str, plan: Plan, calibration: Calibration | None = None) -> Prediction:
+        config, calibration = config_of(model, DEPTH), calibration or load_calibration()
+        return predict(plan, config, processors[model], batch_of(plan, config), calibration, exact=True)
 
     return prediction
 
@@ -78,17 +80,18 @@ def test_each_gpu_holds_the_weights_that_the_map_gives_it(predicted: Any) -> Non
         held[gpu_of(name, gpus) or 0] += parameter.numel() * 4
     for expected, found in zip(held, predicted("text", plan).gpus, strict=True):
         assert found.budget["weights"] == pytest.approx(expected, rel=0.002)  # the rotary embedding's buffer
-        assert found.budget["optimizer"] == pytest.approx(2 * expected, rel=0.002)
+        assert found.budget["optimizer"] == pytest.approx(2 * expected, rel=0.005)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_operation_takes_from_two_gpus(
     name: str, processors: Mapping[str, Processor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But those that torch runs once for each GPU, and those on a few numbers, as of a mask."""
+    """But those on a few numbers, as of masks and of a mixture's balance."""
     model, settings = SETTINGS[name]
     plan, config = spread(plan_of(**settings, **CUDA)), config_of(model, DEPTH)
-    runs_on, torn, seen = Recorder._runs_on, [], set()
+    runs_on, torn = Recorder._runs_on, []
+    seen: set[int] = set()
 
     def watched(recorder: Recorder, tensors: list[torch.Tensor]) -> int:
         if recorder._pinned is None and recorder._phase in ("forward", "backward"):
@@ -97,7 +100,7 @@ def test_no_operation_takes_from_two_gpus(
                 gpu = recorder.gpu_of(tensor)
                 sizes[gpu] = max(sizes.get(gpu, 0), tensor.untyped_storage().nbytes())
             seen.update(sizes)
-            if len(sizes) > 1 and sorted(sizes.values())[-2] > 2048:
+            if len(sizes) > 1 and sorted(sizes.values())[-2] > FEW_BYTES:
                 torn.append([tensor.shape for tensor in tensors])
         return runs_on(recorder, tensors)
 
@@ -109,7 +112,7 @@ def test_no_operation_takes_from_two_gpus(
 
 def test_what_is_computed_lies_where_its_layer_does(processors: Mapping[str, Processor]) -> None:
     """Logits with the head; a picture's activations with the vision tower; what crosses over on both sides."""
-    plan, config = spread(plan_of(**ALL, **CUDA)), config_of("detection", DEPTH)
+    plan, config = spread(plan_of(**R4, **CUDA)), config_of("detection", DEPTH)
     text, head = "model.language_model", {"lm_head": 1}
     layers = {f"{text}.layers.{layer}": layer // 2 for layer in range(4)}
     there = {f"{text}.embed_tokens": 0, f"{text}.norm": 1, f"{text}.rotary_emb": 1, "model.visual": 0}
@@ -144,25 +147,28 @@ def test_spread_over_one_gpu_it_is_what_it_is_on_one(processors: Mapping[str, Pr
 
 
 def test_the_fullest_gpu_decides(predicted: Any) -> None:
-    """A vision tower trained in full, all on the first: shared out evenly, the plan would fit."""
+    """Where the vision tower is trained in full, the GPU that has it. Shared out evenly the plan would fit."""
+    calibration = load_calibration()
+    calibration = replace(  # or a small model's GPUs would be filled by the same on each
+        calibration,
+        context_mib=replace(calibration.context_mib, value=0.1),
+        cublas_workspace_hopper_mib=replace(calibration.cublas_workspace_hopper_mib, value=0.1),
+    )
     plan = spread(plan_of(**R2, **CUDA))
-    prediction = predicted("detection", plan)
-    first, second = prediction.gpus
-    assert first.total_bytes > second.total_bytes
-    assert prediction.fullest_gpu == 0
-    assert replace(prediction, gpus=()) == first
-    average = (first.high_bytes + second.high_bytes) // 2
-    assert average < first.low_bytes or first.low_bytes <= average < first.high_bytes
-    for capacity, expected in ((first.high_bytes, "fits"), (first.high_bytes - 1, "too close")):
-        assert verdict(prediction, capacity) == expected
-        assert verdict(second, capacity) == "fits"
-    refused = fit_of(plan, lambda _: prediction, first.low_bytes - 1)
-    assert refused.verdict == "does not fit"
-    assert [gpu.verdict for gpu in refused.gpus] == ["does not fit", "fits"]
+    prediction = predicted("detection", plan, calibration)
+    fullest, other = sorted(prediction.gpus, key=lambda gpu: -gpu.total_bytes)
+    assert prediction.gpus[prediction.fullest_gpu] == fullest == replace(prediction, gpus=())
+    capacity = fullest.low_bytes - 1
+    assert (fullest.high_bytes + other.high_bytes) / 2 <= capacity
+    fit = fit_of(plan, lambda _: prediction, capacity)
+    assert fit.verdict == "does not fit"
+    assert sorted(str(gpu.verdict) for gpu in fit.gpus) == ["does not fit", "fits"]
+    with pytest.raises(UserError, match=rf"does not fit GPU {prediction.fullest_gpu} of profile tiny"):
+        decide(fit, lambda _: prediction, "refuse")
 
 
 def test_a_gpu_that_the_map_leaves_empty_has_its_context_and_no_more(predicted: Any) -> None:
-    """Of two layers over five GPUs."""
+    """Four layers over eight GPUs."""
     prediction = predicted("text", spread(plan_of(**R1, **CUDA), 8))
     empty = [gpu for gpu in prediction.gpus if not gpu.phases["load"]]
     assert empty
