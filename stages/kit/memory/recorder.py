@@ -216,12 +216,11 @@ class Recorder(TorchDispatchMode):
             return 0
         if self._pinned is not None:
             return self._pinned
-        computed = [tensor for tensor in tensors if tensor.is_floating_point()]
-        known = [self._alive[key][1] for tensor in computed or tensors if (key := _key(tensor)) in self._alive]
+        known = [self._alive[key][1] for tensor in tensors if (key := _key(tensor)) in self._alive]
         if not known:
             return self._gpu_at_work
         gpu = max(known, key=lambda storage: storage.size_bytes).gpu
-        if computed:
+        if any(tensor.is_floating_point() for tensor in tensors):
             self._gpu_at_work = gpu
         return gpu
 
