@@ -34,8 +34,9 @@ from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.ladder import lowered, settings
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
-from stages.kit.models.load import expand_segments, load_model, see_only
+from stages.kit.models.load import expand_segments, load_config, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
+from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
@@ -111,6 +112,7 @@ def main(recipe: str, attempt: int) -> None:
         quantization=plan.quantization,
         attn=plan.attn,
         placement=plan.placement,
+        gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
     )
     model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if plan.placement == "sharded":

@@ -143,6 +143,22 @@ def test_what_does_not_fit_comes_with_the_cheapest_change_that_does(workspace: P
     assert f"dvc exp run {changes} train@r1-llm-only" in advice
 
 
+def test_layers_over_several_gpus_are_shown_gpu_by_gpu(workspace: Path) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    profile = raw["profiles"][GPU_PROFILE]
+    profile["device"]["count"] = 3
+    profile["memory"]["placement"] = "balanced"
+    write_params(raw)
+    text = shown(*on_gpu("r1-llm-only"))
+    rows = re.findall(r"^GPU (\d) .* (\d+\.\d\d) of 21\.84 GiB fits$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == [0, 1, 2]
+    assert max(float(total) for _, total in rows) == total_gib(text)
+    fullest = re.search(r"^fullest +GPU (\d),", text, re.MULTILINE)
+    assert fullest is not None
+    assert float(rows[int(fullest[1])][1]) == total_gib(text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_where_nothing_makes_it_fit_the_least_is_said(workspace: Path, predicted: list[Plan]) -> None:
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "1"))
     assert "the least is with micro_batch 16 -> 8" in " ".join(text.split())

@@ -69,13 +69,15 @@ def budget_table(prediction: Prediction, capacity_bytes: int | None = None) -> R
     """For `rich.console.Console.print`: the budget, the bar, and what follows from them.
 
     capacity_bytes: what can be used of the device; None where that is not known, and nothing is said of it then.
+    Of several GPUs the fullest has the table, and each a bar.
     """
     facts = Text("\n".join(_facts(prediction, capacity_bytes)))
     if capacity_bytes is not None:
         facts.append(f"\n{_verdict_line(prediction, capacity_bytes)}", STYLES[verdict(prediction, capacity_bytes)])
-    return Group(
-        terminal_table(entries_table(prediction)), Text(), budget_bar(prediction, capacity_bytes), Text(), facts
-    )
+    bar = budget_bar(prediction, capacity_bytes)
+    if prediction.gpus:
+        bar = Group(*(_GpuBar(prediction, capacity_bytes, gpu) for gpu in range(len(prediction.gpus))))
+    return Group(terminal_table(entries_table(prediction)), Text(), bar, Text(), facts)
 
 
 def entries_table(prediction: Prediction) -> Table:
@@ -92,6 +94,9 @@ def entries_table(prediction: Prediction) -> Table:
 def budget_lines(prediction: Prediction, capacity_bytes: int | None = None) -> list[str]:
     """The same as `budget_table`, without the bar, as plain ASCII: for logs, and for the message of a refusal."""
     lines = [f"{letter:1} {name:<11} {gib:>8} GiB {share:>7}" for letter, name, gib, share in _entries(prediction)]
+    for gpu, each in enumerate(prediction.gpus):
+        judged = "" if capacity_bytes is None else f" {verdict(each, capacity_bytes):>{len('does not fit')}}"
+        lines.append(f"{f'GPU {gpu}':13} {_gib(each.total_bytes):>8} GiB{judged}")
     lines += _facts(prediction, capacity_bytes)
     return lines if capacity_bytes is None else [*lines, _verdict_line(prediction, capacity_bytes)]
 
@@ -102,15 +107,22 @@ def budget_bar(prediction: Prediction, capacity_bytes: int | None = None) -> Ren
 
 
 def bar_text(
-    prediction: Prediction, capacity_bytes: int | None = None, *, width: int = 80, ascii_only: bool = False
+    prediction: Prediction,
+    capacity_bytes: int | None = None,
+    *,
+    width: int = 80,
+    ascii_only: bool = False,
+    scale_bytes: int = 0,
 ) -> str:
     """The budget on one line of at most `width` characters, to scale: `W████D▓G▒O░░·····┃ 17.20 of 21.84 GiB`.
 
     Each entry is its letter and then its shade; one too small for a character is left out. The bar's end, or where the
-    budget exceeds the capacity a place within it, is the limit.
+    budget exceeds the capacity a place within it, is the limit. scale_bytes: at least this much for the whole bar, so
+    that several can be compared.
     """
     shades, unused, limit = ("#=+-", ".", "|") if ascii_only else ("█▓▒░", "·", "┃")
-    figures = f" {_gib(prediction.total_bytes)}"
+    whole_bytes = max(prediction.total_bytes, capacity_bytes or 0, scale_bytes)
+    figures = f" {_gib(prediction.total_bytes):>{len(_gib(scale_bytes)) if scale_bytes else 0}}"
     figures += " GiB" if capacity_bytes is None else f" of {_gib(capacity_bytes)} GiB"
     if width < len(figures) + MIN_BAR_WIDTH:
         figures = ""
@@ -118,8 +130,7 @@ def bar_text(
     if capacity_bytes is not None:
         num_cells -= 1  # the limit's own
     spent = _spent(prediction)
-    free_bytes = max((capacity_bytes or 0) - prediction.total_bytes, 0)
-    *shares, num_unused = apportion([*spent.values(), free_bytes], max(num_cells, 0))
+    *shares, num_unused = apportion([*spent.values(), whole_bytes - prediction.total_bytes], max(num_cells, 0))
     shade = {entry: shades[index % len(shades)] for index, entry in enumerate(BUDGET)}
     bar = "".join(
         LETTERS[entry] + shade[entry] * (share - 1) for entry, share in zip(spent, shares, strict=True) if share
@@ -127,9 +138,9 @@ def bar_text(
     bar += unused * num_unused
     if capacity_bytes is not None:
         at = len(bar)
-        if prediction.total_bytes > capacity_bytes:
+        if whole_bytes > capacity_bytes:
             # Rounded down: however small the excess, something is seen to lie behind the limit.
-            at = len(bar) * capacity_bytes // prediction.total_bytes
+            at = len(bar) * capacity_bytes // whole_bytes
         bar = bar[:at] + limit + bar[at:]
     return (bar + figures)[: max(width, 0)]
 
@@ -168,6 +179,27 @@ class _Bar:
         yield Text(line, no_wrap=True)
 
 
+@dataclass(frozen=True)
+class _GpuBar:
+    """One of several, all to the scale of the fullest, with its verdict."""
+
+    prediction: Prediction
+    capacity_bytes: int | None
+    gpu: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        each, line = self.prediction.gpus[self.gpu], Text(f"GPU {self.gpu} ", no_wrap=True)
+        judged = None if self.capacity_bytes is None else verdict(each, self.capacity_bytes)
+        room = options.max_width - len(line) - (len("does not fit") + 1 if judged else 0)
+        scale_bytes = max(self.prediction.total_bytes, self.capacity_bytes or 0)
+        line.append(
+            bar_text(each, self.capacity_bytes, width=room, ascii_only=options.ascii_only, scale_bytes=scale_bytes)
+        )
+        if judged:
+            line.append(f" {judged}", STYLES[judged])
+        yield line
+
+
 def _matrix_text(cell: MatrixCell) -> str:
     return "\n".join(filter(None, (cell.verdict, f"{_gib(cell.predicted_bytes)} GiB", cell.setting)))
 
@@ -195,8 +227,9 @@ def _entries(prediction: Prediction) -> list[tuple[str, str, str, str]]:
 def _facts(prediction: Prediction, capacity_bytes: int | None) -> list[str]:
     phases = [f"{phase} {_gib(prediction.phases[phase])}" for phase in PHASES if phase in prediction.phases]
     expected = f"{_gib(prediction.low_bytes)} to {_gib(prediction.high_bytes)} GiB"
+    gpu = f"GPU {prediction.fullest_gpu}, " if prediction.gpus else ""
     lines = [
-        f"fullest   in {prediction.peak_phase}; allocated at most, GiB: {', '.join(phases)}",
+        f"fullest   {gpu}in {prediction.peak_phase}; allocated at most, GiB: {', '.join(phases)}",
         f"expected  {expected} (calibration: {prediction.calibration})",
     ]
     return lines if capacity_bytes is None else [*lines, f"usable    {_gib(capacity_bytes)} GiB"]

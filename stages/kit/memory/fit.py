@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from stages.kit.errors import UserError
@@ -29,6 +29,11 @@ class Fit:
     @property
     def verdict(self) -> Verdict | None:
         return None if self.capacity_bytes is None else verdict(self.prediction, self.capacity_bytes)
+
+    @property
+    def gpus(self) -> tuple[Fit, ...]:
+        """The same of each GPU, where layers are spread over several."""
+        return tuple(replace(self, prediction=gpu) for gpu in self.prediction.gpus)
 
     def lines(self) -> list[str]:
         return budget_lines(self.prediction, self.capacity_bytes)
@@ -71,7 +76,8 @@ def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
 
 def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     plan = fit.plan
-    lines = [f"recipe {plan.recipe} does not fit the GPU of profile {plan.profile}:", *fit.lines()]
+    gpu = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
+    lines = [f"recipe {plan.recipe} does not fit {gpu} of profile {plan.profile}:", *fit.lines()]
     lines.append(advice(cheapest))
     if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:
         lines.append(sharded_advice(sharded))

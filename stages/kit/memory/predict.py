@@ -1,7 +1,8 @@
 """Whether a run fits, before it is launched: its step recorded without weights, at small depths, and scaled up.
 
 The layers of a model are alike, so what they take grows by the same amount with each: two or three records of a few
-layers say what all of them take. `exact` records them all.
+layers say what all of them take. `exact` records them all, and so does placement balanced: which GPU has which layers
+depends on how many there are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Phase, Predicti
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
+from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import DATA_PARALLEL, Plan
@@ -62,6 +64,9 @@ def predict(
 
     batch: the largest micro-batch of the run, as the collator makes it. exact: record every layer.
     """
+    if (gpus := balanced_gpus(plan, config)) is not None:
+        recording = record_step(plan, config, processor, batch, gpus=gpus)
+        return _of_the_fullest(plan, recording, calibration)
     depth = depth_of(config)
     depths = [depth] if exact else sample_depths(config)
 
@@ -71,8 +76,7 @@ def predict(
 
     recorded = dict(zip(depths, side_by_side([partial(peaks_of, each) for each in depths]), strict=True))
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    phases = {phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()}
-    return _on_a_device(replace(peaks, phases=phases), plan.device, calibration, placement=plan.placement)
+    return _on_a_device(_shared(plan, peaks), plan.device, calibration, placement=plan.placement)
 
 
 def predict_answers(
@@ -133,7 +137,7 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
 
 def _peaks(recording: Recording, *, expandable: bool = False) -> Peaks:
     phases = recording.peaks()
-    if not recording.rounded:
+    if not recording.rounded or not recording.storages:
         return Peaks(phases, 1.0, 1.0)
     replayed = replay(_events(recording), expandable=expandable)
     asked = max(peak.size_bytes for peak in phases.values())
@@ -174,6 +178,20 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     return Peaks(phases, *map(mean, zip(*shares, strict=True)))
 
 
+def _of_the_fullest(plan: Plan, recording: Recording, calibration: Calibration) -> Prediction:
+    """With that of each GPU, from the record of all layers."""
+    gpus = tuple(
+        _on_a_device(
+            _shared(plan, _peaks(recording.on(gpu), expandable=plan.expandable_segments)),
+            plan.device,
+            calibration,
+            placement=plan.placement,
+        )
+        for gpu in range(plan.device.count)
+    )
+    return replace(max(gpus, key=lambda gpu: gpu.total_bytes), gpus=gpus)
+
+
 def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *, placement: str) -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
     several = placement in DATA_PARALLEL
@@ -211,6 +229,10 @@ def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *
     )
 
 
+def _shared(plan: Plan, peaks: Peaks) -> Peaks:
+    return replace(peaks, phases={phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()})
+
+
 def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     """What one device holds of a phase's peak."""
     budget = dict(peak.budget)
@@ -222,8 +244,4 @@ def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
         # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
         # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
         budget["gradients"] = budget.get("gradients", 0) + plan.trainable.get("total", 0) * 4
-    if plan.placement == "balanced":
-        # Layers are spread evenly; the last device has the logits, and each the moment's temporaries.
-        whole = ("logits", "temporaries")
-        budget = {entry: size if entry in whole else -(-size // plan.device.count) for entry, size in budget.items()}
     return Peak(sum(budget.values()), budget)

@@ -41,11 +41,19 @@ class Prediction:
     """What the total is spent on in its fullest moment: sums to total_bytes."""
     calibration: str
     """What the constants were measured on, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
+    gpus: tuple[Prediction, ...] = ()
+    """Of each GPU, where layers are spread over several. The fullest decides: all other fields are its."""
+
+    @property
+    def fullest_gpu(self) -> int:
+        """Of `gpus`."""
+        return max(range(len(self.gpus)), key=lambda gpu: self.gpus[gpu].total_bytes)
 
     def summary(self) -> str:
         spent = sorted(self.budget.items(), key=lambda entry: -entry[1])[:3]
         most = ", ".join(f"{entry} {size / 2**30:.2f}" for entry, size in spent)
-        return f"memory: {self.total_bytes / 2**30:.2f} GiB expected, most in {self.peak_phase}: {most}"
+        whose = f"memory of GPU {self.fullest_gpu}, the fullest of {len(self.gpus)}" if self.gpus else "memory"
+        return f"{whose}: {self.total_bytes / 2**30:.2f} GiB expected, most in {self.peak_phase}: {most}"
 
 
 Verdict = Literal["fits", "too close", "does not fit"]

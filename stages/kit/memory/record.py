@@ -20,7 +20,20 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class GpuRecord:
+    """Of one of several GPUs that layers are spread over; amounts in GiB."""
+
+    verdict: str
+    total_gib: float
+    peak_phase: Phase
+    budget_gib: dict[Budget, float]
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class MemoryRecord:
     """All amounts in GiB, of one device, the fullest."""
 
@@ -42,6 +55,8 @@ class MemoryRecord:
     evaluation_verdict: str
     evaluation_gib: float
     """The total that evaluation takes, at its own batch size, of one device."""
+    gpus: Annotated[dict[str, GpuRecord], Field(default_factory=dict)]
+    """By number, where layers are spread over several."""
 
     @classmethod
     def of(cls, fit: Fit, evaluation: Fit) -> MemoryRecord:
@@ -61,6 +76,15 @@ class MemoryRecord:
             changes=list(fit.changes),
             evaluation_verdict=evaluation.verdict or "unknown",
             evaluation_gib=in_gib(evaluation.prediction.total_bytes),
+            gpus={
+                str(number): GpuRecord(
+                    verdict=gpu.verdict or "unknown",
+                    total_gib=in_gib(gpu.prediction.total_bytes),
+                    peak_phase=gpu.prediction.peak_phase,
+                    budget_gib={entry: in_gib(size) for entry, size in gpu.prediction.budget.items()},
+                )
+                for number, gpu in enumerate(fit.gpus)
+            },
         )
 
     def summary(self) -> str:
@@ -91,7 +115,10 @@ def in_gib(num_bytes: int) -> float:
 
 
 def write_memory_record(record: MemoryRecord, path: Path) -> None:
-    publish_text(json.dumps(asdict(record), indent=2) + "\n", path)
+    fields = asdict(record)
+    if not record.gpus:
+        del fields["gpus"]
+    publish_text(json.dumps(fields, indent=2) + "\n", path)
 
 
 def read_memory_record(path: Path) -> MemoryRecord:

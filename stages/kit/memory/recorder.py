@@ -48,18 +48,22 @@ class Recorder(TorchDispatchMode):
     """Records every storage that is allocated while it is entered.
 
     fake: floating-point tensors get no contents. cuda: as CUDA would do it: sizes rounded, and what its kernels take
-    for themselves added.
+    for themselves added. spread: keep track of which of several GPUs each lies on, from where `place` puts the weights.
     """
 
-    def __init__(self, *, fake: bool, cuda: bool, vocab_size: int) -> None:
+    def __init__(self, *, fake: bool, cuda: bool, vocab_size: int, spread: bool = False) -> None:
         super().__init__()
         self.recording = Recording(rounded=cuda)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         self._cuda = cuda
+        self._spread = spread
         self._vocab_size = vocab_size
         self._phase: Phase = "load"
         self._clock = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
+        self._gpu = self._gpu_at_work = 0
+        """Where the operation under way runs, and where the last one did that computed something."""
+        self._pinned: int | None = None
 
     def begin(self, phase: Phase) -> None:
         self._phase = phase
@@ -78,8 +82,26 @@ class Recorder(TorchDispatchMode):
             if (known := self._alive.get(_key(tensor))) is not None and known[1].budget == "activations":
                 known[1].budget = budget
 
+    def place(self, tensor: torch.Tensor, gpu: int) -> None:
+        """Say which GPU a tensor lies on; what is computed from it lies there too."""
+        self._alive[_key(tensor)][1].gpu = gpu
+
+    def gpu_of(self, tensor: torch.Tensor) -> int:
+        known = self._alive.get(_key(tensor))
+        return known[1].gpu if known is not None else 0
+
+    @contextmanager
+    def on(self, gpu: int) -> Iterator[None]:
+        """All that is allocated within it lies on this GPU."""
+        before = self._pinned
+        self._pinned = self._gpu = self._gpu_at_work = gpu
+        try:
+            yield
+        finally:
+            self._pinned = before
+
     def hold(self, size_bytes: int, budget: Budget) -> None:
-        """Count memory that no tensor here stands for, from now to the end."""
+        """Count memory that no tensor here stands for, from now to the end, on the first GPU."""
         storage = Storage(size_bytes=size_bytes, phase=self._phase, budget=budget, born=self._tick())
         self.recording.storages.append(storage)
 
@@ -107,6 +129,7 @@ class Recorder(TorchDispatchMode):
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation on plain tensors, and what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._gpu = self._runs_on(tensors)
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and (answer := _made_up(func, args)) is not None:
             return answer
@@ -119,14 +142,20 @@ class Recorder(TorchDispatchMode):
                 output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
         else:
             output = func(*args, **kwargs)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self._record(leaf)
+        self._record_output(func, args, output)
         if func.namespace == "c10d":
             self._relabel(tensors, "temporaries")
         # Beside the output, which is there before the kernel ends.
         self._record_hidden(hidden_bytes(func, args) if self._cuda else dequantized_bytes(func, args))
         return output
+
+    def _record_output(self, func: Any, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self._record(leaf)
+        if self._spread and func.__name__.startswith("_foreach") and output is not None:
+            for made, source in zip(output, args[0], strict=True):  # torch runs it once for each GPU
+                self.place(made, self.gpu_of(source))
 
     def _record(self, tensor: torch.Tensor) -> None:
         key = _key(tensor)
@@ -137,6 +166,7 @@ class Recorder(TorchDispatchMode):
             phase=self._phase,
             budget=self._budget(tensor),
             born=self._tick(),
+            gpu=self._gpu,
         )
         self.recording.storages.append(storage)
 
@@ -173,8 +203,26 @@ class Recorder(TorchDispatchMode):
     def _record_hidden(self, size_bytes: int) -> None:
         if size_bytes:
             born, died = self._tick(), self._tick()
-            storage = Storage(size_bytes=size_bytes, phase=self._phase, budget="temporaries", born=born, died=died)
+            storage = Storage(size_bytes, phase=self._phase, budget="temporaries", born=born, died=died, gpu=self._gpu)
             self.recording.storages.append(storage)
+
+    def _runs_on(self, tensors: list[torch.Tensor]) -> int:
+        """The GPU of an operation: that of its largest argument.
+
+        One without arguments, such as `empty`, is part of a computation: it runs where the last operation on
+        floating-point numbers did. Whole numbers, such as labels, may lie elsewhere.
+        """
+        if not self._spread:
+            return 0
+        if self._pinned is not None:
+            return self._pinned
+        known = [self._alive[key][1] for tensor in tensors if (key := _key(tensor)) in self._alive]
+        if not known:
+            return self._gpu_at_work
+        gpu = max(known, key=lambda storage: storage.size_bytes).gpu
+        if any(tensor.is_floating_point() for tensor in tensors):
+            self._gpu_at_work = gpu
+        return gpu
 
     def _budget(self, tensor: torch.Tensor) -> Budget:
         if self._phase == "load":

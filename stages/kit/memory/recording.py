@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stages.kit.memory.allocator import rounded_bytes
 from stages.kit.memory.prediction import Budget, Phase
@@ -21,6 +21,8 @@ class Storage:
     born: int
     died: int | None = None
     """Ticks of the recording's clock; None where it outlived the recording."""
+    gpu: int = 0
+    """The one that it lies on, where layers are spread over several."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Recording:
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     """When each phase began."""
 
+    def on(self, gpu: int) -> Recording:
+        """What of it lies on one GPU."""
+        return replace(self, storages=[storage for storage in self.storages if storage.gpu == gpu])
+
     def size(self, storage: Storage) -> int:
         return rounded_bytes(storage.size_bytes) if self.rounded else storage.size_bytes
 
@@ -58,6 +64,7 @@ class Recording:
         held = 0
         budget: Counter[Budget] = Counter()
         peaks: dict[Phase, Peak] = {}
+        _raise(peaks, phase, held, budget)
         for tick, born, storage in self.timeline():
             while upcoming is not None and upcoming[0] <= tick:
                 phase, upcoming = upcoming[1], next(starts, None)
@@ -67,6 +74,8 @@ class Recording:
             budget[storage.budget] += size
             if born:
                 _raise(peaks, phase, held, budget)
+        for _, phase in (upcoming, *starts) if upcoming is not None else ():  # nothing came or went from there on
+            _raise(peaks, phase, held, budget)
         return peaks
 
 

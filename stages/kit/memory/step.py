@@ -21,6 +21,7 @@ from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.memory.prediction import Phase
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
+from stages.kit.memory.spread import spread
 from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
@@ -39,15 +40,19 @@ def record_step(
     batch: Mapping[str, torch.Tensor],
     *,
     fake: bool = True,
+    gpus: Mapping[str, int] | None = None,
 ) -> Recording:
     """The second optimizer step of a run, when the optimizer's state is there already, as RecipeTrainer does it.
 
     batch: one micro-batch, as the collator makes it; every micro-batch of the step is this one.
     fake: without weights, as the plan's device would do it. Else for real, on this CPU.
+    gpus: of modules by name, with placement balanced (models/placement.py).
     """
     on_cuda = plan.device.kind == "cuda"
     assert fake or not on_cuda
-    recorder = Recorder(fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size)
+    recorder = Recorder(
+        fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size, spread=gpus is not None
+    )
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
         # accelerate collects garbage, which takes long among all that torch and transformers have imported.
@@ -73,8 +78,11 @@ def record_step(
             shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))
         trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
         _label_parameters(model, recorder)
+        if gpus is not None:
+            spread(model, gpus, recorder)
         fill_optimizer_state(trainer)
-        recorder.label(batch.values(), "activations")
+        with recorder.on(0):  # where Trainer puts a step's samples, wherever the layers lie
+            recorder.label(batch.values(), "activations")
         if on_cuda:  # Trainer fetches all micro-batches of a step before the first one runs
             others = plan.schedule.grad_accumulation - 1
             recorder.hold(others * sum(tensor.nbytes for tensor in batch.values()), "activations")

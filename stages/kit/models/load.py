@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,17 +34,20 @@ def load_model(
     quantization: str = "none",
     attn: str = "sdpa",
     placement: str = "single",
+    gpus: Mapping[str, int] | None = None,
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
 
     precision: of the weights, fp32, fp16 or bf16. quantization: none or nf4. placement: single and ddp put it on one
     device, balanced spreads the layers, sharded leaves it on the CPU, to be shared out (models/sharding.py).
+    gpus: of modules by name, with placement balanced (models/placement.py).
     Raises UserError where a layer would land on a CPU or a disk beside a GPU.
     """
+    assert (gpus is not None) == (placement == "balanced"), placement
     check_device(device, precision)
     where = torch.device("cpu") if placement == "sharded" else local_device(device)
     config = load_config(folder)
-    options: dict[str, Any] = {"device_map": "balanced" if placement == "balanced" else {"": where}}
+    options: dict[str, Any] = {"device_map": {"": where} if gpus is None else dict(gpus)}
     if quantization == "nf4":
         options["quantization_config"] = nf4_config(precision)
     model, loaded = auto_class(config).from_pretrained(

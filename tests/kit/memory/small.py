@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.kit.memory.predict import Depth, with_depth
 from stages.kit.memory.recording import Recording
+from stages.kit.memory.spread import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import load_config
 from stages.kit.params.load import load_params
@@ -106,9 +106,4 @@ def peak_bytes(recording: Recording) -> int:
 
 def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
     """What is kept beside the packed weights: their scales and tables."""
-    states = [module.quant_state for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
-    return [
-        tensor
-        for state in states
-        for tensor in (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-    ]
+    return [tensor for module in model.modules() for tensor in of_a_module(module)]

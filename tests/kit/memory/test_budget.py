@@ -261,6 +261,50 @@ def test_the_bar_is_as_wide_as_the_terminal() -> None:
     assert len(shown(budget_bar(USUAL, 24 * GIB), width=95).rstrip("\n")) == 95
 
 
+HALF = prediction({"weights": 3 * GIB, "activations": 6 * GIB})
+SPREAD = replace(USUAL, gpus=(HALF, USUAL))
+
+
+def test_of_several_gpus_the_fullest_has_the_budget_and_each_a_line_with_its_verdict() -> None:
+    lines = budget_lines(SPREAD, 18 * GIB)
+    assert [line for line in lines if line not in budget_lines(USUAL, 18 * GIB)] == [
+        "GPU 0             9.00 GiB         fits",
+        "GPU 1            18.30 GiB    too close",
+        "fullest   GPU 1, in backward; allocated at most, GiB: load 1.00, forward 2.00, backward 3.00, step 0.50",
+    ]
+    assert lines[-1] == "verdict   too close"
+    assert [line for line in budget_lines(SPREAD) if line.startswith("GPU")] == [
+        "GPU 0             9.00 GiB",
+        "GPU 1            18.30 GiB",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [50, 80, 110])
+@pytest.mark.parametrize("capacity_gib", [None, 5, 18, 40])
+def test_the_bars_of_several_gpus_have_one_scale_and_one_limit(
+    capacity_gib: int | None, width: int, encoding: str
+) -> None:
+    capacity_bytes = None if capacity_gib is None else capacity_gib * GIB
+    text = shown(budget_table(SPREAD, capacity_bytes), width=width, encoding=encoding)
+    first, second = (line for line in text.splitlines() if line.startswith("GPU"))
+    assert max(len(first), len(second)) <= width
+    assert " 9.00 " in first
+    assert " 18.30 " in second
+    assert first.index("GiB") == second.index("GiB")
+    limits = [max(map(line.rfind, "|┃")) for line in (first, second)]
+    assert limits[0] == limits[1]
+    assert (limits[0] == -1) == (capacity_gib is None)
+    unused = "." if encoding == "ascii" else "·"
+    assert first.count(unused) > second.count(unused)
+
+
+def test_the_smallest_gpu_takes_as_much_of_its_bar_as_of_the_fullest() -> None:
+    bars = [bar_text(each, 10 * GIB, width=100, scale_bytes=USUAL.total_bytes) for each in (HALF, USUAL)]
+    used = [sum(letter not in "·┃" for letter in bar.partition(" ")[0]) for bar in bars]
+    assert used[0] / used[1] == pytest.approx(HALF.total_bytes / USUAL.total_bytes, abs=0.02)
+
+
 MATRIX = matrix_table(
     {
         "r1": {

@@ -180,6 +180,23 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
     assert json.loads((tmp_path / "memory.json").read_text())["budget_gib"] == {"weights": 20, "overhead": 0}
 
 
+def test_a_record_has_each_of_several_gpus_and_says_nothing_of_them_where_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    fit = start(12)
+    write_memory_record(MemoryRecord.of(fit, fit), path)
+    assert "gpus" not in json.loads(path.read_text())
+    gpus = (predicted(5), predicted(20))
+    record = MemoryRecord.of(replace(fit, prediction=replace(fit.prediction, gpus=gpus)), fit)
+    write_memory_record(record, path)
+    assert read_memory_record(path) == record
+    raw = json.loads(path.read_text())
+    assert {name: (gpu["verdict"], gpu["total_gib"]) for name, gpu in raw["gpus"].items()} == {
+        "0": ("fits", 5.0),
+        "1": ("does not fit", 20.0),
+    }
+    assert raw["verdict"] == "does not fit"
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -192,16 +192,6 @@ def test_torchs_ddp_takes_what_its_rule_says(replicated: bool) -> None:
     assert peak.size_bytes == pytest.approx((3 if replicated else 2) * size_bytes, rel=0.05)
 
 
-def test_balanced_shares_all_but_the_logits_and_the_moments_temporaries(text: Any) -> None:
-    plan = plan_of(**FULL, **CUDA)
-    alone = text(plan).budget
-    spread = text(replace(plan, placement="balanced", device=DeviceParams(kind="cuda", count=2))).budget
-    for entry in ("weights", "gradients", "optimizer", "activations"):
-        assert spread[entry] == -(-alone[entry] // 2), entry
-    for entry in ("logits", "temporaries"):
-        assert spread.get(entry) == alone.get(entry), entry
-
-
 def test_expandable_segments_change_what_is_reserved_and_not_what_is_allocated(text: Any) -> None:
     plan = plan_of(**FULL, **CUDA)
     plain, expandable = text(plan), text(replace(plan, expandable_segments=True))
