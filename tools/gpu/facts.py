@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stages.kit.compiler import compiler_problem
 from stages.kit.containers.gpus import driver_version
 from stages.kit.memory.calibrating.measured import device_facts
 from stages.kit.training.seed import seed_everything
@@ -66,28 +63,8 @@ def tried(probe: Callable[[], str]) -> str:
 
 
 def compiles_c() -> str:
-    """As Triton looks for it and calls it (triton/runtime/build.py)."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return "does not work: neither gcc nor clang is installed"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.c"
-        source.write_text("#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n")
-        include = sysconfig.get_path("include")
-        command = [
-            compiler,
-            str(source),
-            "-O1",
-            "-shared",
-            "-fPIC",
-            f"-I{include}",
-            "-o",
-            str(source.with_suffix(".so")),
-        ]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode:
-        return f"does not work: {built.stderr.strip().partition(chr(10))[0]}"
-    return f"{compiler} compiles against Python's headers"
+    problem = compiler_problem()
+    return f"does not work: {problem}" if problem else "compiles against Python's headers"
 
 
 def compiles_triton(device: Kind) -> str:

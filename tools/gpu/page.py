@@ -97,7 +97,11 @@ def _recipes(named: Named) -> list[str]:
 
 
 def _repeats(named: Named) -> list[str]:
-    verdicts = (("twice", "Same bytes twice"), ("resumed", "Same bytes after a kill"), ("recognised", "Recognised"))
+    verdicts = (
+        ("twice", "Same bytes twice"),
+        ("resumed", "Same bytes after a kill"),
+        ("recognised", "End of memory recognised"),
+    )
     words = {True: "yes", False: "NO", None: None}
     rows = [
         (name, *(words[result.data.get(key)] if result.data else result.status for key, _ in verdicts))

@@ -61,12 +61,6 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 """By name, what profiles.tiny.memory is to be. nf4 is for the recipes that ask for it."""
 
-REFUSED_ON_A_CPU: dict[str, dict[str, str]] = {
-    "nf4": {"quantization": "none"},
-    "fp16": {"precision": "fp32", "quantization": "none"},
-}
-"""What params.yaml's checks do not let a CPU do, and a dry run does instead."""
-
 TARGETS = {
     "r1": "r1-llm-only",
     "r2": "r2-vision-only",
@@ -120,7 +114,6 @@ def _settings(variant: str, device: Device, more: Mapping[str, str] = MappingPro
     on_cpu = device.kind == "cpu"
     memory = {
         **VARIANTS[variant],
-        **(REFUSED_ON_A_CPU.get(variant, {}) if on_cpu else {}),
         "attn": "auto",
         "optimizer": "adamw_torch" if on_cpu else "adamw_torch_fused",
     }

@@ -84,11 +84,12 @@ def go_all_the_way(device: Kind, recipe: str, settings: Mapping[str, Any], *, la
     """
     with workspace(device, settings) as folder:
         seconds: dict[str, float] = defaultdict(float)
+        trainings = []
         for stage in needed(declared_stages(folder), f"evaluate@{recipe}"):
-            seconds[stage.name.partition("@")[0]] += run(stage, folder, launched=launched)
-        trainings = [
-            _training(path.parent.parent) for path in sorted(folder.glob("data/runs/*/training/training.json"))
-        ]
+            kind, _, name = stage.name.partition("@")
+            seconds[kind] += run(stage, folder, launched=launched)
+            if kind == "train":
+                trainings.append(_training(folder / "data/runs" / name))
         run_dir = folder / "data/runs" / recipe
         merge, metrics = (json.loads((run_dir / name).read_text()) for name in ("merge.json", "metrics.json"))
     return {
