@@ -277,6 +277,8 @@ def test_two_processes_share_the_effective_batch(workspace: Path, placement: str
     raw = YAML(typ="safe").load(Path("params.yaml"))
     raw["profiles"]["tiny"]["device"]["count"] = 2
     raw["profiles"]["tiny"]["memory"]["placement"] = placement
+    if placement == "sharded":
+        raw["profiles"]["tiny"]["memory"]["quantization"] = "none"
     raw["recipes"]["r1-llm-only"]["lora"]["dropout"] = 0.0
     raw["recipes"][recipe]["max_steps"] = 2
     one = {**raw["profiles"]["tiny"], "device": {"kind": "cpu"}}

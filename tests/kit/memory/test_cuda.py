@@ -208,9 +208,11 @@ def test_flash_attention_2_has_no_mask(processors: Mapping[str, Processor]) -> N
     assert flash.budget["activations"] < masked.budget["activations"]
 
 
-def test_fp16_takes_what_bf16_takes(processors: Mapping[str, Processor]) -> None:
+def test_fp16_takes_what_bf16_takes_but_for_the_scale_of_its_gradients(processors: Mapping[str, Processor]) -> None:
     half = {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1, precision="fp16").items()}
-    assert half == {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1).items()}
+    assert half == pytest.approx(
+        {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1).items()}, rel=0.02
+    )
 
 
 def test_checkpointed_layers_are_computed_again_by_the_same_kernels(processors: Mapping[str, Processor]) -> None:
