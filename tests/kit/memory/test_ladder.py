@@ -101,7 +101,7 @@ def test_the_trajectory_is_kept_for_as_long_as_it_can_be(plan: Plan) -> None:
             assert rung.plan.schedule.micro_batch == 1
             assert rung.plan.gradient_checkpointing
         if "quantization" in rung.change:
-            assert rung.plan.optimizer == "paged_adamw_8bit"
+            assert rung.plan.device.kind == "cpu" or rung.plan.optimizer == "paged_adamw_8bit"
 
 
 @given(plans)
