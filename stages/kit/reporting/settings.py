@@ -133,7 +133,6 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
     """What merging cost each model that was trained on quantized weights, by one of the task's metrics."""
     columns = (
         Column("model", "Model"),
-        Column("quantization", "Trained on"),
         Column("samples", "Samples", ","),
         Column("trained", f"{metric.heading} as trained", metric.format),
         Column("merged", "Merged", metric.format),
@@ -144,8 +143,7 @@ def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
     for run in runs:
         if run.certificate and (cost := run.certificate.quantization_cost):
             figures = cost.trained.get(metric.key), cost.merged.get(metric.key)
-            quantization = run.certificate.trained_quantization
-            cells = (run.name, quantization, cost.samples, *figures, cost.same_answers, cost.logit_deviation)
+            cells = (run.name, cost.samples, *figures, cost.same_answers, cost.logit_deviation)
             rows.append(Row(cells=cells))
     return Table(columns=columns, rows=tuple(rows))
 
