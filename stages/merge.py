@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from operator import eq
 from pathlib import Path
 
@@ -131,10 +132,12 @@ def main(recipe: str, attempt: int) -> None:
             trained = load_trained(base, run_dir / "trained").eval()
             assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
             trained_logits = probe_logits(trained, processor, probes)
+            quantization_deviation = relative_deviation(merged_logits, trained_logits, base_logits)
             before_merge = scored(trained.get_base_model())
             cost = QuantizationCost(
-                logit_deviation=relative_deviation(merged_logits, trained_logits, base_logits),
+                logit_deviation=quantization_deviation if isfinite(quantization_deviation) else None,
                 samples=len(records),
+                batch_size=halved(settings.batch_size, attempt),
                 same_answers=sum(map(eq, after_merge.answers, before_merge.answers)),
                 trained=before_merge.metrics,
                 merged=after_merge.metrics,

@@ -180,6 +180,7 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
             "quantization_cost": {
                 "logit_deviation": 0.11,
                 "samples": 32,
+                "batch_size": 16,
                 "same_answers": 30,
                 "trained": {"mean_iou": 0.68},
                 "merged": {"mean_iou": 0.66},

@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import stages.evaluate
+import stages.merge
 import stages.train
 from stages.kit.containers import launch
 from stages.kit.containers.pipeline import Pipeline
@@ -108,6 +109,10 @@ def at_load(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stages.train, "load_model", too_much)
 
 
+def at_load_of_a_merge(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stages.merge, "load_model", too_much)
+
+
 def at_step(number: int) -> Callable[[pytest.MonkeyPatch], None]:
     step = RecipeTrainer.training_step
 
@@ -177,6 +182,21 @@ def test_an_evaluation_that_runs_out_of_memory_ends_with_all_samples(
     assert capsys.readouterr().err.count("it starts anew with batch_size 3 -> 1") == 1
     metrics = read(workspace / "data/runs/base-vlm/metrics.json")
     assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
+
+
+def test_a_merge_out_of_4_bits_that_runs_out_of_memory_answers_fewer_at_once(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0})
+    done("train", RECIPE)
+    assert down_the_ladder(Engine(after_the_first_answers), "merge", RECIPE, workspace) == 0
+    assert capsys.readouterr().err.count("it starts anew with batch_size 3 -> 1") == 1
+    cost = read(workspace / "data/runs" / RECIPE / "merge.json")["quantization_cost"]
+    assert (cost["samples"], cost["batch_size"]) == (5, 1)
+
+    change_plan(workspace, schedule={}, quantization="none")  # then a merge answers nothing
+    with pytest.raises(click.ClickException, match="it needs a machine or a profile with more"):
+        down_the_ladder(Engine(at_load_of_a_merge), "merge", RECIPE, workspace)
 
 
 def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Path) -> None:

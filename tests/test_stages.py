@@ -201,6 +201,7 @@ def test_a_merge_out_of_4_bits_says_what_it_costs_and_the_report_shows_it(finish
             continue
         assert cost is not None
         # The merge itself is exact. Quantization moved the base's logits, more than so short a training did.
+        assert cost.logit_deviation is not None
         assert certificate.logit_deviation < 1e-3 < 0.01 < cost.logit_deviation
         assert 0 <= cost.same_answers <= cost.samples == 5
         # Nothing but the number of samples limits what is asked: merge and evaluation answer alike.

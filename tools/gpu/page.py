@@ -74,21 +74,23 @@ def _facts(named: Named) -> list[str]:
 def _recipes(named: Named) -> list[str]:
     columns = (
         *(Column("recipe", "Recipe"), Column("state", "Trains, merges, answers"), Column("loss", "Loss", ".3f")),
+        Column("kernels", "Loss by"),
         *(Column("peak", "Peak memory", "bytes"), Column("error", "Plan against it", "+.1%")),
         *(Column("deviation", "Merge deviates", ".1%"), Column("train", "Training", "seconds")),
         Column("all", "All stages", "seconds"),
     )
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for name, result in named:
         data = result.data
         if data:
             last = data["trainings"][-1]
             peaks = [(each["predicted_bytes"], each["peak_bytes"]) for each in data["trainings"]]
             worst = max((predicted / peak - 1 for predicted, peak in peaks), key=abs)
-            figures = (last["loss"], max(peak for _, peak in peaks), worst, data["logit_deviation"])
+            kernels = ", ".join(sorted({each["loss_kernels"] for each in data["trainings"]}))
+            figures = (last["loss"], kernels, max(peak for _, peak in peaks), worst, data["logit_deviation"])
             rows.append((name, "yes", *figures, data["seconds"]["train"], sum(data["seconds"].values())))
         else:
-            rows.append((name, result.status, *(None,) * 6))
+            rows.append((name, result.status, *(None,) * 7))
     said = (
         "With the tiny bases, few steps. Peak and plan are allocated bytes, of the training that the plan missed most. "
         "A merge deviates by a share of what training changed. Times are with the start of every process."

@@ -108,6 +108,7 @@ def _training(run_dir: Path) -> dict[str, Any]:
     return {
         "recipe": run_dir.name,
         "quantization": record["quantization"],
+        "loss_kernels": record["loss_kernels"],
         "loss": record["final_loss"],
         "predicted_bytes": round(planned["allocated_gib"] * 2**30),
         "peak_bytes": record["peak_memory_bytes"],

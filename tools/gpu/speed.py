@@ -80,7 +80,7 @@ def train(device: Kind, **setting: Any) -> dict[str, Any]:
         "share_of_peak": round(flops / step_s / 1e12 / peak[0], 4) if peak else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "launches": pace.launches,
-        # Of a step that nobody profiles: profiled, the launches themselves take longer.
+        # Of an unprofiled step: profiling makes launches slower.
         "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if device == "cuda" and pace.spent else None,
         "spent_s": {kind: round(seconds, 5) for kind, seconds in pace.spent.items()},
     }

@@ -6,8 +6,6 @@ of memory is started anew, one rung of its ladder further down; any other failur
 on the way of every stage.
 """
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,11 @@ import click
 
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
-from stages.kit.containers.machine import installed_packages
 from stages.kit.containers.outputs import run_alone
 from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.pipeline import DeclaredStage, Pipeline
 from stages.kit.containers.stage_run import STAGES, Ended, StageRun, called
+from stages.kit.containers.triton_cache import triton_dir
 from stages.kit.containers.witness import Witness
 from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
 from stages.kit.memory.ladder import batch_size_changes, rungs
@@ -85,7 +83,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             caller=os.environ,
             terminal=sys.stderr.isatty(),
             pipeline=pipeline,
-            triton_dir=triton_dir(engine, os.environ) if gpus else None,
+            triton_dir=triton_dir(engine.image, repository_dir(os.environ)) if gpus else None,
         )
         witness = Witness.called(stage_run, params, engine)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
@@ -118,7 +116,9 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     name = stage_run.args[0] if stage_run.args else ""
     if stage_run.stage == "train":
         return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
-    answers = stage_run.stage in ("evaluate", "predict")
+    answers = stage_run.stage in ("evaluate", "predict") or (
+        stage_run.stage == "merge" and read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs").quantization != "none"
+    )
     return batch_size_changes(params.active.evaluation.batch_size) if answers else []
 
 
@@ -204,17 +204,6 @@ def kept_dirs(stage: str, args: tuple[str, ...], params: Params, caller: Mapping
 def tracking_dir(caller: Mapping[str, str]) -> Path:
     """Where Weights & Biases keeps runs; stages/kit/training/progress.py tells it so."""
     return repository_dir(caller) / ".bakeoff/tracking"
-
-
-def triton_dir(engine: Engine, caller: Mapping[str, str]) -> Path:
-    """Where Triton keeps what it compiles: a folder for each image, and for each set of packages without one."""
-    if engine.image is not None:
-        _, digest = engine.image
-        name = digest.removeprefix("sha256:")[:12]
-    else:
-        packages = [sys.version, installed_packages(sys.path)]
-        name = f"process-{hashlib.sha256(json.dumps(packages).encode()).hexdigest()[:12]}"
-    return repository_dir(caller) / ".bakeoff/triton" / name
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -103,7 +102,7 @@ def visible_gpu(device: Device) -> Iterator[str]:
 def fact_lines(facts: DeviceFacts) -> list[str]:
     mib = 2**20
     return [
-        f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}, torch {facts.torch}",
+        f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}, {facts.versions}",
         f"CUDA sees {facts.total_bytes / 2**30:.2f} GiB of it",
         f"after the first kernels a context takes {facts.context_bytes / mib:.0f} MiB",
         f"cuBLAS takes {facts.workspaces} workspaces of {facts.workspace_bytes / mib:.3f} MiB",
@@ -130,9 +129,7 @@ def finish(session: Session, settings: Sequence[Setting], path: Path, *, dry_run
 
 def measured_on(session: Session) -> str:
     """Device, versions that decide about memory, day: `NVIDIA H200, torch 2.13.0+cu130, ..., 2026-12-01`."""
-    libraries = (f"{name} {version(name)}" for name in ("transformers", "bitsandbytes"))
-    today = f"{datetime.now().astimezone():%Y-%m-%d}"
-    return ", ".join((session.facts.name, f"torch {session.facts.torch}", *libraries, today))
+    return f"{session.facts.name}, {session.facts.versions}, {datetime.now().astimezone():%Y-%m-%d}"
 
 
 def write_calibration(values: dict[str, float], measured: str, path: Path) -> None:

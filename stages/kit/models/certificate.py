@@ -27,10 +27,13 @@ TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
 class QuantizationCost:
     """The effect of merging an adapter that was trained on quantized weights into the unquantized ones."""
 
-    logit_deviation: float
-    """On the probes, merged against adapter on quantized base, as a share of what training changed there."""
+    logit_deviation: float | None
+    """On the probes, merged against adapter on quantized base, as a share of what training changed there; None where
+    that was nothing."""
     samples: int
     """Of the validation split, that both models answered."""
+    batch_size: int
+    """Of the answers, which 16-bit arithmetic makes depend on it."""
     same_answers: int
     """How many of these they answered alike, word for word."""
     trained: dict[str, float | int | str]
@@ -41,10 +44,10 @@ class QuantizationCost:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     def __str__(self) -> str:
-        return (
-            f"{self.same_answers} of {self.samples} answers are the same, logits off by {self.logit_deviation:.2g} of "
-            "what training changed"
-        )
+        same = f"{self.same_answers} of {self.samples} answers are the same"
+        if self.logit_deviation is None:
+            return same
+        return f"{same}, logits off by {self.logit_deviation:.2g} of what training changed"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,11 @@ class PatchProjection(nn.Conv3d):
     its name and shape.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Conv3d's name
-        """input: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
-        assert input.shape[1:] == self.weight.shape[1:], (input.shape, self.weight.shape)
-        return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+    # Not `forward`: accelerate's hooks, on a model that is spread over GPUs, keep the one that they found.
+    def _conv_forward(self, patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """patches: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
+        assert patches.shape[1:] == weight.shape[1:], (patches.shape, weight.shape)
+        return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
 
 
 def project_patches_by_matrix_product(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,9 +25,9 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None
     """The GPU of modules by name, counted from 0; what is within a module goes with it. None with another placement.
 
     It is transformers' own device_map "balanced" for the plan's weights, on GPUs that hold any amount: each gets about
-    as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. How much of a
-    GPU is free plays no part, unlike in `from_pretrained(device_map="balanced")`: a share that a GPU cannot hold is
-    refused by its prediction, and not moved to a CPU.
+    as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. It does not
+    depend on what is free on a GPU, unlike `from_pretrained(device_map="balanced")`. The prediction refuses a share
+    that a GPU cannot hold; nothing moves to a CPU.
     """
     if plan.placement != "balanced":
         return None

@@ -29,9 +29,10 @@ def prepare_fused_loss(device: DeviceParams) -> LossKernels:
 
     Where Triton cannot start this is torch, as on a CPU, and a line of the log says why and what to install.
     """
-    if device.kind == "cpu" or not chunked_logprob._TRITON_AVAILABLE:  # noqa: SLF001
+    if device.kind == "cpu":
         return "torch"
-    if problem := compiler_problem() or driver_problem():
+    is_installed = chunked_logprob._TRITON_AVAILABLE  # noqa: SLF001
+    if problem := (compiler_problem() or driver_problem()) if is_installed else "Triton is not installed":
         log.info("the loss is computed without Triton, slower and with more memory than planned: %s", problem)
         use_torch()
         return "torch"

@@ -14,10 +14,6 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.containers import launch as launcher
-from stages.kit.containers.client import Client
-from stages.kit.containers.container import ContainerEngine
-from stages.kit.containers.engines import Engine
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.containers.launch import (
     gpus_wanted,
@@ -26,10 +22,8 @@ from stages.kit.containers.launch import (
     refuse_undeclared,
     source_dir,
     source_of,
-    triton_dir,
 )
 from stages.kit.containers.pipeline import Pipeline
-from stages.kit.containers.process import ProcessEngine
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import DeviceParams
@@ -264,22 +258,6 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
     assert hub_cache({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}) == Path("/hf")
     assert hub_cache({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
     assert hub_cache({}) == Path.home() / ".cache/huggingface"
-
-
-def test_each_image_and_each_set_of_packages_has_a_folder_for_what_triton_compiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    caller = {"DVC_ROOT": "/repository"}
-    images = ("sha256:0123456789abcdef", "sha256:fedcba9876543210")
-    engines: list[Engine] = [ProcessEngine(), ProcessEngine()]
-    engines += [ContainerEngine(client=Client("docker"), reference="bakeoff:cuda-0", image_id=id_) for id_ in images]
-    folders = [triton_dir(engine, caller) for engine in engines]
-    assert folders[0] == folders[1]
-    assert folders[2] == Path("/repository/.bakeoff/triton/0123456789ab")
-    monkeypatch.setattr(launcher, "installed_packages", lambda _: {"triton": "0.0.1"})
-    folders.append(triton_dir(ProcessEngine(), caller))
-    assert {folder.parent for folder in folders} == {Path("/repository/.bakeoff/triton")}
-    assert len(set(folders)) == 4
 
 
 def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:

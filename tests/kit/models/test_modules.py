@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_model
-from stages.kit.models.modules import PatchProjection, autocast_experts
+from stages.kit.models.modules import PatchProjection, autocast_experts, project_patches_by_matrix_product
 from stages.kit.models.probes import probe_logits, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.params.schema import DeviceParams
@@ -38,10 +39,17 @@ def test_a_patch_projection_takes_whole_patches_only() -> None:
         PatchProjection(3, 16, kernel_size=(2, 7, 7), stride=(2, 7, 7))(torch.randn(1, 3, 2, 14, 7))
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 def test_a_loaded_vision_tower_convolves_nothing_and_keeps_names_and_logits(
-    tiny_vlm: Path, probes: list[Conversation], monkeypatch: pytest.MonkeyPatch
+    hooked: bool, tiny_vlm: Path, probes: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where accelerate's hooks were there first, as on several GPUs."""
     model = load_model(tiny_vlm, device=CPU, precision="fp32").eval()
+    if hooked:
+        plain_conv = model.model.visual.patch_embed.proj
+        plain_conv.__class__ = nn.Conv3d
+        dispatch_model(model, {"": "cpu"}, force_hooks=True)
+        project_patches_by_matrix_product(model)
     processor = load_processor(tiny_vlm, None)
     plain = type(model).from_pretrained(tiny_vlm, dtype=torch.float32).eval()
     expected = probe_logits(plain, processor, probes)

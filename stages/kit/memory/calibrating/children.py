@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from stages.kit.containers.environment import stage_environment
 from stages.kit.containers.parent_death import end_with_parent
+from stages.kit.containers.triton_cache import triton_dir
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 
 TIMEOUT_S = 480
@@ -93,6 +94,7 @@ class Children:
     def _start(self, command: list[str], log: Any, *, sees_gpu: bool) -> subprocess.Popen[bytes]:
         environment = stage_environment("train", os.environ, network=False, terminal=False)
         environment["CUDA_VISIBLE_DEVICES"] = self._gpu if sees_gpu else ""  # an empty list is none
+        environment["TRITON_CACHE_DIR"] = str(triton_dir(None, Path.cwd()))
         with self._lock:
             if self.stopped:
                 raise ChildFailed("was not started: all end")

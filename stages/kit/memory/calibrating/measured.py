@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +67,8 @@ class DeviceFacts:
 
     name: str
     capability: tuple[int, int]
-    torch: str
+    versions: str
+    """Of the libraries that decide about memory: `torch 2.13.0+cu130, transformers 5.23.0, ...`."""
     total_bytes: int
     """What CUDA sees of the card."""
     context_bytes: int
@@ -248,7 +250,7 @@ def device_facts(kind: str) -> DeviceFacts:
         return DeviceFacts(
             name="CPU",
             capability=(0, 0),
-            torch=str(torch.__version__),
+            versions=library_versions(),
             total_bytes=0,
             context_bytes=0,
             workspace_bytes=0,
@@ -277,13 +279,17 @@ def device_facts(kind: str) -> DeviceFacts:
     return DeviceFacts(
         name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
-        torch=str(torch.__version__),
+        versions=library_versions(),
         total_bytes=total_bytes,
         context_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(),
         workspace_bytes=forward_bytes,
         workspaces=round(backward_bytes / forward_bytes) if forward_bytes else 0,
         attention=attention,
     )
+
+
+def library_versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "bitsandbytes"))
 
 
 def chosen_kernels(device: torch.device) -> dict[str, str]:

@@ -87,10 +87,10 @@ class Session:
         if session is None:
             append_line(json.dumps(asdict(facts)), path)
             return cls(facts=facts)
-        there, here = ((each.name, each.torch) for each in (session.facts, facts))
+        there, here = ((each.name, each.versions) for each in (session.facts, facts))
         if there != here:
             raise UserError(
-                f"{path} was measured on {there[0]} with torch {there[1]}, and this is {here[0]} with torch {here[1]}; "
+                f"{path} was measured on {there[0]} with {there[1]}, and this is {here[0]} with {here[1]}; "
                 f"begin anew by: rm {path}"
             )
         return session

@@ -177,7 +177,7 @@ ON_CPU: tuple[Setting, ...] = (
 
 
 def settings_for(device: Literal["cpu", "cuda"], *, paged: bool) -> tuple[Setting, ...]:
-    """paged: with those whose optimizer keeps its state in managed memory, which not every machine lends."""
+    """paged: with those whose optimizer keeps its state in managed memory, which not every machine allows."""
     settings = ON_CUDA if device == "cuda" else ON_CPU
     return tuple(setting for setting in settings if paged or not setting.optimizer.startswith("paged_"))
 
