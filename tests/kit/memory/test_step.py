@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from stages.kit.memory.calibrating.measured import random_model
+from stages.kit.memory.calibrating.measured import random_model, with_contents
 from stages.kit.memory.step import record_step
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
@@ -74,6 +74,8 @@ def measured_bytes(
     plan: Plan, config: PreTrainedConfig, processor: Processor, batch: Mapping[str, torch.Tensor], scratch_dir: Path
 ) -> int:
     """The peak of two optimizer steps: only the second begins with the optimizer's state there."""
+    torch.manual_seed(0)
+    batch = with_contents(batch)
     model = random_model(plan, config)
     scales = quantization_tensors(model)
     samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation
