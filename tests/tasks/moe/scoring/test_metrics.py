@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,6 +151,7 @@ def test_bleurt_without_a_checkpoint_is_none_and_with_one_measures(tmp_path: Pat
     assert load_bleurt(tmp_path / "nothing") is None
     from transformers import BertConfig, BertForSequenceClassification
 
+    torch.manual_seed(0)
     save_tokenizer(tmp_path)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = BertConfig(vocab_size=9, num_labels=1, initializer_range=1.0, **sizes)
