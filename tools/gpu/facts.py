@@ -1,4 +1,4 @@
-"""What the device and the software on it are, and what of them works: each probe says so, or why not, in a line."""
+"""Facts about the device and its software. Each probe says in a line that something works, or why not."""
 
 from __future__ import annotations
 

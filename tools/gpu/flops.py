@@ -53,7 +53,7 @@ def peak_tflops(device_name: str) -> tuple[float, str] | None:
 
 
 def model_flops(plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> float:
-    """Of one micro-batch, forward and backward. batch: padding counts, as it is computed with."""
+    """FLOPs of one micro-batch, forward and backward. batch: padding counts, as it is computed with."""
     with torch.device("meta"):
         model = apply_recipe(meta_model(config), plan.parts, plan.lora, plan.full_targets)
     text = config.get_text_config()
@@ -88,7 +88,7 @@ def _attention_flops(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]
 
 
 def _rows(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> dict[Part, int]:
-    """What each part's matrices are multiplied with: patches, groups of them, tokens."""
+    """Rows that each part's matrices are multiplied with: patches, groups of patches, tokens."""
     patches = len(batch["pixel_values"]) if "pixel_values" in batch else 0
     merged = patches // config.vision_config.spatial_merge_size**2 if patches else 0
     return {"vision": patches, "projector": merged, "llm": batch["input_ids"].numel()}

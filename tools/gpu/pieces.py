@@ -1,4 +1,4 @@
-"""What is measured, in order of worth: pieces of work that know nothing of each other.
+"""The pieces of work that are measured, in order of worth. They do not depend on each other.
 
 Imports nothing heavy: it is also read by whoever only writes the page.
 """
@@ -22,7 +22,7 @@ class Device:
     name: str
     """As NVIDIA's driver has it, e.g. "NVIDIA H100 80GB HBM3"."""
     uuid: str = ""
-    """What CUDA_VISIBLE_DEVICES is to be; empty for none."""
+    """Value of CUDA_VISIBLE_DEVICES; empty for none."""
     has_bf16: bool = True
     """In hardware: from compute capability 8.0 on."""
 
@@ -38,7 +38,7 @@ class Piece:
     step: Step
     name: str
     task: dict[str, Any] = field(default_factory=dict)
-    """What the step's job is called with, as JSON has it."""
+    """Arguments of the step's job, as JSON."""
     timeout_s: float = 480
 
     @property
@@ -110,7 +110,7 @@ def _variants(device: Device) -> list[str]:
 
 
 def _settings(variant: str, device: Device, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Of params.yaml, by dotted path."""
+    """Settings of params.yaml, by dotted path."""
     on_cpu = device.kind == "cpu"
     memory = {
         **VARIANTS[variant],

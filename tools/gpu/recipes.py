@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 """Settings of params.yaml, by dotted path."""
 
 STEPS = {"effective_batch": 4, "epochs": 3}
-"""Of every recipe: six steps. Under fp16 the first ones only find the scale of the gradients."""
+"""Settings of every recipe: six steps. Under fp16 the first ones only find the scale of the gradients."""
 
 KILLED_AFTER_A_SAVE = """
 import os

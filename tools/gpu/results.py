@@ -1,4 +1,4 @@
-"""What came of the pieces, a line of JSON each."""
+"""Results of the pieces, a line of JSON each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Result:
     piece: str
     status: Literal["done", "out of memory", "failed", "unfinished"]
     data: dict[str, Any] = Field(default_factory=dict)
-    """What the step's job answered."""
+    """The answer of the step's job."""
     problem: str = ""
     seconds: float
     """With the start of its process."""
@@ -67,7 +67,7 @@ class Results:
                 self.by_piece[result.piece] = result
 
     def todo(self, pieces: list[Piece]) -> list[Piece]:
-        """What is new first, and then what failed."""
+        """New pieces first, then failed ones."""
         open_ = [piece for piece in pieces if piece.key not in self.by_piece or not self.by_piece[piece.key].is_final]
         return sorted(open_, key=lambda piece: piece.key in self.by_piece and not self._is_unfinished(piece))
 

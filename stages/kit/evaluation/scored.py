@@ -18,7 +18,7 @@ class Scored:
     answers: list[str]
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
-    """Of each sample, as predictions.parquet has it."""
+    """One row per sample, as in predictions.parquet."""
     answer_s: float
     """Seconds that the answers took."""
 

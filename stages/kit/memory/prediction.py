@@ -42,11 +42,11 @@ class Prediction:
     calibration: str
     """What the constants were measured on, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
     gpus: tuple[Prediction, ...] = ()
-    """Of each GPU, where layers are spread over several. The fullest decides: all other fields are its."""
+    """One prediction per GPU where layers are spread over several; all other fields are those of the fullest."""
 
     @property
     def fullest_gpu(self) -> int:
-        """Of `gpus`."""
+        """Its index in `gpus`."""
         return max(range(len(self.gpus)), key=lambda gpu: self.gpus[gpu].total_bytes)
 
     def summary(self) -> str:

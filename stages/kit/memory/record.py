@@ -25,7 +25,7 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class GpuRecord:
-    """Of one of several GPUs that layers are spread over; amounts in GiB."""
+    """The prediction for one of several GPUs that layers are spread over; amounts in GiB."""
 
     verdict: str
     total_gib: float

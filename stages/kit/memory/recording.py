@@ -44,7 +44,7 @@ class Recording:
     """When each phase began."""
 
     def on(self, gpu: int) -> Recording:
-        """What of it lies on one GPU."""
+        """The part of the record that lies on one GPU."""
         return replace(self, storages=[storage for storage in self.storages if storage.gpu == gpu])
 
     def size(self, storage: Storage) -> int:

@@ -48,7 +48,7 @@ def spread(model: PreTrainedModel | PeftModel, gpus: Mapping[str, int], recorder
 
 
 def quantization_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """What a layer in 4 bits keeps beside its packed weights: their scales and tables (bitsandbytes' QuantState)."""
+    """The scales and tables that a layer in 4 bits keeps beside its packed weights (bitsandbytes' QuantState)."""
     state = getattr(module, "quant_state", None)
     if state is None:
         return []

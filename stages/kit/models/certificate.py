@@ -31,9 +31,9 @@ class QuantizationCost:
     """On the probes, merged against adapter on quantized base, as a share of what training changed there; None where
     that was nothing."""
     samples: int
-    """Of the validation split, that both models answered."""
+    """Number of validation samples that both models answered."""
     batch_size: int
-    """Of the answers, which 16-bit arithmetic makes depend on it."""
+    """Samples answered at once; in 16-bit arithmetic answers depend on it."""
     same_answers: int
     """How many of these they answered alike, word for word."""
     trained: dict[str, float | int | str]

@@ -62,7 +62,7 @@ class Run:
     """None for an untrained base; likewise the training record."""
     training: TrainingRecord | None = None
     certificate: Certificate | None = None
-    """Of its merge."""
+    """The certificate of its merge."""
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]
     """By kind, in order of name."""

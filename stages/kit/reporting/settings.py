@@ -24,7 +24,7 @@ QUANTIZATION_COST = (
     "Adapters trained on weights in 4 bits are merged into the unquantized ones. Both models answered the same "
     "validation samples."
 )
-"""What the table of merges out of 4 bits shows."""
+"""Introduces the table of merges out of 4 bits."""
 
 _NOT_SETTINGS = {"recipe", "trainable"}
 _MEMORY_KINDS = {
@@ -130,7 +130,7 @@ def cost_table(runs: Sequence[Run]) -> Table:
 
 
 def quantization_table(runs: Sequence[Run], metric: Metric) -> Table:
-    """What merging cost each model that was trained on quantized weights, by one of the task's metrics."""
+    """The cost of the merge for each model that was trained on quantized weights, by one of the task's metrics."""
     columns = (
         Column("model", "Model"),
         Column("samples", "Samples", ","),

@@ -21,7 +21,7 @@ from stages.kit.params.schema import DeviceParams
 log = logging.getLogger("stages")
 
 LossKernels = Literal["triton", "torch"]
-"""What computes the loss. The two round differently."""
+"""The kernels that compute the loss. The two round differently."""
 
 
 def prepare_fused_loss(device: DeviceParams) -> LossKernels:

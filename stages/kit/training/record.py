@@ -36,7 +36,7 @@ class TrainingRecord:
     optimizer: str
     quantization: str
     loss_kernels: str
-    """What TRL's fused loss ran on: triton or torch. See training/fused_loss.py."""
+    """The kernels of TRL's fused loss: triton or torch. See training/fused_loss.py."""
     num_steps: Count
     epochs: Amount
     train_loss: float

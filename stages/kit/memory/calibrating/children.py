@@ -67,7 +67,7 @@ class Children:
     def answer(
         self, module: str, task_json: str, *, name: str, sees_gpu: bool = True, timeout_s: float = TIMEOUT_S
     ) -> str:
-        """What `python -m MODULE TASK_JSON ANSWER_PATH` writes to the path. Raises as `run` does.
+        """Run `python -m MODULE TASK_JSON ANSWER_PATH` and return what it writes to the path. Raises as `run` does.
 
         name: of its log.
         """

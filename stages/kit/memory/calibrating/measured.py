@@ -68,7 +68,7 @@ class DeviceFacts:
     name: str
     capability: tuple[int, int]
     versions: str
-    """Of the libraries that decide about memory: `torch 2.13.0+cu130, transformers 5.23.0, ...`."""
+    """The libraries that decide about memory: `torch 2.13.0+cu130, transformers 5.23.0, ...`."""
     total_bytes: int
     """What CUDA sees of the card."""
     context_bytes: int
