@@ -1,7 +1,7 @@
 """Merge what was trained into its base, and certify the result by reloading it from disk.
 
-What was trained on weights in 4 bits is merged into the unquantized ones, as a merged model is served without; both
-models then answer some validation samples, and the certificate says what the difference costs.
+An adapter that was trained on weights in 4 bits is merged into the unquantized ones. Both models then answer some
+validation samples, and the certificate records what the difference costs.
 
 Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names; the prepared data;
         data/runs/RECIPE/training/training.json

@@ -91,7 +91,7 @@ def test_triton_itself_comes_to_the_same_answer(
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it is for Linux")
 @pytest.mark.parametrize(("compiler", "code"), [("gcc", 0), ("/bin/false", 1)])
 def test_the_build_of_the_cuda_image_fails_where_triton_cannot_compile(compiler: str, code: int) -> None:
-    """What it runs last: Triton's own code is compiled and loaded, without a GPU."""
+    """Its last step compiles and loads Triton's own code, without a GPU."""
     result = subprocess.run(
         [sys.executable, ROOT / "docker/check_triton.py"],
         env={**os.environ, "CC": compiler},

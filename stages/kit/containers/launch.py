@@ -116,9 +116,10 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     name = stage_run.args[0] if stage_run.args else ""
     if stage_run.stage == "train":
         return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
-    answers = stage_run.stage in ("evaluate", "predict") or (
-        stage_run.stage == "merge" and read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs").quantization != "none"
-    )
+    answers = stage_run.stage in ("evaluate", "predict")
+    if stage_run.stage == "merge":  # out of 4 bits it answers too; a training's last rung may have turned to them
+        plan = read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs")
+        answers = plan.quantization != "none" or plan.may_quantize
     return batch_size_changes(params.active.evaluation.batch_size) if answers else []
 
 

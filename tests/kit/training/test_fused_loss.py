@@ -34,7 +34,7 @@ SWAPPED = (
 
 
 class CurrentDevice:
-    """What torch.cuda.device changes: the device that a kernel is launched on."""
+    """A stand-in for torch.cuda.device: it sets the device that a kernel is launched on."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -95,7 +95,7 @@ class Arithmetic:
 
 
 def loss_and_gradients() -> list[torch.Tensor]:
-    """Of seven tokens over a vocabulary of 40, in chunks of 16."""
+    """A loss of seven tokens over a vocabulary of 40, in chunks of 16."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(rows, 8).requires_grad_() for rows in (7, 40))
     targets = torch.randint(0, 40, (7,))
@@ -116,7 +116,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(kernels: list[Sta
 
 
 def test_without_the_guard_it_is_launched_on_whatever_device_is_current(kernels: list[StandInKernel]) -> None:
-    """What the test above would see of TRL alone."""
+    """TRL alone fails the test above."""
     loss_and_gradients()
     assert {device for kernel in kernels for device, _ in kernel.launches} == {torch.device("cuda", 0)}
 

@@ -1,4 +1,4 @@
-"""What the pieces do, as far as a CPU can tell."""
+"""The pieces, as far as a CPU can run them."""
 
 import shutil
 import subprocess

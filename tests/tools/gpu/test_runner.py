@@ -1,4 +1,4 @@
-"""What is measured, when, and what is kept of it."""
+"""The order of the pieces, the time limit, and the results that are kept."""
 
 import json
 import re
