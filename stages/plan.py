@@ -9,11 +9,13 @@ Run     docker/run plan r1-llm-only
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 
 import click
 
+from stages.kit.cpu import instruction_set
 from stages.kit.logs import configure_logging
 from stages.kit.memory.fit import Fit, decide, fit_of
 from stages.kit.memory.foresight import Foresight
@@ -38,7 +40,7 @@ def main(recipe: str) -> None:
     wanted, memory = params.recipe(recipe), params.active.memory
     samples = load_task(wanted.task, "samples")
     records = samples.read_split(Path("data/prepared") / wanted.data, "train")
-    plan = resolve_plan(params, recipe, train_samples=len(records))
+    plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ))
     config = load_config(Path(plan.base_dir))
     samples.check(config.model_type, wanted.target)
     processor = load_processor(Path(plan.base_dir), plan.images)

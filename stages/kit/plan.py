@@ -68,6 +68,8 @@ class Plan:
     target: str | None
     """The form of the answer, where the task knows several."""
     device: DeviceParams
+    instructions: str | None = None
+    """What a CPU computes by, e.g. "avx2" (kit/cpu.py); None in a plan that nothing is trained by."""
     placement: Literal["single", "ddp", "sharded", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
@@ -93,10 +95,10 @@ class Plan:
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
 
-def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
+def resolve_plan(params: Params, name: str, *, train_samples: int, instructions: str | None = None) -> Plan:
     """The settings of recipe `name` on the active profile; trainable counts are still to be added.
 
-    train_samples: how many training samples the prepared data holds.
+    train_samples: how many training samples the prepared data holds. instructions: those of this environment.
     Raises UserError where the effective batch does not divide.
     """
     recipe, profile = params.recipe(name), params.active
@@ -110,6 +112,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int) -> Plan:
         data_dir=f"data/prepared/{recipe.data}",
         target=recipe.target,
         device=profile.device,
+        instructions=instructions,
         placement=memory.placement,
         precision=memory.precision,
         quantization=quantization,

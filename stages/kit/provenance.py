@@ -40,7 +40,9 @@ class Machine:
     system: str
     """Kernel, kind of processor, C library."""
     cpu: str
-    """Its model: other ones add up in another order."""
+    """Its model."""
+    instructions: str
+    """Those that it was held to, e.g. "avx2"; else the kind of processor. Other ones add up in another order."""
     cores: int
     """That the process could use."""
     memory_gib: float

@@ -6,6 +6,8 @@ the same commit run it in the same environment.
 
 from collections.abc import Mapping
 
+from stages.kit.cpu import pinned_instructions
+
 OF_THE_MACHINE = frozenset(
     {
         # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
@@ -116,7 +118,7 @@ def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, t
     network: whether it fetches something. terminal: whether a person watches its output on one.
     """
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE, network=network)
-    return passed | _given(network=network, terminal=terminal)
+    return passed | _given(caller, network=network, terminal=terminal)
 
 
 def container_environment(
@@ -127,7 +129,7 @@ def container_environment(
     passed.pop("WANDB_API_KEY", None)  # of no use without a network
     # docker passes the proxies of its own configuration, password included, unless told otherwise.
     proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
-    given = _given(network=network, terminal=terminal) | CONTAINER | proxies
+    given = _given(caller, network=network, terminal=terminal) | CONTAINER | proxies
     return sorted(passed.keys() - given.keys()), given
 
 
@@ -146,5 +148,5 @@ def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, net
     return {name: value for name, value in caller.items() if name in names or name.startswith(prefixes)}
 
 
-def _given(*, network: bool, terminal: bool) -> dict[str, str]:
-    return SET | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)
+def _given(caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
+    return SET | pinned_instructions(caller) | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)

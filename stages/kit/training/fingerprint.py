@@ -17,13 +17,16 @@ from pathlib import Path
 import torch
 
 import stages
-from stages.kit.cpu import cpu_model
+from stages.kit.cpu import cpu_model, cpu_vendor, instruction_set
 from stages.kit.lineage import Lineage, file_digest
 from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
 from stages.kit.training.fused_loss import LossKernels
 
-ARITHMETIC = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_")
+ARITHMETIC = (
+    *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_"),
+    *("ATEN_", "DNNL_", "NPY_"),
+)
 """Families of environment variables by which libraries may come to choose other kernels."""
 
 
@@ -64,11 +67,16 @@ def _packages_digest() -> str:
 
 
 def _device(device: DeviceParams) -> str:
-    """Sums are added up in another order by another GPU, or another number of threads."""
+    """Sums are added up in another order by another GPU, another maker's CPU, or another number of threads.
+
+    Threads share out one sum of more than 32,768 numbers (ATen/native/TensorIteratorReduce.cpp), and nothing else.
+    """
     if device.kind == "cuda":
         names = [torch.cuda.get_device_name(index) for index in range(device.count)]
     else:
-        names = [cpu_model(), torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"]
+        instructions = instruction_set(os.environ)
+        cpu = cpu_vendor() if instructions.startswith("avx2") else cpu_model()
+        names = [cpu, instructions, f"{torch.get_num_threads()} threads"]
     return f"{device.count} x {device.kind}: {', '.join(names)}"
 
 
