@@ -150,7 +150,14 @@ def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
         image_digest="sha256:" + "1" * 64,
         lock="10c4" * 16,
         machine=Machine(
-            python="3.12.14", packages={}, cuda=None, system="Linux-6.1", cpu="A CPU", cores=2, memory_gib=16.0
+            python="3.12.14",
+            packages={},
+            cuda=None,
+            system="Linux-6.1",
+            cpu="A CPU",
+            arithmetic="AuthenticAMD avx2",
+            cores=2,
+            memory_gib=16.0,
         ),
         gpus=[],
         driver=None,

@@ -38,9 +38,12 @@ def instruction_set(environment: Mapping[str, str]) -> str:
     return "avx2" if (mkl := environment.get("MKL_CBWR")) == AVX2["MKL_CBWR"] else f"avx2, MKL_CBWR={mkl}"
 
 
-def cpu_vendor() -> str:
-    """E.g. "AuthenticAMD"; the kind of processor where nobody tells."""
-    return _cpuinfo("vendor_id") or platform.machine()
+def arithmetic(environment: Mapping[str, str]) -> str:
+    """Machines of which this is equal add numbers up alike: "AuthenticAMD avx2", or the CPU's model if not pinned."""
+    instructions = instruction_set(environment)
+    if not instructions.startswith("avx2"):
+        return cpu_model()
+    return instructions if "COMPATIBLE" in instructions else f"{_cpuinfo('vendor_id')} {instructions}"
 
 
 def cpu_model() -> str:

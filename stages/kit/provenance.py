@@ -41,8 +41,8 @@ class Machine:
     """Kernel, kind of processor, C library."""
     cpu: str
     """Its model."""
-    instructions: str
-    """Those that it was held to, e.g. "avx2"; else the kind of processor. Other ones add up in another order."""
+    arithmetic: str
+    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (kit/cpu.py)."""
     cores: int
     """That the process could use."""
     memory_gib: float

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stages.kit.cpu import cpu_model, instruction_set
+from stages.kit.cpu import arithmetic, cpu_model
 from stages.kit.provenance import Machine
 
 
@@ -24,7 +24,7 @@ def this_machine() -> Machine:
         cuda=cuda_of_torch(),
         system=platform.platform(),
         cpu=cpu_model(),
-        instructions=instruction_set(os.environ),
+        arithmetic=arithmetic(os.environ),
         cores=usable_cores(),
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
     )

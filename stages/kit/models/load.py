@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import is_flash_attn_2_available
 
 from stages.kit.errors import UserError
-from stages.kit.models.modules import EXPERTS, project_patches_by_matrix_product
+from stages.kit.models.modules import EXPERTS, replace_modules
 from stages.kit.params.schema import DeviceParams
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -65,7 +65,7 @@ def load_model(
     if missing := sorted(loaded["missing_keys"]):
         shown = ", ".join(missing[:3])
         raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
-    project_patches_by_matrix_product(model)
+    replace_modules(model)
     if quantization == "nf4":
         keep_one_arithmetic(model)
     if placement != "sharded":
@@ -98,7 +98,7 @@ def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -
     model = auto_class(config).from_config(
         config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
     )
-    return project_patches_by_matrix_product(model)
+    return replace_modules(model)
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Modules that compute what the model's own do by faster kernels: same weights, same names, same result to rounding."""
+"""Modules that compute what the model's own do, faster or more repeatably: same weights, same names, same result."""
 
 from __future__ import annotations
 
@@ -26,11 +26,28 @@ class PatchProjection(nn.Conv3d):
         return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
 
 
-def project_patches_by_matrix_product(model: PreTrainedModel) -> PreTrainedModel:
-    """Make each patch projection of a model's vision tower a PatchProjection, in place."""
+class ThreadIndependentLayerNorm(nn.LayerNorm):
+    """A layer norm whose trained weights get the same gradients from any number of a CPU's threads.
+
+    torch's own backward gives each thread some of the rows and adds up the threads' sums
+    (aten/src/ATen/native/cpu/layer_norm_kernel.cpp); the backward of a product adds up rows in their order.
+    """
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: (..., *normalized_shape), as is what it returns."""
+        if rows.is_cuda or not self.elementwise_affine or not self.weight.requires_grad:
+            return super().forward(rows)
+        normalized = F.layer_norm(rows, self.normalized_shape, eps=self.eps) * self.weight
+        return normalized if self.bias is None else normalized + self.bias
+
+
+def replace_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model's patch projection a PatchProjection, and its layer norms thread-independent ones, in place."""
     for name, module in model.named_modules():
         if type(module) is nn.Conv3d and name.endswith("patch_embed.proj"):
             module.__class__ = PatchProjection
+        elif type(module) is nn.LayerNorm:
+            module.__class__ = ThreadIndependentLayerNorm
     return model
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import stages
-from stages.kit.cpu import cpu_model, cpu_vendor, instruction_set
+from stages.kit.cpu import arithmetic
 from stages.kit.lineage import Lineage, file_digest
 from stages.kit.params.schema import DeviceParams
 from stages.kit.plan import Plan
@@ -74,9 +74,7 @@ def _device(device: DeviceParams) -> str:
     if device.kind == "cuda":
         names = [torch.cuda.get_device_name(index) for index in range(device.count)]
     else:
-        instructions = instruction_set(os.environ)
-        cpu = cpu_vendor() if instructions.startswith("avx2") else cpu_model()
-        names = [cpu, instructions, f"{torch.get_num_threads()} threads"]
+        names = [arithmetic(os.environ), f"{torch.get_num_threads()} threads"]
     return f"{device.count} x {device.kind}: {', '.join(names)}"
 
 

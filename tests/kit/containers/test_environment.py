@@ -1,11 +1,14 @@
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.kit import cpu
 from stages.kit.containers.environment import SET, container_environment, stage_environment
 from stages.kit.containers.stage_run import STAGES
+from stages.kit.cpu import AVX2
 
 SECRETS = {
     "HF_TOKEN": "hf_secret",
@@ -79,6 +82,17 @@ def test_what_makes_runs_repeatable_cannot_be_overridden() -> None:
     assert (environment["PYTHONHASHSEED"], environment["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":4096:8")
 
 
+@pytest.mark.parametrize("environment", [on_machine, in_container])
+def test_a_stage_computes_by_avx2_whatever_its_caller_asks_of_newer_instructions(
+    environment: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    cpu.CPUINFO.write_text("flags\t\t: fma avx avx2 avx512f\n")
+    assert environment("train", {"ATEN_CPU_CAPABILITY": "avx512"}).items() >= AVX2.items()
+    cpu.CPUINFO.write_text("flags\t\t: fma avx\n")
+    assert not environment("train", {}).keys() & AVX2.keys()
+
+
 def test_machine_and_experiment_reach_the_stage() -> None:
     caller = {
         "PATH": "/bin",
@@ -94,7 +108,7 @@ def test_machine_and_experiment_reach_the_stage() -> None:
 @given(st.dictionaries(st.text(), st.text()), st.sampled_from(STAGES))
 def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) -> None:
     unlisted = {f"X_{name}": value for name, value in caller.items()}
-    assert on_machine(stage, unlisted).keys() <= SET.keys() | {
+    assert on_machine(stage, unlisted).keys() <= SET.keys() | AVX2.keys() | {
         "HF_HUB_OFFLINE",
         "HF_DATASETS_OFFLINE",
         "TRANSFORMERS_OFFLINE",

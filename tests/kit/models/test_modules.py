@@ -1,5 +1,6 @@
 """Modules of ours against the ones they take the place of."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_model
-from stages.kit.models.modules import PatchProjection, autocast_experts, project_patches_by_matrix_product
+from stages.kit.models.modules import PatchProjection, ThreadIndependentLayerNorm, autocast_experts, replace_modules
 from stages.kit.models.probes import probe_logits, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.params.schema import DeviceParams
@@ -39,6 +40,31 @@ def test_a_patch_projection_takes_whole_patches_only() -> None:
         PatchProjection(3, 16, kernel_size=(2, 7, 7), stride=(2, 7, 7))(torch.randn(1, 3, 2, 14, 7))
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_trained_layer_norm_has_the_same_gradients_by_any_number_of_threads(
+    bias: bool, threads: Callable[[int], None]
+) -> None:
+    torch.manual_seed(0)
+    rows, upstream = torch.randn(900, 700), torch.randn(900, 700)
+    norms = [kind(700, bias=bias) for kind in (nn.LayerNorm, *[ThreadIndependentLayerNorm] * 3)]
+    for count, norm in zip((1, 1, 2, 4), norms, strict=True):
+        threads(count)
+        norm(rows).backward(upstream)
+    plain, *ours = norms
+    for parameters in zip(*(norm.parameters() for norm in ours), strict=True):
+        assert all(torch.equal(parameter.grad, parameters[0].grad) for parameter in parameters)
+    for one, other in zip(ours[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours[0](rows), plain(rows))
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_loaded_vision_tower_convolves_nothing_and_keeps_names_and_logits(
     hooked: bool, tiny_vlm: Path, probes: list[Conversation], monkeypatch: pytest.MonkeyPatch
@@ -49,7 +75,7 @@ def test_a_loaded_vision_tower_convolves_nothing_and_keeps_names_and_logits(
         plain_conv = model.model.visual.patch_embed.proj
         plain_conv.__class__ = nn.Conv3d
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
-        project_patches_by_matrix_product(model)
+        replace_modules(model)
     processor = load_processor(tiny_vlm, None)
     plain = type(model).from_pretrained(tiny_vlm, dtype=torch.float32).eval()
     expected = probe_logits(plain, processor, probes)

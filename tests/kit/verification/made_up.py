@@ -163,7 +163,16 @@ def record(stage: str, inputs: list[str], outputs: list[str]) -> Provenance:
         image=None,
         image_digest=None,
         lock=None,
-        machine=Machine(python="3.12.1", packages={}, cuda=None, system="Linux", cpu="A CPU", cores=2, memory_gib=16.0),
+        machine=Machine(
+            python="3.12.1",
+            packages={},
+            cuda=None,
+            system="Linux",
+            cpu="A CPU",
+            arithmetic="AuthenticAMD avx2",
+            cores=2,
+            memory_gib=16.0,
+        ),
         gpus=[],
         driver=None,
     )
