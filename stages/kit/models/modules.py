@@ -38,7 +38,8 @@ class ThreadIndependentLayerNorm(nn.LayerNorm):
         if rows.is_cuda or not self.elementwise_affine or not self.weight.requires_grad:
             return super().forward(rows)
         normalized = F.layer_norm(rows, self.normalized_shape, eps=self.eps) * self.weight
-        return normalized if self.bias is None else normalized + self.bias
+        bias: torch.Tensor | None = self.bias  # None where it has none, whatever its annotation says
+        return normalized if bias is None else normalized + bias
 
 
 def replace_modules(model: PreTrainedModel) -> PreTrainedModel:
