@@ -5,8 +5,8 @@ validation samples, and the certificate records what the difference costs.
 
 Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names; the prepared data;
         data/runs/RECIPE/training/training.json
-Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json; once certified, without the weights where
-                                     models.keep_merged is false and nothing starts from them
+Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json; without the weights, once certified,
+                                     where models.keep_merged is false and nothing starts from them
         data/runs/RECIPE/merge.json  the certificate
         data/report/TASK/memory/RECIPE/merge.json  what the process held
 Run     docker/run merge r1-llm-only
