@@ -1,10 +1,10 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from stages.kit import disk
 from stages.kit.disk import DiskUse, comparison_text, disk_use, require_room
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
@@ -45,7 +45,7 @@ def test_without_merged_models_only_what_others_start_from_stays() -> None:
 
 
 def test_a_comparison_is_its_bases_and_all_that_recipes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     gib = 2**30
     kept = DiskUse(trained_bytes=gib, merged_bytes=15 * gib, keeps_merged=True, checkpoints_bytes=9 * gib)
     said = comparison_text({"a": kept, "b": replace(kept, keeps_merged=False)}, {"bases/vlm": 15 * gib})
@@ -57,7 +57,7 @@ def test_a_comparison_is_its_bases_and_all_that_recipes_leave(monkeypatch: pytes
 def test_too_little_room_is_refused_with_what_there_is_and_what_helps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
     require_room(2**30, tmp_path, what="train r1")
     with pytest.raises(UserError, match=r"train r1 takes up to 2.00 GiB of disk, but .* has 1.00 GiB free.*dvc gc"):
         require_room(2**31, tmp_path, what="train r1")

@@ -89,7 +89,7 @@ def test_where_links_cannot_be_made_the_copy_stays(kept: Path, tmp_path: Path, m
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(cache.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     assert share(tmp_path) == 0
     assert (tmp_path / "data/out/sub/weights").read_bytes() == CONTENT
 
