@@ -24,7 +24,7 @@ from rich.text import Text
 
 from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand, trainable_recipes
 from stages.kit.disk import DiskUse, comparison_text, disk_use
-from stages.kit.errors import UserError
+from stages.kit.errors import UserError, bytes_text
 from stages.kit.logs import configure_logging
 from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
 from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of, sharded_advice, sharded_fit
@@ -38,7 +38,7 @@ from stages.kit.models.processors import load_processor
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import Params
 from stages.kit.plan import Plan, resolve_plan
-from stages.kit.reporting.tables import bytes_text, terminal_table
+from stages.kit.reporting.tables import terminal_table
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.errors import UserError, counted
+from stages.kit.errors import UserError, bytes_text, counted
 from stages.kit.params.schema import Params
 from stages.kit.plan import Plan
-from stages.kit.reporting.tables import bytes_text
 
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 TRAINED_BYTES = 4
