@@ -22,6 +22,7 @@ from stages.kit.lineage import short, verified_lineage, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
+from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
 from stages.kit.models.mixture.domains import measure_domains
@@ -52,6 +53,8 @@ def main(name: str) -> None:
         expert: verified_lineage(folder, mend=f"dvc repro -f -s merge@{expert}")
         for expert, folder in expert_dirs.items()
     }
+    for folder in expert_dirs.values():
+        require_weights(folder)
     check_lineages(base, experts)
     check_models(base_dir, expert_dirs)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}

@@ -9,6 +9,7 @@ With --all it says so of every recipe that the profile can train, for GPUs of se
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand, trainable_recipes
-from stages.kit.errors import UserError
+from stages.kit.disk import DiskUse, comparison_text, disk_use
+from stages.kit.errors import UserError, bytes_text
 from stages.kit.logs import configure_logging
 from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
 from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of, sharded_advice, sharded_fit
@@ -89,6 +91,7 @@ class Outlook:
     plan: Plan
     base: BaseAtHand
     foresight: Foresight
+    disk: DiskUse
     batch: str
     """Where the batch came from that the prediction is for, in words."""
 
@@ -129,7 +132,8 @@ def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Predic
         batch = f"no {missing} yet: the worst within {limits}"
     foresight = replace(foresight, exact=exact, made=made)
     plan = replace(plan, base_dir=str(base.config_dir))  # that of a recipe which continues another is not made yet
-    return Outlook(plan=foresight.counted(plan), base=base, foresight=foresight, batch=batch)
+    plan = foresight.counted(plan)
+    return Outlook(plan=plan, base=base, foresight=foresight, disk=disk_use(plan, params), batch=batch)
 
 
 def show_recipe(outlook: Outlook, memory_gb: float | None, console: Console) -> None:
@@ -140,6 +144,7 @@ def show_recipe(outlook: Outlook, memory_gb: float | None, console: Console) -> 
         "base": outlook.base.source,
         "settings": said(plan),
         "batch": outlook.batch,
+        "disk": f"{outlook.disk}; {bytes_text(shutil.disk_usage('.').free)} free here",
     }
     print_facts(facts, console)
     console.print(budget_table(fit.prediction, fit.capacity_bytes))
@@ -159,11 +164,15 @@ def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], co
     made: dict[str, Prediction] = {}
     rows: dict[str, dict[float, MatrixCell]] = {}
     batches: dict[str, None] = {}
+    disks: dict[str, DiskUse] = {}
+    bases: dict[str, int] = {}
     for name in names:
         outlook = look_ahead(params, name, exact=exact, made=made)
         rows[name] = {size: matrix_cell(outlook, size) for size in sizes}
         batches[outlook.batch] = None
-    facts = {"profile": params.profile, "batch": "; ".join(batches)}
+        disks[name] = outlook.disk
+        bases[params.root(name)] = outlook.disk.merged_bytes  # in the precision of the profile
+    facts = {"profile": params.profile, "batch": "; ".join(batches), "disk": comparison_text(disks, bases)}
     print_facts(facts, console)
     print_matrix(rows, sizes, console)
     console.print(Text("With the cheapest settings that fit; where none do, those that take the least."))

@@ -27,7 +27,8 @@ from stages.kit.lineage import Lineage, read_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
-from stages.kit.models.load import load_config, load_model, see_only
+from stages.kit.models.load import load_config, see_only
+from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import Params, ProfileParams
@@ -122,7 +123,7 @@ def ask_harness(
     """What the harness finds of the model, loaded as `evaluate` loads it."""
     device, memory = profile.device.one(), profile.memory
     see_only(device)
-    model = load_model(model_dir, device=device, precision=memory.precision, attn=memory.attn).eval()
+    model = load_certified(model_dir, device=device, precision=memory.precision, attn=memory.attn).eval()
     scores = harness_scores(
         model,
         tokenizer_of(load_processor(model_dir, profile.images)),

@@ -5,7 +5,8 @@ validation samples, and the certificate records what the difference costs.
 
 Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names; the prepared data;
         data/runs/RECIPE/training/training.json
-Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json
+Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json; without the weights, once certified,
+                                     where models.keep_merged is false and nothing starts from them
         data/runs/RECIPE/merge.json  the certificate
         data/report/TASK/memory/RECIPE/merge.json  what the process held
 Run     docker/run merge r1-llm-only
@@ -29,12 +30,13 @@ from transformers import PreTrainedModel
 from stages.kit.errors import UserError
 from stages.kit.evaluation.answering import Answerer, halved
 from stages.kit.evaluation.scored import Scored, score_answers
-from stages.kit.lineage import require_base, short, write_lineage
+from stages.kit.lineage import combined_digest, require_base, short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.memory.held import write_stage_memory
 from stages.kit.memory.memory_log import MemoryLog
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost, write_certificate
+from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
@@ -56,7 +58,8 @@ log = logging.getLogger("stages")
 @recognised_out_of_memory()
 def main(recipe: str, attempt: int) -> None:
     configure_logging(f"merge {recipe}")
-    plan, settings = read_plan(recipe), load_params().active.evaluation
+    plan, params = read_plan(recipe), load_params()
+    settings = params.active.evaluation
     device = plan.device.one()
     see_only(device)
     run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
@@ -82,30 +85,35 @@ def main(recipe: str, attempt: int) -> None:
     with published(run_dir / "merged") as merged_dir:
         merge_trained(adapted).save_pretrained(merged_dir, safe_serialization=True)
         processor.save_pretrained(merged_dir)
-        lineage = write_lineage(
-            merged_dir,
-            kind="merged",
-            name=recipe,
-            parents={"base": (base_dir, base_lineage), "trained": (run_dir / "trained", trained_lineage)},
-        )
         del base, adapted
 
         merged = load(merged_dir).eval()
         memory.loaded()
         merged_logits = probe_logits(merged, processor, probes)
         deviation = relative_deviation(merged_logits, adapted_logits, base_logits)
-        changed = changed_modules(before, weight_digests(merged))
+        after = weight_digests(merged)
+        changed = changed_modules(before, after)
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
+        processor_parity = same_inputs(load_processor(merged_dir, None), processor, probes)
+        if not params.leaves_weights(recipe):
+            remove_weights(merged_dir)
+        lineage = write_lineage(
+            merged_dir,
+            kind="merged",
+            name=recipe,
+            parents={"base": (base_dir, base_lineage), "trained": (run_dir / "trained", trained_lineage)},
+        )
         certificate = Certificate(
             recipe=recipe,
             merged_digest=lineage.digest,
+            weights_digest=combined_digest(after),
             logit_deviation=deviation,
             tolerance=TOLERANCE[plan.precision],
             probes=len(probes),
             changed_modules=len(changed),
             unexpected_modules=sorted(changed - expected),
             unchanged_modules=sorted(expected - changed),
-            processor_parity=same_inputs(load_processor(merged_dir, None), processor, probes),
+            processor_parity=processor_parity,
             precision=plan.precision,
             trained_quantization=quantization,
         )

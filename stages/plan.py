@@ -20,6 +20,7 @@ from stages.kit.logs import configure_logging
 from stages.kit.memory.fit import Fit, decide, fit_of
 from stages.kit.memory.foresight import Foresight
 from stages.kit.memory.record import MemoryRecord, write_memory_record
+from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
@@ -41,6 +42,7 @@ def main(recipe: str) -> None:
     samples = load_task(wanted.task, "samples")
     records = samples.read_split(Path("data/prepared") / wanted.data, "train")
     plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ))
+    require_weights(Path(plan.base_dir))
     config = load_config(Path(plan.base_dir))
     samples.check(config.model_type, wanted.target)
     processor = load_processor(Path(plan.base_dir), plan.images)

@@ -18,6 +18,7 @@ from stages.kit.evaluation.answering import load_answerer
 from stages.kit.logs import configure_logging
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_merge
+from stages.kit.models.folders import require_weights
 from stages.kit.params.load import load_params
 from stages.kit.plan import read_plan
 from stages.kit.publish import publish_text
@@ -37,6 +38,7 @@ def main(name: str, attempt: int) -> None:
     task = load_task(wanted.task, "predictions")
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_merge(wanted.recipe)
+    require_weights(model_dir)
     target = read_plan(wanted.recipe).target
 
     samples = load_task(wanted.task, "samples")

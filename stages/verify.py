@@ -20,8 +20,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from stages.kit.errors import UserError, counted, end_plainly_on_a_full_disk
-from stages.kit.reporting.tables import bytes_text
+from stages.kit.errors import UserError, bytes_text, counted, end_plainly_on_a_full_disk
 from stages.kit.verification.rerun import Rerun, rerun
 from stages.kit.verification.verify import Verification, restore, verify
 

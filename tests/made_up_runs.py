@@ -175,6 +175,7 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         {
             "recipe": name,
             "merged_digest": "0" * 64,
+            "weights_digest": "0" * 64,
             "logit_deviation": 1e-6,
             "tolerance": 1e-2,
             "probes": 2,

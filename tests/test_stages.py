@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,8 @@ from safetensors.torch import load_file
 
 from stages.kit.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.models.certificate import read_certificate
+from stages.kit.models.certificate import read_certificate, write_certificate
+from stages.kit.models.folders import remove_weights
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests.closure import ROOT
 
@@ -255,6 +257,49 @@ def test_what_was_not_certified_is_not_evaluated(workspace: Path) -> None:
     assert "merge.json certifies" in refused("evaluate", "r1-llm-only")
     (run_dir / "merge.json").unlink()
     assert "merge.json is missing; rebuild it with: dvc repro merge@r1-llm-only" in refused("evaluate", "r1-llm-only")
+
+
+def without_merged_models() -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["models"]["keep_merged"] = False
+    write_params(raw)
+
+
+def test_a_merge_that_keeps_no_weights_is_evaluated_to_the_same_answers(workspace: Path) -> None:
+    run_dir = workspace / "data/runs/r1-llm-only"
+    kept = read_certificate(run_dir / "merge.json", "r1-llm-only")
+    before = (run_dir / "predictions.parquet").read_bytes()
+    without_merged_models()
+    done("merge", "r1-llm-only")
+    assert {"config.json", "tokenizer.json", "lineage.json"} <= {path.name for path in (run_dir / "merged").iterdir()}
+    assert not list((run_dir / "merged").glob("*.safetensors*"))
+    lineage = verified_lineage(run_dir / "merged", mend="")
+    certificate = read_certificate(run_dir / "merge.json", "r1-llm-only")
+    assert certificate == replace(kept, merged_digest=lineage.digest)
+    (run_dir / "predictions.parquet").unlink()
+    done("evaluate", "r1-llm-only")
+    assert (run_dir / "predictions.parquet").read_bytes() == before
+
+    # What is merged again is the certified model, or nothing is evaluated.
+    write_certificate(replace(certificate, weights_digest="0" * 64), run_dir / "merge.json")
+    assert "but 000000000000 were certified" in refused("evaluate", "r1-llm-only")
+    write_certificate(certificate, run_dir / "merge.json")
+    adapter = run_dir / "trained/adapter/adapter_model.safetensors"
+    content = bytearray(adapter.read_bytes())
+    content[-1] ^= 1
+    adapter.write_bytes(content)
+    assert "trained was recorded with content" in refused("evaluate", "r1-llm-only")
+
+
+def test_a_merge_that_others_start_from_keeps_its_weights_and_one_that_did_not_is_refused(workspace: Path) -> None:
+    without_merged_models()
+    digest = read_lineage(workspace / "data/runs/r3-stage1/merged").digest
+    done("merge", "r3-stage1")
+    assert read_lineage(workspace / "data/runs/r3-stage1/merged").digest == digest
+    remove_weights(workspace / "data/runs/r3-stage1/merged")
+    message = refused("plan", "r3-stage2")
+    assert "data/runs/r3-stage1/merged has no weights" in message
+    assert "dvc repro -f -s merge@r3-stage1" in message
 
 
 def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,15 @@ class OutOfMemory(UserError):
 def counted(count: int, what: str) -> str:
     """`1 image`, `2 images`."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Binary units, three digits: 1.50 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(num_bytes, 1), 1024)), len(units) - 1)
+    amount = num_bytes / 1024**power
+    digits = 0 if power == 0 or amount >= 100 else 1 if amount >= 10 else 2
+    return f"{amount:.{digits}f} {units[power]}"
 
 
 def listed(lines: Sequence[str]) -> str:

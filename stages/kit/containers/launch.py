@@ -15,14 +15,16 @@ from pathlib import Path
 
 import click
 
+from stages.kit.containers.cache import cache_dir, share_with_cache
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
-from stages.kit.containers.outputs import run_alone
+from stages.kit.containers.outputs import link_aside, run_alone
 from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.containers.pipeline import DeclaredStage, Pipeline
 from stages.kit.containers.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.containers.triton_cache import triton_dir
 from stages.kit.containers.witness import Witness
+from stages.kit.disk import disk_use, require_room
 from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
 from stages.kit.memory.ladder import batch_size_changes, rungs
 from stages.kit.memory.record import read_memory_record
@@ -86,10 +88,53 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             triton_dir=triton_dir(engine.image, repository_dir(os.environ)) if gpus else None,
         )
         witness = Witness.called(stage_run, params, engine)
+        if declared is not None and "DVC_STAGE" in os.environ:
+            share_with_cache(WORKSPACE_DIR, kept_inputs(declared, pipeline), aside=link_aside(declared, WORKSPACE_DIR))
+        refuse_full_disk(stage, args[0] if args else "", params)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
         if ended.code == 0 and witness is not None:
             witness.testify(ended, attempt=attempt, gpus=gpus)
     sys.exit(ended.code)
+
+
+def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:
+    """What a stage reads of other stages' outputs: not what git keeps."""
+    outs = {out for stage in pipeline.stages for out in stage.outs}
+    return [path for path in declared.inputs("data") if outs.intersection((path, *map(str, Path(path).parents)))]
+
+
+def refuse_full_disk(stage: str, name: str, params: Params) -> None:
+    """Raises UserError where a training or a merge would fill a disk before it is done.
+
+    Nothing where its plan does not say how much that is. Checkpoints count where they lie on the disk of the results;
+    on one of their own, a training goes on without those that have no room.
+    """
+    runs_dir = WORKSPACE_DIR / "data/runs"
+    if stage not in ("train", "merge") or not (runs_dir / name / "plan.yaml").is_file():
+        return
+    plan = read_plan(name, runs_dir=runs_dir)
+    if not plan.trainable:
+        return
+    use, saved_dir = disk_use(plan, params), checkpoints_dir(repository_dir(os.environ), name)
+    if stage == "merge":
+        needed = kept = use.merged_bytes
+        kept *= use.keeps_merged
+    else:
+        kept = use.trained_bytes
+        saved = sum(path.stat().st_size for path in saved_dir.rglob("*") if path.is_file())
+        needed = kept + (max(0, use.checkpoints_bytes - saved) if same_disk(saved_dir, runs_dir) else 0)
+    require_room(needed, runs_dir, what=f"{stage} {name}")
+    if not same_disk(objects := cache_dir(WORKSPACE_DIR), runs_dir):
+        require_room(kept, nearest_existing(objects), what=f"{stage} {name}, in DVC's cache,")
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Whether two paths, which need not exist yet, lie or will lie on one file system."""
+    return nearest_existing(one).stat().st_dev == nearest_existing(other).stat().st_dev
+
+
+def nearest_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> tuple[Ended, int]:

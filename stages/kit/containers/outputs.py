@@ -117,6 +117,11 @@ def run_alone(stage: DeclaredStage, workspace_dir: Path) -> Iterator[None]:
         yield
 
 
+def link_aside(stage: DeclaredStage, workspace_dir: Path) -> Path:
+    """A name for a link while it is made, beside the lock of a stage that runs alone."""
+    return Outputs.of(stage, workspace_dir).run_dir / "link"
+
+
 @contextmanager
 def outputs_aside(stage: DeclaredStage, workspace_dir: Path) -> Iterator[Outputs]:
     """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""

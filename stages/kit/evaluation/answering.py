@@ -14,7 +14,8 @@ from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory.ladder import lowered_batch_size
 from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.models.load import load_model, see_only
+from stages.kit.models.load import see_only
+from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.params.schema import EvaluationParams, ProfileParams
 
@@ -64,7 +65,8 @@ def load_answerer(
     batch_size = halved(settings.batch_size, attempt)
     see_only(device)
     memory = MemoryLog(device)
-    model = load_model(model_dir, device=device, precision=profile.memory.precision, attn=profile.memory.attn).eval()
+    memory_params = profile.memory
+    model = load_certified(model_dir, device=device, precision=memory_params.precision, attn=memory_params.attn).eval()
     memory.loaded()
     samples.check(model.config.model_type, target)
     return Answerer(

@@ -54,7 +54,9 @@ class QuantizationCost:
 class Certificate:
     recipe: str
     merged_digest: str
-    """Content of the merged folder that was certified."""
+    """Content of the merged folder, with or without its weights (models.keep_merged)."""
+    weights_digest: str
+    """Of the parameters that were certified: one digest of those of each, by name (probes.weight_digests)."""
     logit_deviation: float
     """On the probes, merged and reloaded against adapter on base, as a share of adapter on base against base alone."""
     tolerance: float

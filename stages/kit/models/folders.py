@@ -67,6 +67,27 @@ def check_model_folder(folder: Path) -> None:
             raise UserError(f"{folder / name} is damaged: {error}") from None
 
 
+def has_weights(folder: Path) -> bool:
+    return next(folder.glob("*.safetensors"), None) is not None
+
+
+def remove_weights(folder: Path) -> None:
+    """Leave what is light: configuration, tokenizer, chat template."""
+    for pattern in ("*.safetensors", "*.safetensors.index.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def require_weights(folder: Path) -> None:
+    """Raises UserError for a recipe's merged folder of which only the certificate was kept."""
+    if folder.name == "merged" and folder.is_dir() and not has_weights(folder):
+        stage = f"merge@{folder.parent.name}"
+        raise UserError(
+            f"{folder} has no weights: models.keep_merged is false, and nothing started from them when {stage} ran; "
+            f"have it leave them with: dvc repro -f -s {stage}"
+        )
+
+
 def _each_file(source: Path, folder: Path, put: Callable[[Path, Path], Any]) -> None:
     for pattern in MODEL_FILES:
         for path in sorted(source.glob(pattern)):

@@ -277,6 +277,21 @@ class TrackingParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class ModelParams:
+    """Model folders that stages leave."""
+
+    keep_merged: bool = True
+    """Whether every recipe leaves a merged model. Without, `merge` writes, reloads and certifies it just so, and then
+    leaves its weights out; `evaluate` merges them anew in memory, and refuses them unless they are those of the
+    certificate, bit for bit. A model that something else starts from (a recipe, a build, an entry of predictions) is
+    always left.
+
+    True by default: a merged model is what people serve, it loads with plain transformers whatever becomes of PEFT, of
+    this kit or of the base's repository, and disk is cheaper than finding out. False saves a whole model a recipe and
+    experiment: for many experiments on a large base, of which few are kept."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class CheckpointParams:
     """When a training is saved, to go on from there if it is interrupted. No result depends on it."""
 
@@ -295,6 +310,7 @@ class Params:
     data: DataParams
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)
+    models: ModelParams = Field(default_factory=ModelParams)
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)
@@ -325,6 +341,13 @@ class Params:
             seen.add(parent)
             base = self.recipes[parent].base
         return base
+
+    def leaves_weights(self, recipe: str) -> bool:
+        """Whether the recipe's merged model is left as a whole, and not only its certificate."""
+        bases = {other.base for other in self.recipes.values()}
+        experts = {expert for build in self.builds.values() for expert in build.recipes}
+        predicting = {prediction.recipe for prediction in self.predictions.values()}
+        return self.models.keep_merged or f"runs/{recipe}/merged" in bases or recipe in experts | predicting
 
     def domains(self, recipe: str) -> tuple[str, ...]:
         """Of the experts, in their order, of the build that a recipe goes back to; empty where it goes to none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from stages.kit.errors import bytes_text
 from stages.kit.evaluation.intervals import Interval
 
 Cell = str | int | float | Interval | None
@@ -71,15 +71,6 @@ def cell_text(cell: Cell, column: Column) -> str:
     if column.format == "seconds":
         return seconds_text(cell)
     return format(cell, column.format)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Binary units, three digits: 1.50 GiB."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(num_bytes, 1), 1024)), len(units) - 1)
-    amount = num_bytes / 1024**power
-    digits = 0 if power == 0 or amount >= 100 else 1 if amount >= 10 else 2
-    return f"{amount:.{digits}f} {units[power]}"
 
 
 def seconds_text(seconds: float) -> str:

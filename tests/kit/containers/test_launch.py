@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ruamel.yaml import YAML
 
+from stages.kit.containers import launch as launcher
 from stages.kit.containers.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.containers.launch import (
     gpus_wanted,
@@ -26,7 +28,8 @@ from stages.kit.containers.launch import (
 from stages.kit.containers.pipeline import Pipeline
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams
+from stages.kit.params.schema import DeviceParams, Params
+from stages.kit.plan import resolve_plan, write_plan
 from tests.kit.containers.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.containers.small_checkout import copy_launcher
 
@@ -271,3 +274,56 @@ def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe()
     assert kept_dirs("train", ("r1-llm-only",), tracked, caller) == (checkpoints, runs)
     for stage, args in (("merge", ("r1-llm-only",)), ("train", ()), ("train", ("--help",)), ("train", ("../../x",))):
         assert kept_dirs(stage, args, tracked, caller) == ()
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """A workspace with a plan of r1: 40 bytes are trained, 400 merged."""
+    params = load_params(ROOT / "params.yaml")
+    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
+    trainable = {"vision": 0, "projector": 0, "llm": 10, "total": 10, "all": 110}
+    write_plan(replace(plan, trainable=trainable), tmp_path / "data/runs/r1-llm-only/plan.yaml")
+    monkeypatch.setattr(launcher, "WORKSPACE_DIR", tmp_path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    return params
+
+
+@pytest.mark.parametrize(("stage", "takes"), [("train", 40 + 3 * 3 * 40), ("merge", 400)])
+def test_a_stage_that_would_fill_the_disk_is_refused_before_it_starts(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, stage: str, takes: int
+) -> None:
+    for free in (takes, takes - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        if free == takes:
+            launcher.refuse_full_disk(stage, "r1-llm-only", planned)
+            continue
+        with pytest.raises(UserError, match=f"{stage} r1-llm-only takes up to {takes} B of disk"):
+            launcher.refuse_full_disk(stage, "r1-llm-only", planned)
+    launcher.refuse_full_disk("evaluate", "r1-llm-only", planned)
+    launcher.refuse_full_disk(stage, "r4-joint", planned)  # without a plan, which the stage itself names
+
+
+def test_checkpoints_that_are_there_already_need_no_more_room_and_those_on_another_disk_none(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 + 60))
+    saved = tmp_path / ".bakeoff/checkpoints/r1-llm-only/0/step-000001/state"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(bytes(3 * 3 * 40 - 60))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    saved.write_bytes(bytes(3 * 3 * 40 - 61))
+    with pytest.raises(UserError, match="takes up to 101 B"):
+        launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    monkeypatch.setattr(launcher, "same_disk", lambda one, _: "checkpoints" not in str(one))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+
+
+def test_a_cache_on_another_disk_needs_the_room_too(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = {tmp_path / "data/runs": 10**9, tmp_path: 39}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    monkeypatch.setattr(launcher, "same_disk", lambda *_: False)
+    with pytest.raises(UserError, match="in DVC's cache, takes up to 40 B"):
+        launcher.refuse_full_disk("train", "r1-llm-only", planned)

@@ -19,6 +19,7 @@ from tests.damage import damaged_bytes, damaged_tree, quick
 GOOD = Certificate(
     recipe="r1",
     merged_digest="0" * 64,
+    weights_digest="0" * 64,
     logit_deviation=1e-6,
     tolerance=1e-2,
     probes=2,

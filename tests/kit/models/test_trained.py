@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.models.certificate import TOLERANCE
-from stages.kit.models.load import load_model
+from stages.kit.models.load import DTYPES, load_model
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, weight_digests
 from stages.kit.models.processors import load_processor
@@ -119,3 +120,23 @@ def test_in_bf16_a_good_merge_is_told_from_a_lost_one(
     merged = probe_logits(merge_trained(adapted), processor, probes)
     assert relative_deviation(merged, wanted, before) < TOLERANCE["bf16"]
     assert relative_deviation(before, wanted, before) > TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["lora", "full"])
+def test_a_16_bit_base_is_merged_into_16_bits(
+    trained: Callable[[str], Any], precision: str, way: str, tiny_vlm: Path, tmp_path: Path
+) -> None:
+    """What was trained has 32 bits, and must not make the whole model twice as large."""
+    cpu = DeviceParams(kind="cpu")
+    load_model(tiny_vlm, device=cpu, precision="bf16").save_pretrained(tmp_path / "base")
+    trained(way)
+    base = load_model(tmp_path / "base", device=cpu, precision=precision)
+    merge_trained(load_trained(base, tmp_path)).save_pretrained(tmp_path / "merged", safe_serialization=True)
+    sizes = [
+        path.stat().st_size for path in (tmp_path / "base/model.safetensors", tmp_path / "merged/model.safetensors")
+    ]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    tensors = load_file(tmp_path / "merged/model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {DTYPES[precision]}
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == str(DTYPES[precision])[6:]

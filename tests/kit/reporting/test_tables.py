@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stages.kit.errors import bytes_text
 from stages.kit.evaluation.intervals import Interval
 from stages.kit.reporting.tables import (
     Column,
     Row,
     Table,
-    bytes_text,
     cell_text,
     csv_text,
     in_parts,
