@@ -46,7 +46,7 @@ def main(recipe: str) -> None:
     log.info("%s", collator.lengths_said())
     foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device.memory_gb))
+    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device))
     fit = decide(fit, foresee, memory.fit)
     answers = foresee.answers(fit.plan, params.active.evaluation)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=fit.capacity_bytes)
