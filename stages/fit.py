@@ -174,10 +174,9 @@ def show_matrix(previews: Previews, names: Sequence[str], sizes: Sequence[float]
 
 def ways_to_run(previews: Previews, names: Sequence[str], sizes: Sequence[float]) -> Iterator[str]:
     """The command on the smallest size that does: of one recipe, or of the comparison of each task they belong to."""
-    runs = {names[0]: previews.recipe_command} if len(names) == 1 else {}
-    tasks = dict.fromkeys(previews.params.recipe(name).task for name in names)
-    runs |= dict.fromkeys(tasks, previews.comparison_command) if len(names) > 1 else {}
-    for name, command_on in runs.items():
+    alone = len(names) == 1
+    for name in names if alone else dict.fromkeys(previews.params.recipe(name).task for name in names):
+        command_on = previews.recipe_command if alone else previews.comparison_command
         found = ((size, command) for size in sorted(sizes) if (command := command_on(name, size)) is not None)
         size, command = next(found, (None, None))
         yield f"{name}: none of these sizes runs it whole" if size is None else f"{name} on {size:g} GB: {command}"
