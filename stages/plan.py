@@ -69,7 +69,8 @@ def report(fit: Fit) -> None:
     )
     for change in fit.changes:
         log.info("to fit the GPU: %s", change)
-    for line in fit.lines() if fit.verdict else (fit.prediction.summary(),):
+    short = fit.verdict is None or (fit.verdict == "fits" and fit.plan.device.kind == "cpu")
+    for line in (fit.prediction.summary(),) if short else fit.lines():
         log.info("%s", line)
 
 

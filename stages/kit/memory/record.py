@@ -63,6 +63,7 @@ class MemoryRecord:
     @classmethod
     def of(cls, fit: Fit, evaluation: Fit) -> MemoryRecord:
         prediction, device = fit.prediction, fit.plan.device
+        of_this_machine = device.kind == "cpu" and device.memory_gb is None
         return cls(
             verdict=fit.verdict or "unknown",
             allocated_gib=in_gib(prediction.allocated_bytes),
@@ -70,7 +71,7 @@ class MemoryRecord:
             total_gib=in_gib(prediction.total_bytes),
             low_gib=in_gib(prediction.low_bytes),
             high_gib=in_gib(prediction.high_bytes),
-            usable_gib=None if fit.capacity_bytes is None or device.memory_gb is None else in_gib(fit.capacity_bytes),
+            usable_gib=None if fit.capacity_bytes is None or of_this_machine else in_gib(fit.capacity_bytes),
             peak_phase=prediction.peak_phase,
             phases_gib={phase: in_gib(size) for phase, size in prediction.phases.items()},
             budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},
