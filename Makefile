@@ -68,10 +68,10 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
-	$(if $(filter-out 0,$(EXACT)),--exact) $(addprefix --gpu-gb ,$(GPU_GB))
+	$(if $(filter-out 0,$(EXACT)),--exact) $(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: plan
-plan: setup ## Say whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1; ALL=1 for every recipe)
+plan: setup ## Say whether a recipe fits a GPU, without one, and how to run it so (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
 	@$(offline) $(python) -m stages.fit $(plan_options)
 
 .PHONY: lm-eval

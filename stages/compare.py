@@ -81,17 +81,7 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Pat
     """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
-    runs: dict[str, Run | None] = {
-        name: read_run(
-            cards_dir(data_dir, task) / name,
-            identity=report.identity,
-            columns=report.columns,
-            trained=name in params.recipes,
-            memory_by_stage=memory_by_stage(params, task, name, data_dir),
-            records_dir=records_dir(data_dir, task),
-        )
-        for name in names
-    }
+    runs: dict[str, Run | None] = {name: read_task_run(params, task, name, report, data_dir) for name in names}
     evaluated = [run for run in runs.values() if run]
     if not evaluated:
         raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
@@ -109,6 +99,18 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Pat
         )
         for name, baseline in names.items()
     ]
+
+
+def read_task_run(params: Params, task: str, name: str, report: TaskReport, data_dir: Path) -> Run | None:
+    """The run of a recipe or a baseline of the task, or None where it has not been evaluated."""
+    return read_run(
+        cards_dir(data_dir, task) / name,
+        identity=report.identity,
+        columns=report.columns,
+        trained=name in params.recipes,
+        memory_by_stage=memory_by_stage(params, task, name, data_dir),
+        records_dir=records_dir(data_dir, task),
+    )
 
 
 def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:

@@ -3,76 +3,113 @@
 Reads   params.yaml; the base's geometry; the base's tokenizer and the prepared data, where they are there
 Run     make plan RECIPE=r1-llm-only PROFILE=qwen2-vl-7b-48gb GPU_GB=24
 
-With --all it says so of every recipe that the profile can train, for GPUs of several sizes.
+With --all it says so of every recipe that the profile can train, for GPUs of several sizes. It ends with the command
+that runs what was asked for so. --json prints the same as JSON, with the fields of stages/kit/memory/recipe_memory.py.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
-import transformers
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from stages.kit.at_hand import BaseAtHand, base_at_hand, data_at_hand, trainable_recipes
-from stages.kit.disk import DiskUse, comparison_text, disk_use
+from stages.kit.at_hand import base_at_hand, trainable_recipes
+from stages.kit.disk import comparison_text
+from stages.kit.documents import shown
 from stages.kit.errors import UserError, bytes_text
 from stages.kit.logs import configure_logging
 from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
-from stages.kit.memory.fit import Fit, advice, cheapest_fit, fit_of, sharded_advice, sharded_fit
-from stages.kit.memory.foresight import Foresight
+from stages.kit.memory.fit import advice, sharded_advice, sharded_fit
 from stages.kit.memory.ladder import settings
-from stages.kit.memory.prediction import Prediction
-from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.kit.models.load import load_config
-from stages.kit.models.mixture.merge import mixture_config
-from stages.kit.models.processors import load_processor
+from stages.kit.memory.recipe_memory import RecipeMemory
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import Params
-from stages.kit.plan import Plan, resolve_plan
 from stages.kit.reporting.tables import terminal_table
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.rehearsal import largest_batch
-from stages.tasks import load_task
+
+if TYPE_CHECKING:
+    from stages.preview import Judged, Preview, Previews
 
 GPU_SIZES = (16.0, 24.0, 40.0, 48.0, 80.0)
 """In GB, as cards are sold."""
 
 
+class Sizes(click.ParamType[tuple[float, ...]]):
+    """Sizes of GPUs in GB, e.g. `24`, `24GB`, `24 GB`, `24GiB`, or several: `24 48`, `24GB,48GB`."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        # A card sold as 24 GB has about 24 GiB: both mean the same card.
+        size = r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?"
+        if not re.fullmatch(rf"\s*{size}(?:[\s,]+{size})*\s*", str(value), re.IGNORECASE):
+            self.fail(
+                f"{shown(value)} is no size of a GPU; expected GB as the card is sold by, e.g. 24, 24GB or, "
+                f"of several, '24 48'"
+            )
+        sizes = tuple(float(number) for number in re.findall(size, str(value), re.IGNORECASE))
+        if not all(1 <= size < 2**20 for size in sizes):
+            self.fail(f"{shown(value)} is no size of a GPU; expected GB, 1 or more")
+        return sizes
+
+
 @click.command(help=__doc__)
 @click.argument("recipe", required=False)
 @click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
-@click.option("--gpu-gb", "gpu_sizes", type=click.FloatRange(min=1), multiple=True, help="The GPU's size, not its own.")
+@click.option("--gpu-gb", "asked_sizes", type=Sizes(), multiple=True, help="The GPU's size in GB, not its own.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
 @click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes longer.")
-def main(recipe: str | None, profile: str | None, gpu_sizes: Sequence[float], compare_sizes: bool, exact: bool) -> None:
-    if not compare_sizes and (recipe is None or len(gpu_sizes) > 1):
-        raise click.UsageError("name one recipe and at most one --gpu-gb, or take --all")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(
+    recipe: str | None,
+    profile: str | None,
+    asked_sizes: Sequence[tuple[float, ...]],
+    compare_sizes: bool,
+    exact: bool,
+    as_json: bool,
+) -> None:
+    gpu_sizes = [size for sizes in asked_sizes for size in sizes]
+    if not compare_sizes and len(gpu_sizes) > 1:
+        raise click.UsageError("name at most one --gpu-gb, or take --all (make: GPU_GB=24, or ALL=1)")
     configure_logging("fit", facts=False)
-    transformers.logging.set_verbosity_error()  # it warns of the stand-in's tokens
-    params = load_params()
-    params = params.on(profile) if profile else params
+    in_file = load_params()
+    params = in_file.on(profile) if profile else in_file
+    if recipe is None and not compare_sizes:
+        raise click.UsageError(
+            f"name a recipe, or take --all (make: RECIPE=, or ALL=1); profile {params.profile} can train: "
+            f"{', '.join(trainable_recipes(params))}"
+        )
+    names = [recipe] if recipe else trainable_recipes(params)
+    for name in names:
+        base_at_hand(params, name)
     if compare_sizes or gpu_sizes:
         refuse_cpu(params)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a folder's name, in a terminal that has no letters for it
-    console = Console(highlight=False)
-    if compare_sizes:
-        show_matrix(
-            params, [recipe] if recipe else trainable_recipes(params), gpu_sizes or GPU_SIZES, console, exact=exact
-        )
+
+    from stages.preview import Previews  # seconds, for torch: only once all that was typed is known to be right
+
+    previews = Previews(params=params, in_file=in_file.profile, exact=exact)
+    sizes = gpu_sizes or GPU_SIZES
+    memory_gb = gpu_sizes[0] if gpu_sizes else params.active.device.memory_gb
+    if as_json and compare_sizes:
+        print_json([previews.recipe_memory(name, size) for name in names for size in sizes])
+    elif as_json:
+        print_json(previews.recipe_memory(names[0], memory_gb))
+    elif compare_sizes:
+        show_matrix(previews, names, sizes, Console(highlight=False))
     else:
-        assert recipe is not None
-        memory_gb = gpu_sizes[0] if gpu_sizes else params.active.device.memory_gb
-        show_recipe(look_ahead(params, recipe, exact=exact, made={}), memory_gb, console)
+        show_recipe(previews, names[0], memory_gb, Console(highlight=False))
 
 
 def refuse_cpu(params: Params) -> None:
@@ -84,98 +121,71 @@ def refuse_cpu(params: Params) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """A recipe's plan, and what to foresee it with."""
-
-    plan: Plan
-    base: BaseAtHand
-    foresight: Foresight
-    disk: DiskUse
-    batch: str
-    """Where the batch came from that the prediction is for, in words."""
-
-    def foresee(self, plan: Plan) -> Prediction:
-        with Console(stderr=True).status(f"{plan.recipe}: {said(plan)}", spinner="line"):
-            return self.foresight(plan)
-
-    def fit(self, memory_gb: float | None) -> Fit:
-        return fit_of(self.plan, self.foresee, self.foresight.capacity_bytes(memory_gb))
+def print_json(answer: RecipeMemory | list[RecipeMemory]) -> None:
+    click.echo(json.dumps(to_jsonable_python(answer), indent=2))
 
 
-def look_ahead(params: Params, name: str, *, exact: bool, made: dict[str, Prediction]) -> Outlook:
-    """made: the predictions of this profile so far."""
-    recipe = params.recipe(name)
-    base, data_dir = base_at_hand(params, name), data_at_hand(params, recipe.data)
-    config = load_config(base.config_dir)
-    if base.build is not None:
-        config = mixture_config(config, experts=len(base.build.experts), top_k=base.build.top_k)
-    samples = load_task(recipe.task, "samples")
-    samples.check(config.model_type, recipe.target)
-    if base.processor_dir is not None and data_dir is not None:
-        records = samples.read_split(data_dir, "train")
-        plan = resolve_plan(params, name, train_samples=len(records))
-        processor = load_processor(base.processor_dir, plan.images)
-        collator = ConversationCollator.of_plan(plan, processor, records, samples)
-        foresight = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
-        batch = f"the largest samples of {data_dir}"
-    else:
-        plan = resolve_plan(params, name, train_samples=recipe.effective_batch)
-        max_pixels = plan.images.max_pixels if plan.images else None
-        foresight = Foresight(
-            config=config,
-            processor=stand_in_processor(config, plan.images),
-            batch_of=partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=max_pixels),
-        )
-        missing = "data" if data_dir is None else "tokenizer"
-        limits = f"max_length {plan.max_length}" + (f" and max_pixels {max_pixels}" if max_pixels else "")
-        batch = f"no {missing} yet: the worst within {limits}"
-    foresight = replace(foresight, exact=exact, made=made)
-    plan = replace(plan, base_dir=str(base.config_dir))  # that of a recipe which continues another is not made yet
-    plan = foresight.counted(plan)
-    return Outlook(plan=plan, base=base, foresight=foresight, disk=disk_use(plan, params), batch=batch)
-
-
-def show_recipe(outlook: Outlook, memory_gb: float | None, console: Console) -> None:
-    plan, fit = outlook.plan, outlook.fit(memory_gb)
+def show_recipe(previews: Previews, name: str, memory_gb: float | None, console: Console) -> None:
+    preview, judged = previews.of(name), previews.judged(name, memory_gb)
+    plan, fit = preview.plan, judged.fit
     gpu = "" if memory_gb is None else f", {memory_gb:g} GB a GPU"
     facts = {
         "recipe": f"{plan.recipe}, profile {plan.profile}{gpu}",
-        "base": outlook.base.source,
-        "settings": said(plan),
-        "batch": outlook.batch,
-        "disk": f"{outlook.disk}; {bytes_text(shutil.disk_usage('.').free)} free here",
+        "base": preview.base.source,
+        "settings": ", ".join(f"{setting} {value}" for setting, value in settings(plan).items()),
+        "batch": preview.batch,
+        "disk": f"{preview.disk}; {bytes_text(shutil.disk_usage('.').free)} free here",
     }
     print_facts(facts, console)
     console.print(budget_table(fit.prediction, fit.capacity_bytes))
-    if fit.verdict in (None, "fits"):
-        return
-    cheapest = cheapest_fit(fit, outlook.foresee)
-    console.print(Text(f"\n{advice(cheapest)}"))
-    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, outlook.foresee)) is not None:
+    console.print()
+    if fit.verdict not in (None, "fits"):
+        console.print(Text(advice(judged.cheapest)))
+        if judged.verdict == "does not fit":
+            print_sharded(preview, judged, console)
+    console.print(Text(evaluation_said(judged)))
+    for before in previews.needs(name):
+        verdict = previews.judged(before, memory_gb).verdict or "unknown"
+        console.print(Text(f"before it   {before} is trained: {verdict}"))
+    if (command := previews.recipe_command(name, memory_gb)) is not None:
+        console.print(Text(f"run it by   {command}"), soft_wrap=True)
+
+
+def print_sharded(preview: Preview, judged: Judged, console: Console) -> None:
+    if (sharded := sharded_fit(judged.cheapest, preview.foresee)) is not None:
         console.print(Text(sharded_advice(sharded)))
-    if cheapest.verdict != "does not fit":
-        here = f"profiles.{plan.profile}"
-        changes = f"-S profile={plan.profile} -S {here}.device.memory_gb={memory_gb:g} -S {here}.memory.fit=auto"
-        console.print(Text(f"take that by: dvc exp run {changes} train@{plan.recipe}"), soft_wrap=True)
 
 
-def show_matrix(params: Params, names: Sequence[str], sizes: Sequence[float], console: Console, *, exact: bool) -> None:
-    made: dict[str, Prediction] = {}
-    rows: dict[str, dict[float, MatrixCell]] = {}
-    batches: dict[str, None] = {}
-    disks: dict[str, DiskUse] = {}
-    bases: dict[str, int] = {}
-    for name in names:
-        outlook = look_ahead(params, name, exact=exact, made=made)
-        rows[name] = {size: matrix_cell(outlook, size) for size in sizes}
-        batches[outlook.batch] = None
-        disks[name] = outlook.disk
-        bases[params.root(name)] = outlook.disk.merged_bytes  # in the precision of the profile
-    facts = {"profile": params.profile, "batch": "; ".join(batches), "disk": comparison_text(disks, bases)}
+def evaluation_said(judged: Judged) -> str:
+    taken, fitting = judged.evaluation, judged.evaluation_batch_size
+    text = f"evaluation  {taken.prediction.total_bytes / 2**30:.2f} GiB"
+    if taken.verdict != "does not fit":
+        return f"{text}: {taken.verdict or 'unknown'}"
+    halved = "nor does a batch of 1" if fitting is None else f"it halves its batch to {fitting}"
+    return f"{text}: does not fit; {halved}"
+
+
+def show_matrix(previews: Previews, names: Sequence[str], sizes: Sequence[float], console: Console) -> None:
+    rows = {name: {size: matrix_cell(previews.judged(name, size)) for size in sizes} for name in names}
+    batches = dict.fromkeys(previews.of(name).batch for name in names)
+    disks = {name: previews.of(name).disk for name in names}
+    bases = {previews.params.root(name): disks[name].merged_bytes for name in names}  # in the profile's precision
+    facts = {"profile": previews.params.profile, "batch": "; ".join(batches), "disk": comparison_text(disks, bases)}
     print_facts(facts, console)
     print_matrix(rows, sizes, console)
     console.print(Text("With the cheapest settings that fit; where none do, those that take the least."))
+    for line in ways_to_run(previews, names, sizes):
+        console.print(Text(line), soft_wrap=True)
+
+
+def ways_to_run(previews: Previews, names: Sequence[str], sizes: Sequence[float]) -> Iterator[str]:
+    """The command on the smallest size that does: of one recipe, or of the comparison of each task they belong to."""
+    alone = len(names) == 1
+    for name in names if alone else dict.fromkeys(previews.params.recipe(name).task for name in names):
+        command_on = previews.recipe_command if alone else previews.comparison_command
+        found = ((size, command) for size in sorted(sizes) if (command := command_on(name, size)) is not None)
+        size, command = next(found, (None, None))
+        yield f"{name}: none of these sizes runs it whole" if size is None else f"{name} on {size:g} GB: {command}"
 
 
 def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence[float], console: Console) -> None:
@@ -190,16 +200,16 @@ def print_matrix(rows: Mapping[str, Mapping[float, MatrixCell]], sizes: Sequence
         console.print()
 
 
-def matrix_cell(outlook: Outlook, memory_gb: float) -> MatrixCell:
-    fit = cheapest_fit(outlook.fit(memory_gb), outlook.foresee)
-    assert fit.verdict is not None
-    before, after = settings(outlook.plan), settings(fit.plan)
+def matrix_cell(judged: Judged) -> MatrixCell:
+    cheapest = judged.cheapest
+    assert cheapest.verdict is not None
+    before, after = settings(judged.fit.plan), settings(cheapest.plan)
     # The accumulation follows from the micro-batch.
     changed = [f"{name} {after[name]}" for name in after if after[name] != before[name] and name != "grad_accumulation"]
     return MatrixCell(
-        verdict=fit.verdict,
-        predicted_bytes=fit.prediction.total_bytes,
-        setting="" if fit.verdict == "does not fit" else ",\n".join(changed),
+        verdict=cheapest.verdict,
+        predicted_bytes=cheapest.prediction.total_bytes,
+        setting="" if cheapest.verdict == "does not fit" else ",\n".join(changed),
     )
 
 
@@ -209,10 +219,6 @@ def print_facts(facts: Mapping[str, str], console: Console) -> None:
         grid.add_row(Text(name), Text(fact, overflow="fold"))
     console.print(grid)
     console.print()
-
-
-def said(plan: Plan) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings(plan).items())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main(recipe: str) -> None:
     log.info("%s", collator.lengths_said())
     foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device.memory_gb))
+    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device))
     fit = decide(fit, foresee, memory.fit)
     answers = foresee.answers(fit.plan, params.active.evaluation)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=fit.capacity_bytes)
@@ -73,7 +73,8 @@ def report(fit: Fit) -> None:
     )
     for change in fit.changes:
         log.info("to fit the GPU: %s", change)
-    for line in fit.lines() if fit.verdict else (fit.prediction.summary(),):
+    short = fit.verdict is None or (fit.verdict == "fits" and fit.plan.device.kind == "cpu")
+    for line in (fit.prediction.summary(),) if short else fit.lines():
         log.info("%s", line)
 
 

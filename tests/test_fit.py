@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ruamel.yaml import YAML
 
 from stages import base, fit, plan, prepare
 from stages.kit.memory import foresight
-from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.prediction import PHASES, Prediction
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config
@@ -53,12 +55,18 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans that a prediction was made of, in order: a GiB for each sample of a micro-batch."""
+    """The plans that a prediction was made of, in order: a GiB for each sample of a micro-batch, and of an
+    evaluation's batch a quarter of one."""
     plans: list[Plan] = []
 
     def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
         plans.append(plan)
-        size = plan.schedule.micro_batch * 2**30
+        return of_size(plan.schedule.micro_batch * 2**30)
+
+    def predict_answers(plan: Plan, config: Any, batch: Mapping[str, Any], *_: Any, **__: Any) -> Prediction:
+        return of_size(len(batch["input_ids"]) * 2**28)
+
+    def of_size(size: int) -> Prediction:
         return Prediction(
             allocated_bytes=size,
             reserved_bytes=size,
@@ -66,12 +74,13 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
             low_bytes=size,
             high_bytes=size,
             peak_phase="forward",
-            phases={"forward": size},
+            phases=dict.fromkeys(PHASES, size),
             budget={"weights": size},
             calibration="assumed",
         )
 
     monkeypatch.setattr(foresight, "predict", predict)
+    monkeypatch.setattr(foresight, "predict_answers", predict_answers)
     return plans
 
 
@@ -112,6 +121,17 @@ def total_gib(text: str) -> float:
     return float(match[1])
 
 
+def command(text: str) -> str | None:
+    """That runs the recipe so; None where the text has none."""
+    match = re.search(r"^run it by   (.*)$", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def run_on(memory_gb: int, *rest: str) -> str:
+    changes = ["-S profile={profile}", f"-S profiles.{{profile}}.device.memory_gb={memory_gb}", *rest]
+    return " ".join(["dvc exp run --temp", *changes]).format(profile=GPU_PROFILE)
+
+
 def files(folder: Path) -> dict[str, tuple[int, int]]:
     stats = ((path, path.stat()) for path in sorted(folder.rglob("*")))
     return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats}
@@ -138,9 +158,83 @@ def test_what_does_not_fit_comes_with_the_cheapest_change_that_does(workspace: P
     advice = " ".join(text.partition("verdict")[2].split())
     assert "it fits with micro_batch 16 -> 8, grad_accumulation 1 -> 2, micro_batch 8 -> 4" in advice
     assert "2 -> 4: 4.00 GiB" in advice
-    here = f"profiles.{GPU_PROFILE}"
-    changes = f"-S profile={GPU_PROFILE} -S {here}.device.memory_gb=8 -S {here}.memory.fit=auto"
-    assert f"dvc exp run {changes} train@r1-llm-only" in advice
+    assert command(text) == run_on(8, "-S ++profiles.{profile}.memory.fit=auto", "evaluate@r1-llm-only")
+
+
+def test_what_fits_ends_with_the_command_that_runs_it(workspace: Path, predicted: list[Plan]) -> None:
+    assert command(shown(*on_gpu("r1-llm-only", "--gpu-gb", "40"))) == run_on(40, "evaluate@r1-llm-only")
+    own = shown(*on_gpu("r1-llm-only"))
+    assert command(own) == f"dvc exp run --temp -S profile={GPU_PROFILE} evaluate@r1-llm-only"
+    assert command(shown("r1-llm-only")) == "dvc exp run --temp evaluate@r1-llm-only"
+
+
+def test_a_recipe_that_continues_one_which_does_not_fit_has_no_command(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_batch = vars(foresight)["predict"]
+
+    def more_in_full(plan: Plan, *_: Any, **__: Any) -> Prediction:
+        prediction = of_batch(plan, *_, **__)
+        in_full = 2**40 if plan.parts.vision == "full" else 0
+        return replace(prediction, low_bytes=prediction.low_bytes + in_full, high_bytes=2**41)
+
+    monkeypatch.setattr(foresight, "predict", more_in_full)
+    text = shown(*on_gpu("r3-stage2"))
+    assert "before it   r3-stage1 is trained: does not fit" in text
+    assert command(text) is None
+    assert command(shown(*on_gpu("r1-llm-only"))) is not None
+
+
+def test_an_evaluation_that_does_not_fit_is_left_out_of_the_command(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "2"))
+    assert "evaluation  2.00 GiB: does not fit; it halves its batch to 4" in text
+    of_batch = vars(foresight)["predict_answers"]
+
+    def enlarged(*args: Any, **kwargs: Any) -> Prediction:
+        prediction = of_batch(*args, **kwargs)
+        return replace(prediction, low_bytes=2**35, high_bytes=2**35)
+
+    monkeypatch.setattr(foresight, "predict_answers", enlarged)
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert "evaluation  2.00 GiB: does not fit, nor does a batch of 1" in text.replace(";", ",")
+    assert command(text) == f"dvc exp run --temp -S profile={GPU_PROFILE} train@r1-llm-only"
+
+
+def test_json_says_the_same(workspace: Path, predicted: list[Plan]) -> None:
+    answer = json.loads(shown(*on_gpu("r1-llm-only", "--gpu-gb", "8", "--json")))
+    assert (answer["recipe"], answer["profile"], answer["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
+    assert (answer["memory"]["verdict"], answer["memory"]["total_gib"]) == ("does not fit", 16)
+    assert (answer["cheapest"]["verdict"], answer["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
+    assert answer["command"] == command(shown(*on_gpu("r1-llm-only", "--gpu-gb", "8")))
+    several = json.loads(shown(*on_gpu("--all", "--gpu-gb", "8 24", "--json")))
+    assert [(each["recipe"], each["memory_gb"]) for each in several][:3] == [
+        ("r1-llm-only", 8),
+        ("r1-llm-only", 24),
+        ("r2-vision-only", 8),
+    ]
+    assert answer in several
+
+
+def test_a_cpus_recipe_is_held_against_the_machines_memory(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**35))
+    assert "verdict   fits" in shown("r1-llm-only")
+    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**29))
+    text = shown("r1-llm-only")
+    assert "usable    0.50 GiB\nverdict   does not fit" in text
+    assert command(text) is None
+
+
+@pytest.mark.parametrize("size", ["24GB", "24 GB", "24GiB", " 24gb", "24.0", "24g"])
+def test_a_size_may_have_its_unit(size: str, workspace: Path, predicted: list[Plan]) -> None:
+    assert ", 24 GB a GPU" in shown(*on_gpu("r1-llm-only", "--gpu-gb", size))
+
+
+def test_several_sizes_may_be_given_at_once() -> None:
+    assert fit.Sizes()("24GB 48 GB, 80 16") == (24, 48, 80, 16)
 
 
 def test_layers_over_several_gpus_are_shown_gpu_by_gpu(workspace: Path) -> None:
@@ -163,7 +257,7 @@ def test_where_nothing_makes_it_fit_the_least_is_said(workspace: Path, predicted
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "1"))
     assert "the least is with micro_batch 16 -> 8" in " ".join(text.split())
     assert "paged_adamw_8bit: 1.00 GiB" in " ".join(text.split())
-    assert "take that by" not in text
+    assert command(text) is None
 
 
 def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twice(
@@ -172,6 +266,7 @@ def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twic
     text = shown(*on_gpu("--all", "--gpu-gb", "24", "--gpu-gb", "8", "--gpu-gb", "1"))
     heading = next(line for line in text.splitlines() if line.startswith("Recipe"))
     assert heading.split() == ["Recipe", "1", "GB", "8", "GB", "24", "GB"]
+    assert f"detection on 8 GB: {run_on(8, '-S ++profiles.{profile}.memory.fit=auto', 'compare@detection')}" in text
     cells = re.split(r"\n(?=r\d-)", text.partition("\n\nWith")[0])[1:]
     rows = {row.split()[0]: " ".join(row.split()[1:]) for row in cells}
     expected = "does not fit fits fits 1.00 GiB 4.00 GiB 16.00 GiB micro_batch 4"
@@ -182,7 +277,11 @@ def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twic
 
 def test_the_matrix_of_one_recipe_has_its_row_alone(workspace: Path, predicted: list[Plan]) -> None:
     text = shown(*on_gpu("r2-vision-only", "--all", "--gpu-gb", "24"))
-    assert re.findall(r"^r\d-\S+", text, re.MULTILINE) == ["r2-vision-only"]
+    table, _, last = text.partition("\n\nWith")
+    assert re.findall(r"^r\d-\S+", table, re.MULTILINE) == ["r2-vision-only"]
+    assert "r2-vision-only on 24 GB: dvc exp run --temp" in last
+    too_small = shown(*on_gpu("--all", "--gpu-gb", "1"))
+    assert "detection: none of these sizes runs it whole" in too_small
 
 
 def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(workspace: Path) -> None:
@@ -191,7 +290,8 @@ def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(workspace
         assert result.exit_code == 0, result.output
     planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
     text = shown("r1-llm-only")
-    assert "verdict" not in text, "of a CPU"
+    assert (planned["verdict"], planned["usable_gib"]) == ("fits", None)
+    assert "verdict   fits" in text
     assert "the largest samples of data/prepared/nutrition-tables" in text
     assert total_gib(text) == pytest.approx(planned["total_gib"], abs=0.006)
 
@@ -210,12 +310,14 @@ def test_a_narrow_terminal_without_utf_8_shows_it_all(
     text = shown(*on_gpu("r1-llm-only"), charset="ascii")
     assert text.isascii()
     assert "?" not in text
-    assert max(map(len, text.splitlines())) <= 40
+    # A command is on one line, to be copied.
+    assert max(len(line) for line in text.splitlines() if not line.startswith("run it by")) <= 40
     sizes = [option for size in (8, 16, 24, 40) for option in ("--gpu-gb", str(size))]
     matrix = shown(*on_gpu("r1-llm-only", "--all", *sizes), charset="ascii")
-    assert max(map(len, matrix.splitlines())) <= 40
-    assert re.findall(r"\d+ GB", matrix) == ["8 GB", "16 GB", "24 GB", "40 GB"]
-    assert matrix.count("r1-llm-only") > 1, "one table for all sizes"
+    assert max(len(line) for line in matrix.splitlines() if "dvc exp run" not in line) <= 40
+    table = matrix.partition("With")[0]
+    assert re.findall(r"\d+ GB", table) == ["8 GB", "16 GB", "24 GB", "40 GB"]
+    assert table.count("r1-llm-only") > 1, "one table for all sizes"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +327,14 @@ def test_a_narrow_terminal_without_utf_8_shows_it_all(
         (["r1-llm-only", "--profile", "tinny"], "no profile is called 'tinny' (did you mean 'tiny'?)"),
         (["r1-llm-only", "--gpu-gb", "24"], f"profile tiny runs on a CPU, {{}} (make: PROFILE=): {GPU_PROFILE}"),
         (["--all"], "profile tiny runs on a CPU"),
-        ([], "name one recipe and at most one --gpu-gb, or take --all"),
+        ([], "name a recipe, or take --all (make: RECIPE=, or ALL=1); profile tiny can train: r1-llm-only, r2"),
         (["r1-llm-only", "--gpu-gb", "24", "--gpu-gb", "48"], "at most one --gpu-gb, or take --all"),
-        (["r1-llm-only", "--gpu-gb", "0"], "0.0 is not in the range"),
+        (["r1-llm-only", "--gpu-gb", "0"], "'0' is no size of a GPU; expected GB, 1 or more"),
+        (
+            ["r1-llm-only", "--gpu-gb", "24TB"],
+            "'24TB' is no size of a GPU; expected GB as the card is sold by, e.g. 24",
+        ),
+        (["r1-llm-only", "--gpu-gb", "24 48"], "at most one --gpu-gb, or take --all"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(workspace: Path, arguments: list[str], message: str) -> None:
@@ -255,11 +362,11 @@ def test_a_picture_of_the_worst_batch_leaves_room_within_max_length() -> None:
 
 
 def test_make_passes_on_what_is_asked() -> None:
-    asked = ["RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 48", "ALL=1", "EXACT=0"]
+    asked = ["RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "EXACT=0", "JSON=1"]
     # As a make of its own, also where these tests run in `make test`.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.run(
         ["make", "-n", "plan", *asked], cwd=ROOT, env=alone, capture_output=True, text=True, check=True
     )
     command = printed.stdout.splitlines()[-1].partition("-m stages.fit ")[2]
-    assert command.split() == ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24", "--gpu-gb", "48"]
+    assert shlex.split(command) == ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"]

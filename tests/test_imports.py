@@ -15,12 +15,14 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
     *(
+        "at_hand",
         "errors",
         "hub",
         "lineage",
         "logs",
         "memory/ladder",
         "memory/out_of_memory",
+        "memory/recipe_memory",
         "params",
         "plan",
         "provenance",
@@ -39,6 +41,8 @@ FAST = (
         for task in ("detection", "amr", "moe")
         for face in ("samples", "sources", "scoring", "report")
     ),
+    "../api",
+    "../fit",
     "../tasks/amr/predictions",
     "../tasks/moe/lm_eval",
 )
@@ -78,6 +82,22 @@ def test_what_must_start_at_once_imports_nothing_heavy() -> None:
 
 def test_a_heavy_import_is_seen() -> None:
     assert heavy_imports(["stages.kit.errors", "torch"])["torch"] == ["torch"]
+
+
+def test_a_typing_error_is_answered_without_torch() -> None:
+    code = f"""
+import sys
+from stages.fit import main
+for arguments in (["typo"], ["amr-ptr", "--profile", "qwen2-vl-7b-48gb"], ["r1-llm-only", "--profile", "typo"]):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert ended.code == 1
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["[]"]
+    assert result.stderr.count("Error: no ") == 3
 
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:

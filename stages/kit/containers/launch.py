@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from stages.kit.containers.cache import cache_dir, share_with_cache
+from stages.kit.containers.download_check import command_line_of, refuse_download_without_gpus
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.outputs import link_aside, run_alone
@@ -62,6 +63,15 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     if declared is not None:
         refuse_undeclared(declared, stage, args[0], params)
     source = source_of(stage, args, params)
+    if source and "DVC_STAGE" in os.environ:
+        refuse_download_without_gpus(
+            source,
+            params,
+            pipeline,
+            command_line=command_line_of(int(os.environ.get("BAKEOFF_CALLER") or os.getppid())),
+            in_container=engine.image is not None,
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
     with (
         run_alone(declared, WORKSPACE_DIR) if declared is not None else nullcontext(),
         leased_gpus(

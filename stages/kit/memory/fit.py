@@ -77,7 +77,8 @@ def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
 def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     plan = fit.plan
     gpu = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
-    lines = [f"recipe {plan.recipe} does not fit {gpu} of profile {plan.profile}:", *fit.lines()]
+    device = gpu if plan.device.kind == "cuda" else "the memory of this machine, the CPU"
+    lines = [f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:", *fit.lines()]
     lines.append(advice(cheapest))
     if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:
         lines.append(sharded_advice(sharded))

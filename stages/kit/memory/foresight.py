@@ -13,10 +13,11 @@ from stages.kit.memory.budget import usable_bytes
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import predict, predict_answers
 from stages.kit.memory.prediction import Prediction
+from stages.kit.memory.resident import free_and_total_bytes
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import EvaluationParams
+from stages.kit.params.schema import DeviceParams, EvaluationParams
 from stages.kit.plan import Plan
 
 
@@ -52,6 +53,11 @@ class Foresight:
         model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
         return replace(plan, trainable=asdict(count_trainable(model)))
 
-    def capacity_bytes(self, memory_gb: float | None) -> int | None:
-        """What can be used of a device of that size; None where it is not known."""
-        return None if memory_gb is None else usable_bytes(memory_gb, self.calibration)
+    def capacity_bytes(self, device: DeviceParams) -> int | None:
+        """Usable memory of one device; None for a GPU whose size the profile does not give.
+
+        For a CPU without memory_gb: all memory of this machine, or of the control group around this process.
+        """
+        if device.memory_gb is None:
+            return free_and_total_bytes()[1] if device.kind == "cpu" else None
+        return usable_bytes(device.memory_gb, self.calibration)

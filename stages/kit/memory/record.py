@@ -38,13 +38,15 @@ class MemoryRecord:
     """All amounts in GiB, of one device, the fullest."""
 
     verdict: str
-    """For the profile's GPU; "unknown" where its size is."""
+    """For the profile's device; "unknown" for a GPU whose size is."""
     allocated_gib: float
     reserved_gib: float
     total_gib: float
     low_gib: float
     high_gib: float
     usable_gib: float | None
+    """None where the profile does not give it: a machine's own memory decides on a CPU, but the record is the same on
+    each machine."""
     peak_phase: Phase
     phases_gib: Annotated[dict[Phase, float], Field(min_length=len(PHASES))]
     """Of each."""
@@ -60,7 +62,8 @@ class MemoryRecord:
 
     @classmethod
     def of(cls, fit: Fit, evaluation: Fit) -> MemoryRecord:
-        prediction = fit.prediction
+        prediction, device = fit.prediction, fit.plan.device
+        of_this_machine = device.kind == "cpu" and device.memory_gb is None
         return cls(
             verdict=fit.verdict or "unknown",
             allocated_gib=in_gib(prediction.allocated_bytes),
@@ -68,7 +71,7 @@ class MemoryRecord:
             total_gib=in_gib(prediction.total_bytes),
             low_gib=in_gib(prediction.low_bytes),
             high_gib=in_gib(prediction.high_bytes),
-            usable_gib=None if fit.capacity_bytes is None else in_gib(fit.capacity_bytes),
+            usable_gib=None if fit.capacity_bytes is None or of_this_machine else in_gib(fit.capacity_bytes),
             peak_phase=prediction.peak_phase,
             phases_gib={phase: in_gib(size) for phase, size in prediction.phases.items()},
             budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},

@@ -34,7 +34,7 @@ class DeviceParams:
     count: Positive = 1
     """How many devices one training run uses."""
     memory_gb: Rate | None = None
-    """Memory of one device in GB; none on a CPU."""
+    """Memory of one device in GB. None on a CPU: this machine's own counts then."""
 
     def one(self) -> DeviceParams:
         """A single one of them: what merging and evaluation use."""
