@@ -1,7 +1,8 @@
-"""What Pillow raises on a picture that is none, or not a whole one."""
+"""Pictures in a data set, which anybody may have made: what is opened at all, and what Pillow raises on the rest."""
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -16,4 +17,13 @@ DECODING_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,  # by inheritance none of the others
 )
-"""Of Pillow itself and of its plugins."""
+"""Of Pillow itself and of its plugins, on a picture that is none, or not a whole one."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Of Pillow's, those that photographs come in. It would run Ghostscript for others (EPS)."""
+
+
+def open_picture(encoded: bytes) -> Image.Image:
+    """The picture, only its beginning read so far. Raises one of DECODING_ERRORS where it is none."""
+    Image.init()  # or it knows but some of them
+    return Image.open(io.BytesIO(encoded), formats=FORMATS)

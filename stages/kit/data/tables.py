@@ -1,4 +1,4 @@
-"""Parquet tables of a dataset's splits: finding, reading and writing them, whatever their columns mean."""
+"""Parquet tables of a dataset's splits: reading and writing them, whatever their columns mean."""
 
 from __future__ import annotations
 
@@ -35,22 +35,6 @@ class RowAt:
 
     def __str__(self) -> str:
         return self.file if self.row is None else f"{self.file} row {self.row}"
-
-
-def split_files(folder: Path, split: str) -> list[Path]:
-    """The parquet files of a split, in order of name: `data/{split}-*.parquet`, else `{split}*.parquet`.
-
-    Raises UserError where the folder or the split's files are missing.
-    """
-    if not folder.is_dir():
-        raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
-    files = sorted(folder.glob(f"data/{split}-*.parquet")) or sorted(folder.glob(f"{split}*.parquet"))
-    if not files:
-        raise UserError(
-            f"{folder} has no files for the split {split}; "
-            f"expected data/{split}-*.parquet or {split}*.parquet, as a Hugging Face dataset has them"
-        )
-    return files
 
 
 def count_rows(path: Path) -> int:

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, split_files, write_rows
+from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, write_rows
 from stages.kit.errors import UserError
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -40,21 +40,6 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
         write_rows(broken(), path, SCHEMA)
     assert list(read_rows(path)) == rows(1)
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
-
-
-def test_split_files_prefers_the_data_folder_and_sorts(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("data/train-1.parquet", "data/train-0.parquet", "data/val-0.parquet", "train.parquet"):
-        write_rows(rows(1), tmp_path / name, SCHEMA)
-    assert [p.name for p in split_files(tmp_path, "train")] == ["train-0.parquet", "train-1.parquet"]
-    assert [p.name for p in split_files(tmp_path / "data", "val")] == ["val-0.parquet"]
-
-
-def test_missing_folder_and_missing_split_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no dataset folder .*nowhere"):
-        split_files(tmp_path / "nowhere", "train")
-    with pytest.raises(UserError, match="no files for the split val"):
-        split_files(tmp_path, "val")
 
 
 def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path, source: str, reason: s
 
 
 def test_a_folder_without_training_files_says_what_it_expected(tmp_path: Path) -> None:
-    assert "expected train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
+    assert "it holds 1 .txt file (val.txt). Expected are train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
 
 
 def test_generated_sentences_are_one_series_cut_in_two(tmp_path: Path) -> None:
