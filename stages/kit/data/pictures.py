@@ -6,7 +6,7 @@ import io
 import struct
 import zlib
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 DECODING_ERRORS = (
     OSError,
@@ -26,4 +26,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 def open_picture(encoded: bytes) -> Image.Image:
     """The picture, only its beginning read so far. Raises one of DECODING_ERRORS where it is none."""
     Image.init()  # or it knows but some of them
-    return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    try:
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:  # whose words name an address in memory, another one each time
+        raise UnidentifiedImageError(f"cannot identify image as {', '.join(FORMATS)}") from None

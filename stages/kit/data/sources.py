@@ -29,7 +29,7 @@ def split_files(folder: Path, split: str, *, form: str) -> list[Path]:
     files = given_files(folder, f"data/{split}-*.parquet") or given_files(folder, f"{split}*.parquet")
     if not files:
         raise UserError(
-            f"{folder} has no files for the split {split}: {holds(folder)}. Expected are {form}, named "
+            f"{folder} has no files for the split {split}: {holds(folder)}. Expected: {form}, named "
             f"data/{split}-*.parquet or {split}*.parquet as a Hugging Face dataset has them; {READ_ON}"
         )
     return files
@@ -73,4 +73,4 @@ def about_invalid(valid: Mapping[str, int], expected: str) -> str:
     if all(valid.values()):
         return "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
     empty = " and ".join(split for split, count in valid.items() if not count)
-    return f"Nothing of {empty} is valid, so data.skip_invalid is no help: expected is {expected}; {READ_ON}"
+    return f"Nothing of {empty} is valid, so data.skip_invalid is no help. Expected: {expected}; {READ_ON}"

@@ -1,8 +1,9 @@
+import json
 from pathlib import Path
 
 import pytest
 
-from stages.kit.data.sources import split_files
+from stages.kit.data.sources import about_invalid, holds, split_files
 from stages.kit.errors import UserError
 
 
@@ -19,3 +20,30 @@ def test_missing_folder_and_missing_split_are_named(tmp_path: Path) -> None:
         split_files(tmp_path / "nowhere", "train", form="rows")
     with pytest.raises(UserError, match="no files for the split val"):
         split_files(tmp_path, "val", form="rows")
+
+
+def test_what_a_folder_holds_is_said_by_kind(tmp_path: Path) -> None:
+    assert holds(tmp_path) == "it is empty"
+    (tmp_path / "photos").mkdir()
+    for index in range(5):
+        (tmp_path / f"photos/{index}.JPG").touch()
+    assert holds(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
+    coco = {"info": {}, "images": [], "annotations": [], "categories": []}
+    (tmp_path / "all.json").write_text(json.dumps(coco))
+    assert holds(tmp_path).endswith("1 .json file (all.json: annotations of COCO, by their keys)")
+    (tmp_path / "all.json").write_text(json.dumps({"name": "x"}))
+    (tmp_path / "LICENSE").touch()
+    assert "COCO" not in holds(tmp_path)
+    assert "1 other file (LICENSE)" in holds(tmp_path)
+
+
+def test_what_a_link_leads_to_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("/etc")
+    (tmp_path / "all.json").symlink_to("/dev/zero")
+    assert holds(tmp_path) == "it holds 1 .json file (all.json)"
+
+
+def test_leaving_out_is_advised_only_where_something_is_left() -> None:
+    assert "data.skip_invalid: true" in about_invalid({"train": 3, "val": 1}, "rows")
+    assert "Nothing of val is valid" in about_invalid({"train": 3, "val": 0}, "rows")
+    assert "data.skip_invalid: true" not in about_invalid({"train": 3, "val": 0}, "rows")

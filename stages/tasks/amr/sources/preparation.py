@@ -138,7 +138,7 @@ def _from_folder(source: str) -> tuple[dict[str, Corpus], str, list[str]]:
         raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
     train = given_files(folder, "train*.txt")
     if not train:
-        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected are {FORM}; {READ_ON}")
+        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
     val = next((found for pattern in VALIDATION_FILES if (found := given_files(folder, pattern))), [])
     used = {*train, *val}
     unused = [path.name for path in sorted(folder.glob("*.txt")) if path not in used]
@@ -194,12 +194,14 @@ def _record(block: Block, file: str) -> Record | tuple[Place, str]:
         return here, "an empty sentence"
     if not graph:
         return here, f"a sentence without a graph: {block.sentence}"
-    if problem := markup_problem(block.sentence, graph):
-        return here, f"{problem}; the sentence is: {block.sentence}"
     try:
-        return parse_record(block.id or f"{file}:{block.line}", block.sentence, graph, file=file, line=block.line)
+        record = parse_record(block.id or f"{file}:{block.line}", block.sentence, graph, file=file, line=block.line)
     except MalformedGraph as malformed:
         return Place(file, block.graph_line + (malformed.line or 0)), f"{malformed}; the sentence is: {block.sentence}"
+    # The canonical graph too: it joins the words of a concept, and so may make a token of two halves.
+    if problem := markup_problem(record.sentence, record.graph, record.canonical):
+        return here, f"{problem}; the sentence is: {record.sentence}"
+    return record
 
 
 def _held_out(source: str, corpus: Corpus) -> dict[str, Corpus]:

@@ -169,7 +169,7 @@ def _files_of_one_domain(folder: Path) -> list[Path]:
     found = {domain: [path for path in files if domains[path] == domain] for domain in DOMAINS}
     known = [paths for paths in found.values() if paths]
     if not known:
-        raise UserError(f"{folder} has no file of a known form: {holds(folder)}. Expected is {FORM}; {READ_ON}")
+        raise UserError(f"{folder} has no file of a known form: {holds(folder)}. Expected: {FORM}; {READ_ON}")
     if len(known) > 1:
         names = "; ".join(f"{domain}: {', '.join(path.name for path in paths)}" for domain, paths in found.items())
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each ({names})")

@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, sai
 
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    assert "it is empty. Expected is TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "it is empty. Expected: TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in" / "scores.csv").write_text("a,b\n1,2\n")
     assert "it holds 1 .csv file (scores.csv)" in refusal(tmp_path / "in", tmp_path / "out")
     write_table(tmp_path / "in" / "q.csv", *QUESTIONS)
