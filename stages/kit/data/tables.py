@@ -17,6 +17,9 @@ from stages.kit.errors import UserError
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
 
+MAX_BYTES = 2**30
+"""Of the values in one column that are held at once, unless a single one has more."""
+
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
 _FETCH = "fetch or copy it again"
@@ -59,7 +62,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _
     """
     with _open(path, mend) as file:
         try:
-            for batch in file.iter_batches(batch_size=ROW_GROUP, columns=list(columns) if columns else None):
+            for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=list(columns) if columns else None):
                 batch.validate(full=True)
                 yield from batch.to_pylist()
         except READING_ERRORS as error:
@@ -144,6 +147,16 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _rows_at_once(file: pq.ParquetFile) -> int:
+    """So few that they fit MAX_BYTES at any rate: a file can hold a large value once, and a few bytes for each of many
+    rows that have it.
+    """
+    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+    chunks = (group.column(index) for group in groups for index in range(group.num_columns))
+    largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
+    return max(1, min(ROW_GROUP, MAX_BYTES // max(1, largest)))
 
 
 def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:

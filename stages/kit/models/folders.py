@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from stages.kit.documents import shown
 from stages.kit.errors import UserError
 from stages.kit.given_files import given_files
 
@@ -20,6 +21,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", 
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Where there is one, transformers takes the base that it names, and puts the adapter on it (integrations/peft.py)."""
+
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "depth")
+MAX_LAYERS = 2_000
+"""Of one part of a model; the deepest published ones have some 200. Each is a module, also where it has no weights."""
 
 _NOT_OURS = ("lineage.json", "provenance.json")
 
@@ -58,9 +63,7 @@ def check_model_folder(folder: Path, *, called: str = "") -> None:
     called: the folder's name in messages, where it is a copy of what the user knows.
     """
     name = called or str(folder)
-    config = _read_json(folder / "config.json", name)
-    if not isinstance(config, dict):
-        raise UserError(f"{name}/config.json is damaged: expected the settings of a model")
+    config = read_config(folder, called=called)
     for path in sorted(folder.glob("*.json")):
         found = _read_json(path, name)
         if isinstance(found, dict) and isinstance(found.get("auto_map"), dict | list | str):
@@ -92,15 +95,44 @@ def check_model_folder(folder: Path, *, called: str = "") -> None:
             raise UserError(f"{name}/{file_name} is damaged: {error}") from None
 
 
-def model_type(folder: Path, *, called: str = "") -> str:
-    """The family that a model names in its config.json, once check_model_folder has passed.
+def read_config(folder: Path, *, called: str = "") -> dict[str, Any]:
+    """What a model says of itself, before a library acts on it.
 
-    called: as there. Raises UserError where it names none.
+    called: as in check_model_folder. Raises UserError where it is missing or damaged, wants code from the hub to be run
+    (a kernel by the name of its repository, transformers/integrations/hub_kernels.py), or has more layers than a
+    computer could list.
     """
-    found = _read_json(folder / "config.json", called or str(folder)).get("model_type")
+    name = f"{called or folder}/config.json"
+    config = _read_json(folder / "config.json", called or str(folder))
+    if not isinstance(config, dict):
+        raise UserError(f"{name} is damaged: expected the settings of a model")
+    for key, value in _settings(config):
+        if key.endswith("_implementation") and "/" in str(value):
+            raise UserError(f"{name} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
+        if key in LAYER_COUNTS and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise UserError(f"{name} is damaged: {key} is {shown(value)}, expected at most {MAX_LAYERS:,}")
+    return config
+
+
+def model_type(folder: Path, *, called: str = "") -> str:
+    """The family that a model names in its config.json. called: as in check_model_folder.
+
+    Raises UserError as read_config does, and where it names none.
+    """
+    found = read_config(folder, called=called).get("model_type")
     if not isinstance(found, str):
         raise UserError(f"{called or folder}/config.json names no model_type, by which transformers knows a model")
     return found
+
+
+def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a model, and of the models that it is made of."""
+    waiting = [config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            yield key, value
+            if isinstance(value, dict):
+                waiting.append(value)
 
 
 def _is_index(found: Any) -> bool:

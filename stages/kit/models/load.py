@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import is_flash_attn_2_available
 
 from stages.kit.errors import UserError
+from stages.kit.models.folders import read_config
 from stages.kit.models.modules import EXPERTS, project_patches_by_matrix_product
 from stages.kit.params.schema import DeviceParams
 
@@ -110,8 +111,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """Raises UserError where the folder holds no model's configuration."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no model folder: config.json is missing")
+    read_config(folder)
     with read_from(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

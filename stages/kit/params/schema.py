@@ -32,8 +32,8 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
-    count: Positive = 1
-    """How many devices one training run uses."""
+    count: Annotated[int, Field(ge=1, le=256)] = 1
+    """How many devices one training run uses, each by a process of its own where training is spread."""
     memory_gb: Rate | None = None
     """Memory of one device in GB; none on a CPU."""
 
@@ -140,7 +140,7 @@ class ProfileParams:
     evaluation: EvaluationParams
     learning_rate_scale: Rate = 1.0
     """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
-    dataloader_workers: Annotated[int, Field(ge=0)] = 0
+    dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

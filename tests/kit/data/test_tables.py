@@ -1,10 +1,12 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from stages.kit.data import tables
 from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, write_rows
 from stages.kit.errors import UserError
 
@@ -40,6 +42,28 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
         write_rows(broken(), path, SCHEMA)
     assert list(read_rows(path)) == rows(1)
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_a_value_that_many_rows_share_is_held_but_a_few_times_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet keeps it once: 100 KB can be of gigabytes."""
+    monkeypatch.setattr(tables, "MAX_BYTES", 500_000)
+    schema = pa.schema([("image", pa.struct([("bytes", pa.binary())]))])
+    row = {"image": {"bytes": b"x" * 200_000}}
+    pq.write_table(pa.Table.from_pylist([row] * ROW_GROUP, schema=schema), tmp_path / "t.parquet", compression="zstd")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    sizes = []
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def counted(self: pq.ParquetFile, **options: Any) -> Iterator[Any]:
+        for batch in iter_batches(self, **options):
+            sizes.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    assert list(read_rows(tmp_path / "t.parquet")) == [row] * ROW_GROUP
+    assert set(sizes) == {2}
 
 
 def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:

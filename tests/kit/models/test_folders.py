@@ -69,6 +69,18 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
             lambda folder: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
             "quantized already",
         ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"text_config": {"num_hidden_layers": 3000000}}'),
+            "num_hidden_layers is 3000000, expected at most",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"attn_implementation": "somebody/kernel"}'),
+            "wants to run code from the hub",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"_attn_implementation": {"": "somebody/kernel"}}'),
+            "wants to run code from the hub",
+        ),
     ],
 )
 def test_what_is_no_safe_model_is_refused(damage: object, message: str, tiny_vlm: Path, tmp_path: Path) -> None:
