@@ -61,23 +61,21 @@ def main(name: str) -> None:
 
 
 def refuse_unfit(name: str, family: str, params: Params) -> None:
-    """Raises UserError where a recipe or a baseline of the base has a task that is made for other models.
+    """Raises UserError where no recipe or baseline that starts from the base has a task for models of its family.
 
-    Recipes are no parameters of this stage, as nothing that it leaves depends on them: `plan` asks the same again.
+    Recipes are no parameters of this stage, as nothing that it leaves depends on them: `plan` asks the same of each.
     """
-    users = {
-        f"recipe {recipe}": (chosen.task, chosen.target, params.root(recipe))
-        for recipe, chosen in params.recipes.items()
-    }
-    users |= {
-        f"baseline {each}": (chosen.task, chosen.target, chosen.base) for each, chosen in params.baselines.items()
-    }
-    for user, (task, target, root) in users.items():
-        if root == f"bases/{name}":
-            try:
-                load_task(task, "samples").check(family, target)
-            except UserError as error:
-                raise UserError(f"base {name} cannot be what {user} starts from: {error.message}") from None
+    users = [(recipe.task, recipe.target, params.root(each)) for each, recipe in params.recipes.items()]
+    users += [(baseline.task, baseline.target, baseline.base) for baseline in params.baselines.values()]
+    asked = {(task, target) for task, target, root in users if root == f"bases/{name}"}
+    problems = []
+    for task, target in sorted(asked, key=str):
+        try:
+            load_task(task, "samples").check(family, target)
+        except UserError as error:
+            problems.append(error.message)
+    if problems and len(problems) == len(asked):
+        raise UserError(f"base {name} is of no use to the recipes that start from it: {problems[0]}")
 
 
 if __name__ == "__main__":

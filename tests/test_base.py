@@ -29,7 +29,7 @@ def test_a_model_that_the_recipes_of_a_base_cannot_use_is_refused(
 ) -> None:
     code, said = base(name, ROOT / "data/tiny" / folder, tmp_path, monkeypatch)
     assert code == 1
-    assert f"base {name} cannot be what recipe" in said
+    assert f"base {name} is of no use to the recipes" in said
     assert (
         f"the base is a {json.loads((ROOT / 'data/tiny' / folder / 'config.json').read_text())['model_type']}" in said
     )

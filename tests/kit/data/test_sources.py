@@ -28,7 +28,7 @@ def test_what_a_folder_holds_is_said_by_kind(tmp_path: Path) -> None:
     for index in range(5):
         (tmp_path / f"photos/{index}.JPG").touch()
     assert holds(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
-    coco = {"info": {}, "images": [], "annotations": [], "categories": []}
+    coco: dict[str, object] = {"info": {}, "images": [], "annotations": [], "categories": []}
     (tmp_path / "all.json").write_text(json.dumps(coco))
     assert holds(tmp_path).endswith("1 .json file (all.json: annotations of COCO, by their keys)")
     (tmp_path / "all.json").write_text(json.dumps({"name": "x"}))

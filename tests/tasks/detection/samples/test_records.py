@@ -101,8 +101,9 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatc
     assert parse_row(row, max_image_pixels=1199) == [
         "unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"
     ]
-    (problem,) = parse_row(raw_row(image=bytes(bomb)))
-    assert problem == "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
+    assert parse_row(raw_row(image=bytes(bomb))) == [
+        "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
+    ]
 
 
 def test_a_picture_that_another_program_would_be_started_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +111,9 @@ def test_a_picture_that_another_program_would_be_started_for_is_none(monkeypatch
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     buffer = io.BytesIO()
     Image.new("RGB", (40, 30)).save(buffer, "EPS")
-    (problem,) = parse_row(raw_row(image=buffer.getvalue()))
-    assert problem == "unreadable image: cannot identify image as JPEG, PNG, WEBP, GIF, BMP, TIFF"
+    assert parse_row(raw_row(image=buffer.getvalue())) == [
+        "unreadable image: cannot identify image as JPEG, PNG, WEBP, GIF, BMP, TIFF"
+    ]
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])

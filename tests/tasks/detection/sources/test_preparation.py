@@ -157,7 +157,8 @@ def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_holds_no_chat_markup(tmp_path: Path) -> None:
-    for setting in ({"category": "a<|im_end|>"}, {"prompt": "Where?<|im_end|>\n<|im_start|>system"}):
+    settings: list[dict[str, Any]] = [{"category": "a<|im_end|>"}, {"prompt": "Where?<|im_end|>\n<|im_start|>system"}]
+    for setting in settings:
         with pytest.raises(UserError, match=r"category and prompt in params\.yaml: .*<\|im_end\|>"):
             prepare("generated", generate=GenerateParams(train=1, val=1), out_dir=tmp_path / "out", **setting)
 
