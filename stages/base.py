@@ -12,13 +12,22 @@ from pathlib import Path
 
 import click
 
+from stages.kit.errors import UserError
 from stages.kit.hub import fetch_snapshot
 from stages.kit.lineage import short, write_lineage
 from stages.kit.logs import configure_logging
-from stages.kit.models.folders import MODEL_FILES, check_model_folder, copy_model_files, link_model_files
+from stages.kit.models.folders import (
+    MODEL_FILES,
+    check_model_folder,
+    copy_model_files,
+    link_model_files,
+    model_type,
+)
 from stages.kit.models.geometries import STAND_IN_DIR
 from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params
 from stages.kit.publish import published
+from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 
@@ -27,7 +36,8 @@ log = logging.getLogger("stages")
 @click.argument("name")
 def main(name: str) -> None:
     configure_logging(f"base {name}")
-    kind, _, where = load_params().base_source(name).partition(":")
+    params = load_params()
+    kind, _, where = params.base_source(name).partition(":")
     with published(Path("data/bases") / name) as folder:
         if kind == "hub":
             repo_id, _, revision = where.partition("@")
@@ -43,10 +53,29 @@ def main(name: str) -> None:
         else:
             copy_model_files(Path(where), folder)
             source = {"folder": where}
-        check_model_folder(folder)
+        check_model_folder(folder, called=where)
+        refuse_unfit(name, model_type(folder, called=where), params)
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
     log.info("base %s from %s %s: %.1f MB, content %s", name, kind, where, size / 1e6, short(lineage.digest))
+
+
+def refuse_unfit(name: str, family: str, params: Params) -> None:
+    """Raises UserError where no recipe or baseline that starts from the base has a task for models of its family.
+
+    Recipes are no parameters of this stage, as nothing that it leaves depends on them: `plan` asks the same of each.
+    """
+    users = [(recipe.task, recipe.target, params.root(each)) for each, recipe in params.recipes.items()]
+    users += [(baseline.task, baseline.target, baseline.base) for baseline in params.baselines.values()]
+    asked = {(task, target) for task, target, root in users if root == f"bases/{name}"}
+    problems = []
+    for task, target in sorted(asked, key=str):
+        try:
+            load_task(task, "samples").check(family, target)
+        except UserError as error:
+            problems.append(error.message)
+    if problems and len(problems) == len(asked):
+        raise UserError(f"base {name} is of no use to the recipes that start from it: {problems[0]}")
 
 
 if __name__ == "__main__":

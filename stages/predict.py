@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from stages.kit.evaluation.answering import load_answerer
+from stages.kit.given_files import require_own
 from stages.kit.logs import configure_logging
 from stages.kit.memory.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_merge
@@ -36,6 +37,7 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     wanted = params.prediction(name)
     task = load_task(wanted.task, "predictions")
+    require_own(Path(wanted.inputs), Path("data"))
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_merge(wanted.recipe)
     require_weights(model_dir)

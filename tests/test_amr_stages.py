@@ -115,6 +115,13 @@ def test_a_target_that_the_limit_would_cut_names_its_sentence(workspace: Path) -
     assert "more than max_length 40; raise the recipe's max_length" in message
 
 
+def test_a_link_out_of_the_data_is_no_file_of_sentences(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret\n")
+    Path("data/unknown.txt").unlink()
+    Path("data/unknown.txt").symlink_to(tmp_path / "secret.txt")
+    assert "data/unknown.txt leads out of data by a link" in refused("predict", "unknown")
+
+
 def test_a_file_without_sentences_is_refused(workspace: Path) -> None:
     Path("data/unknown.txt").write_text("")
     assert "data/unknown.txt" in refused("predict", "unknown")

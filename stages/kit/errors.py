@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import sys
+import unicodedata
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -16,20 +17,37 @@ MAX_SHOWN = 50
 OUT_OF_MEMORY = 79
 """The exit code of a stage that ran out of memory. sysexits.h ends at 78, an engine's own codes begin at 125."""
 
+_UNPRINTABLE = ("Cc", "Cf", "Cs")
+"""Control codes, format codes and halves of surrogate pairs (Unicode's general categories)."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(click.ClickException):
     """A user's fault: click prints the message and exits with 1, without a traceback.
 
-    The message says what was found, what was expected, and the command that mends it.
+    The message says what was found, what was expected, and the command that mends it. What it quotes of files and of
+    their names may hold anything, and is made printable.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class OutOfMemory(UserError):
     """The stage ends, and the launcher starts it anew with settings that take less."""
 
     exit_code = OUT_OF_MEMORY
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: codes that move the cursor, turn the direction of writing or are no
+    character at all appear as Python writes them. Lines stay lines.
+    """
+    return "".join(
+        repr(char)[1:-1] if unicodedata.category(char) in _UNPRINTABLE and char not in "\n\u200c\u200d" else char
+        for char in text
+    )
 
 
 def counted(count: int, what: str) -> str:

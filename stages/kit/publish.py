@@ -28,9 +28,21 @@ def published(folder: Path, *, keep: bool = True) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    _share(aside)
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
+
+
+def _share(folder: Path) -> None:
+    """Let others read a new folder's files as the umask says; safetensors makes its own for the owner alone.
+
+    A file with a second link lies in a cache too, which is not ours to change.
+    """
+    mode = folder.stat().st_mode & 0o666  # of a folder that mkdir has just made: what the umask leaves
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            path.chmod(mode)
 
 
 def publish_text(text: str, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Errors that are no fault of the program's."""
 
 import errno
+import logging
 import os
 import sys
 
@@ -8,7 +9,8 @@ import pyarrow as pa
 import pytest
 from safetensors import SafetensorError
 
-from stages.kit.errors import end_plainly_on_a_full_disk, means_full_disk
+from stages.kit.errors import UserError, end_plainly_on_a_full_disk, means_full_disk, printable
+from stages.kit.logs import configure_logging
 
 WORDS = os.strerror(errno.ENOSPC)
 
@@ -42,3 +44,20 @@ def test_a_full_disk_is_told_plainly_whoever_wrote(error: Exception, monkeypatch
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("full of disks")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     assert not means_full_disk(error)
+
+
+ATTACK = "\x1b]0;owned\x07\x1b[2Ja\rb\u202e\udcff"
+
+
+def test_what_a_message_quotes_cannot_command_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging("prepare x")
+    logging.getLogger("stages").warning("not read: %s", ATTACK)
+    UserError(f"first\nsecond {ATTACK}").show()
+    said = capfd.readouterr().err
+    assert all(char.isprintable() for line in said.split("\n") for char in line)
+    assert "first\nsecond \\x1b]0;owned" in said
+
+
+def test_words_of_every_language_are_printable() -> None:
+    for text in ("Tôi đọc sách .", "नमस्ते, क्‍ष", "┃ 12.52 of 21.84 GiB", "a\nb"):
+        assert printable(text) == text

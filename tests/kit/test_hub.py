@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from huggingface_hub import errors
 
 from stages.kit.errors import UserError
 from stages.kit.hub import fetch_snapshot
@@ -54,8 +55,70 @@ def test_short_commit_must_name_exactly_one(asked: list[dict[str, object]], give
     assert not asked
 
 
-def test_no_connection_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    http_library = huggingface_hub.errors.HfHubHTTPError.__bases__[0].__module__.partition(".")[0]
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long it waited, in seconds, without waiting."""
+    waits: list[float] = []
+    monkeypatch.setattr("stages.kit.hub.time.sleep", waits.append)
+    return waits
+
+
+def http_error(status: int) -> Exception:
+    http = pytest.importorskip(errors.HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
+    response = http.Response(status, request=http.Request("GET", "https://hub"))
+    return errors.HfHubHTTPError(f"status {status}", response=response)
+
+
+def not_in_the_cache(cause: Exception) -> Exception:
+    """What snapshot_download makes of a failure."""
+    error = errors.LocalEntryNotFoundError("not in the cache")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (http_error(503), 2),
+        (http_error(429), 2),
+        (not_in_the_cache(http_error(502)), 2),
+        (ConnectionResetError("reset by peer"), 2),
+        (http_error(404), 1),
+        (not_in_the_cache(http_error(401)), 1),
+        (not_in_the_cache(errors.OfflineModeIsEnabled("offline")), 1),
+        (OSError(28, "No space left on device"), 1),
+    ],
+)
+def test_a_failure_that_may_pass_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, waited: list[float], error: Exception, tries: int
+) -> None:
+    calls = []
+
+    def failing(repo_id: str, **options: object) -> str:
+        calls.append(repo_id)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    with pytest.raises(UserError, match="could not fetch"):
+        fetch_snapshot("dataset", "owner/name", FIRST, patterns=["data/*"])
+    assert (len(calls), len(waited)) == (tries, tries - 1)
+
+
+def test_the_second_try_may_succeed(monkeypatch: pytest.MonkeyPatch, waited: list[float], tmp_path: Path) -> None:
+    answers: list[Exception | str] = [http_error(500), str(tmp_path)]
+
+    def once(repo_id: str, **options: object) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", once)
+    assert fetch_snapshot("dataset", "owner/name", FIRST, patterns=["data/*"]) == (tmp_path, FIRST)
+
+
+def test_no_connection_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch, waited: list[float]) -> None:
+    http_library = errors.HfHubHTTPError.__bases__[0].__module__.partition(".")[0]
     connect_error = pytest.importorskip(http_library).ConnectError("name or service not known")
 
     def unreachable(repo_id: str, **options: object) -> str:

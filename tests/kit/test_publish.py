@@ -1,7 +1,10 @@
 import os
+import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from stages.kit.publish import publish_text, published
 
@@ -32,6 +35,24 @@ def test_what_a_killed_run_left_is_not_taken_over(tmp_path: Path) -> None:
     with published(tmp_path / "out") as folder:
         (folder / "whole").write_text("whole")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_what_is_published_is_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    cached = tmp_path / "cached"
+    cached.write_text("read-only")
+    cached.chmod(0o444)
+    before = os.umask(umask)
+    try:
+        with published(tmp_path / "out") as folder:
+            (folder / "adapter").mkdir()
+            save_file({"w": np.zeros(1)}, folder / "adapter/weights.safetensors")
+            assert stat.S_IMODE((folder / "adapter/weights.safetensors").stat().st_mode) == 0o600, "as safetensors does"
+            os.link(cached, folder / "linked")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out/adapter/weights.safetensors").stat().st_mode) == mode
+    assert stat.S_IMODE(cached.stat().st_mode) == 0o444, "of the hub's cache"
 
 
 def test_other_processes_of_a_run_publish_nothing(tmp_path: Path) -> None:

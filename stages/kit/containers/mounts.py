@@ -17,13 +17,12 @@ from stages.kit.containers.outputs import Outputs
 from stages.kit.containers.pipeline import DeclaredStage
 from stages.kit.containers.stage_run import StageRun
 from stages.kit.errors import UserError
+from stages.kit.given_files import DVC_OBJECT, stays_inside
 
 CODE = ("params.yaml", "stages")
 
 MAX_LINKS = 256
 """In the folder that data comes from: each is a mount of its own."""
-
-_CACHED_BY_DVC = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
     found = set()
     for link in (link for path in inputs for link in _links(path)):
         leads_to = _where_it_says(link)
-        match = _CACHED_BY_DVC.search(str(leads_to))
+        match = DVC_OBJECT.search(str(leads_to))
         if match is None or not link.exists():
             raise UserError(
                 f"{link} is a link to {leads_to}, which is nothing in DVC's cache, so a container cannot be shown it; "
@@ -124,8 +123,11 @@ def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
 
 
 def _links_of_source(source_dir: Path) -> list[Mount]:
-    """What links in the folder that data comes from lead to, as in the hub's cache: its owner put them there."""
+    """What links in the folder that data comes from lead to, as in the hub's cache. A link that leads out of it leads
+    nowhere in a container; the stage refuses it where it would read it.
+    """
     links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
+    links = [link for link in links if stays_inside(link, source_dir)]
     if len(links) > MAX_LINKS:
         raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
     return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]

@@ -72,12 +72,13 @@ class Outputs:
         if strays := sorted(self._strays(inputs)):
             shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
             raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
+        allowed = self.view_dir.stat().st_mode & 0o777  # of a folder just made here: what the caller's umask leaves
         for out in self.declared:
             written, place = self.written_dir / out, self.workspace_dir / out
             if not written.exists():
                 continue  # DVC names it
             for path in (written, *(_everything_below(written) if written.is_dir() else ())):
-                _make_plain(path)
+                _make_plain(path, allowed)
             _remove(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(written, place)
@@ -144,9 +145,11 @@ def _clear(outputs: Outputs) -> None:
         _remove(path)
 
 
-def _make_plain(path: Path) -> None:
-    """Nothing that runs as somebody else (setuid), and nothing that its owner cannot read, move and remove."""
-    path.chmod(path.stat().st_mode & 0o777 | (0o700 if path.is_dir() else 0o400))
+def _make_plain(path: Path, allowed: int) -> None:
+    """Nothing that runs as somebody else (setuid), nothing that its owner cannot read, move and remove, and nothing
+    open to more people than `allowed`: in a container another umask holds.
+    """
+    path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
 
 
 def _remove(path: Path) -> None:

@@ -1,11 +1,12 @@
-"""What Pillow raises on a picture that is none, or not a whole one."""
+"""Pictures in a data set, which anybody may have made: what is opened at all, and what Pillow raises on the rest."""
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 DECODING_ERRORS = (
     OSError,
@@ -16,4 +17,16 @@ DECODING_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,  # by inheritance none of the others
 )
-"""Of Pillow itself and of its plugins."""
+"""Of Pillow itself and of its plugins, on a picture that is none, or not a whole one."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Of Pillow's, those that photographs come in. It would run Ghostscript for others (EPS)."""
+
+
+def open_picture(encoded: bytes) -> Image.Image:
+    """The picture, only its beginning read so far. Raises one of DECODING_ERRORS where it is none."""
+    Image.init()  # or it knows but some of them
+    try:
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:  # whose words name an address in memory, another one each time
+        raise UnidentifiedImageError(f"cannot identify image as {', '.join(FORMATS)}") from None

@@ -1,4 +1,4 @@
-"""Parquet tables of a dataset's splits: finding, reading and writing them, whatever their columns mean."""
+"""Parquet tables of a dataset's splits: reading and writing them, whatever their columns mean."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from stages.kit.errors import UserError
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
+
+MAX_BYTES = 2**30
+"""Of the values in one column that are held at once, unless a single one has more."""
 
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
@@ -35,22 +38,6 @@ class RowAt:
 
     def __str__(self) -> str:
         return self.file if self.row is None else f"{self.file} row {self.row}"
-
-
-def split_files(folder: Path, split: str) -> list[Path]:
-    """The parquet files of a split, in order of name: `data/{split}-*.parquet`, else `{split}*.parquet`.
-
-    Raises UserError where the folder or the split's files are missing.
-    """
-    if not folder.is_dir():
-        raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
-    files = sorted(folder.glob(f"data/{split}-*.parquet")) or sorted(folder.glob(f"{split}*.parquet"))
-    if not files:
-        raise UserError(
-            f"{folder} has no files for the split {split}; "
-            f"expected data/{split}-*.parquet or {split}*.parquet, as a Hugging Face dataset has them"
-        )
-    return files
 
 
 def count_rows(path: Path) -> int:
@@ -75,7 +62,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _
     """
     with _open(path, mend) as file:
         try:
-            for batch in file.iter_batches(batch_size=ROW_GROUP, columns=list(columns) if columns else None):
+            for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=list(columns) if columns else None):
                 batch.validate(full=True)
                 yield from batch.to_pylist()
         except READING_ERRORS as error:
@@ -160,6 +147,16 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _rows_at_once(file: pq.ParquetFile) -> int:
+    """So few that they fit MAX_BYTES at any rate: a file can hold a large value once, and a few bytes for each of many
+    rows that have it.
+    """
+    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+    chunks = (group.column(index) for group in groups for index in range(group.num_columns))
+    largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
+    return max(1, min(ROW_GROUP, MAX_BYTES // max(1, largest)))
 
 
 def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:

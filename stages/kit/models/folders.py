@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from stages.kit.documents import shown
 from stages.kit.errors import UserError
+from stages.kit.given_files import given_files
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
+
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Where there is one, transformers takes the base that it names, and puts the adapter on it (integrations/peft.py)."""
+
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "depth")
+MAX_LAYERS = 2_000
+"""Of one part of a model; the deepest published ones have some 200. Each is a module, also where it has no weights."""
 
 _NOT_OURS = ("lineage.json", "provenance.json")
 
@@ -46,25 +56,88 @@ def link_model_files(source: Path, folder: Path) -> None:
     _each_file(source, folder, link)
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own."""
-    config = _read_json(folder / "config.json")
-    if "auto_map" in config:
-        raise UserError(f"{folder}/config.json wants to run code of its own (auto_map), which is never allowed")
-    index_path = folder / "model.safetensors.index.json"
-    index = set(_read_json(index_path)["weight_map"].values()) if index_path.exists() else set()
-    names = {path.name for path in folder.glob("*.safetensors")}
-    if missing := (index or {"model.safetensors"}) - names:
+def check_model_folder(folder: Path, *, called: str = "") -> None:
+    """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and
+    nothing that transformers would put on top of the weights without being asked.
+
+    called: the folder's name in messages, where it is a copy of what the user knows.
+    """
+    name = called or str(folder)
+    config = read_config(folder, called=called)
+    for path in sorted(folder.glob("*.json")):
+        found = _read_json(path, name)
+        if isinstance(found, dict) and isinstance(found.get("auto_map"), dict | list | str):
+            raise UserError(f"{name}/{path.name} wants to run code of its own (auto_map), which is never allowed")
+        if path.name == INDEX_FILE and not _is_index(found):
+            raise UserError(f"{name}/{path.name} is damaged: expected a weight_map, from weights to file names")
+    if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
-            f"{folder} lacks {', '.join(sorted(missing))}; weights are read from safetensors only: convert others with "
+            f"{name} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
+            "word; merge it into the weights, or remove it and its weights"
+        )
+    if "quantization_config" in config:
+        raise UserError(
+            f"{name} holds weights that are quantized already (quantization_config); recipes quantize a base "
+            "themselves: give the unquantized weights"
+        )
+    index = set(_read_json(folder / INDEX_FILE, name)["weight_map"].values()) if (folder / INDEX_FILE).exists() else ()
+    names = {path.name for path in folder.glob("*.safetensors")}
+    if missing := set(index or {"model.safetensors"}) - names:
+        raise UserError(
+            f"{name} lacks {', '.join(sorted(missing))}; weights are read from safetensors only: convert others with "
             "transformers' save_pretrained"
         )
-    for name in sorted(names):
+    for file_name in sorted(names):
         try:
-            with safe_open(folder / name, framework="numpy") as file:
+            with safe_open(folder / file_name, framework="numpy") as file:
                 file.keys()
-        except SafetensorError as error:
-            raise UserError(f"{folder / name} is damaged: {error}") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{name}/{file_name} is damaged: {error}") from None
+
+
+def read_config(folder: Path, *, called: str = "") -> dict[str, Any]:
+    """What a model says of itself, before a library acts on it.
+
+    called: as in check_model_folder. Raises UserError where it is missing or damaged, wants code from the hub to be run
+    (a kernel by the name of its repository, transformers/integrations/hub_kernels.py), or has more layers than a
+    computer could list.
+    """
+    name = f"{called or folder}/config.json"
+    config = _read_json(folder / "config.json", called or str(folder))
+    if not isinstance(config, dict):
+        raise UserError(f"{name} is damaged: expected the settings of a model")
+    for key, value in _settings(config):
+        if key.endswith("_implementation") and "/" in str(value):
+            raise UserError(f"{name} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
+        if key in LAYER_COUNTS and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise UserError(f"{name} is damaged: {key} is {shown(value)}, expected at most {MAX_LAYERS:,}")
+    return config
+
+
+def model_type(folder: Path, *, called: str = "") -> str:
+    """The family that a model names in its config.json. called: as in check_model_folder.
+
+    Raises UserError as read_config does, and where it names none.
+    """
+    found = read_config(folder, called=called).get("model_type")
+    if not isinstance(found, str):
+        raise UserError(f"{called or folder}/config.json names no model_type, by which transformers knows a model")
+    return found
+
+
+def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a model, and of the models that it is made of."""
+    waiting = [config]
+    while waiting:
+        for key, value in waiting.pop().items():
+            yield key, value
+            if isinstance(value, dict):
+                waiting.append(value)
+
+
+def _is_index(found: Any) -> bool:
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    return isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
 
 
 def has_weights(folder: Path) -> bool:
@@ -89,17 +162,17 @@ def require_weights(folder: Path) -> None:
 
 
 def _each_file(source: Path, folder: Path, put: Callable[[Path, Path], Any]) -> None:
-    for pattern in MODEL_FILES:
-        for path in sorted(source.glob(pattern)):
-            if path.name not in _NOT_OURS:
-                put(path, folder / path.name)
+    for path in given_files(source, *MODEL_FILES):
+        if path.name not in _NOT_OURS:
+            put(path, folder / path.name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, folder_name: str) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no model folder: {path.name} is missing") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    return dict(found)
+        raise UserError(f"{folder_name} is no model folder: {path.name} is missing") from None
+    except RecursionError:
+        raise UserError(f"{folder_name}/{path.name} is damaged: its lists are nested too deep") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder_name}/{path.name} is damaged: {error}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import is_flash_attn_2_available
 
 from stages.kit.errors import UserError
+from stages.kit.models.folders import read_config
 from stages.kit.models.modules import EXPERTS, replace_modules
 from stages.kit.params.schema import DeviceParams
 
@@ -103,15 +105,27 @@ def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model's real geometry without its weights, for counting and planning."""
-    with torch.device("meta"):
+    with torch.device("meta"), read_from(config.name_or_path or "config.json"):
         return auto_class(config).from_config(config)
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """Raises UserError where the folder holds no model's configuration."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no model folder: config.json is missing")
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    read_config(folder)
+    with read_from(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def read_from(folder: Path | str) -> Iterator[None]:
+    """Raises UserError where the libraries cannot make anything of what the folder's files say."""
+    try:
+        yield
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # noqa: BLE001, the libraries raise what comes: bare Exception (tokenizers), ValueError, ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder} is no model that can be loaded: {reason}") from None
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | AutoModelForCausalLM]:

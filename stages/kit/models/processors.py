@@ -12,7 +12,7 @@ import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.load import load_config
+from stages.kit.models.load import load_config, read_from
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
 from stages.kit.params.schema import ImageParams
 
@@ -26,12 +26,15 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     Pictures are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
     """
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if load_config(folder).model_type == "qwen2_vl":
-        tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
-        processor: Processor = PicturesOnlyProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
-    else:
-        processor = AutoProcessor.from_pretrained(folder, **offline)
+    shows_pictures = load_config(folder).model_type == "qwen2_vl"
+    processor: Processor
+    with read_from(folder):
+        if shows_pictures:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+            image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
+            processor = PicturesOnlyProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+        else:
+            processor = AutoProcessor.from_pretrained(folder, **offline)
     if images is not None and isinstance(processor, ProcessorMixin):
         processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
     return processor

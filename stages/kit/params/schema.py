@@ -24,6 +24,7 @@ Rate = Annotated[float, Field(gt=0, le=1e12)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 """No dots: DVC takes the path to a parameter apart at them. Folders are called so, which may not be much longer."""
+Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -31,8 +32,8 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
-    count: Positive = 1
-    """How many devices one training run uses."""
+    count: Annotated[int, Field(ge=1, le=256)] = 1
+    """How many devices one training run uses, each by a process of its own where training is spread."""
     memory_gb: Rate | None = None
     """Memory of one device in GB. None on a CPU: this machine's own counts then."""
 
@@ -71,9 +72,18 @@ class DatasetParams:
     """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
     most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
 
+    category: Text | None = None
+    """Of boxes, the one that is asked for; others that start with it count as it. Null: the task's own."""
+    prompt: Text | None = None
+    """What a model is asked about each picture. Null: the task's own."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] | None = None
+    """A picture with more is an invalid row, seen before it is decoded, which takes some nine bytes a pixel. Null: the
+    task's own. Pillow refuses any above the highest."""
+
     def selection(self) -> dict[str, Any]:
-        """What is set of `limit` and `mix`, which not every task knows."""
-        chosen = {"limit": self.limit, "mix": self.mix}
+        """What is set of what not every task knows."""
+        names = ("limit", "mix", "category", "prompt", "max_image_pixels")
+        chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -130,7 +140,7 @@ class ProfileParams:
     evaluation: EvaluationParams
     learning_rate_scale: Rate = 1.0
     """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
-    dataloader_workers: Annotated[int, Field(ge=0)] = 0
+    dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.markup import markup_problem
 from stages.kit.errors import UserError, counted
 from stages.tasks.amr.samples.graphs import Node, penman_lines
 from stages.tasks.amr.samples.questions import question
@@ -51,11 +52,16 @@ def read_inputs(path: Path) -> list[str]:
         last = max(number for number, line in enumerate(lines) if line.strip())
         if blank := sum(not line.strip() for line in lines[:last]):
             log.warning("%s: %s between sentences passed over", path, counted(blank, "blank line"))
+        for number, line in enumerate(lines, start=1):
+            if problem := markup_problem(line):
+                raise UserError(f"{path} line {number}: {problem}")
         return [line.strip() for line in lines if line.strip()]
     for block in blocks:
         if not block.sentence:
             what = "no sentence above this" if block.sentence is None else "an empty sentence"
             raise UserError(f"{path} line {block.line}: {what}; expected #::snt SENTENCE")
+        if problem := markup_problem(block.sentence):
+            raise UserError(f"{path} line {block.line}: {problem}")
     return [str(block.sentence) for block in blocks]
 
 

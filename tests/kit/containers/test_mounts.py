@@ -136,7 +136,8 @@ def test_a_link_to_anything_else_is_refused(workspace: Path, target: str) -> Non
 
 def test_the_links_of_a_folder_that_data_comes_from_lead_to_just_those_files(workspace: Path, tmp_path: Path) -> None:
     """The hub's cache keeps a snapshot as links to blobs."""
-    blob, link = tmp_path / "blobs/1234", tmp_path / "snapshots/main/weights"
+    repository = tmp_path / "datasets--openfoodfacts--tables"
+    blob, link = repository / "blobs/1234", repository / "snapshots/main/weights"
     link.parent.mkdir(parents=True)
     blob.parent.mkdir()
     blob.write_text("x")
@@ -147,10 +148,19 @@ def test_the_links_of_a_folder_that_data_comes_from_lead_to_just_those_files(wor
     assert not any(mount.target == blob.parent for mount in found)
 
 
+def test_a_link_out_of_the_folder_that_data_comes_from_leads_nowhere(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/train.txt").symlink_to("/etc/passwd")
+    assert Path("/etc/passwd") not in {
+        mount.source for mount in mounts_of(run_of(workspace, source_dir=tmp_path / "photos"))
+    }
+
+
 def test_more_links_than_an_engine_should_mount_are_refused(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/photo").touch()
     for index in range(300):
-        (tmp_path / f"photos/{index}").symlink_to(workspace / "params.yaml")
+        (tmp_path / f"photos/{index}").symlink_to("photo")
     with pytest.raises(UserError, match="has 300 links"):
         mounts_of(run_of(workspace, source_dir=tmp_path / "photos"))
 

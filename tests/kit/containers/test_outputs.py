@@ -165,6 +165,19 @@ def test_what_is_taken_is_plain_whatever_the_stage_made_of_it(workspace: Path) -
         assert stat.S_IMODE(trained.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_what_is_taken_is_as_the_callers_umask_says(workspace: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with outputs_aside(TRAIN, workspace) as outputs:
+            write_outputs(outputs)
+            (outputs.written_dir / "data/runs/r1/trained/new").chmod(0o644)  # by the umask in the container
+            outputs.take([])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((workspace / "data/runs/r1/trained/new").stat().st_mode) == mode
+
+
 def test_leftovers_that_resist_do_not_block_the_next_run(workspace: Path) -> None:
     left = workspace / "data/.outputs/train@r1/written/data/locked"
     write(left / "file", "x")

@@ -1,11 +1,13 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, split_files, write_rows
+from stages.kit.data import tables
+from stages.kit.data.tables import ROW_GROUP, missing_columns, read_rows, write_rows
 from stages.kit.errors import UserError
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -42,19 +44,26 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
 
 
-def test_split_files_prefers_the_data_folder_and_sorts(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("data/train-1.parquet", "data/train-0.parquet", "data/val-0.parquet", "train.parquet"):
-        write_rows(rows(1), tmp_path / name, SCHEMA)
-    assert [p.name for p in split_files(tmp_path, "train")] == ["train-0.parquet", "train-1.parquet"]
-    assert [p.name for p in split_files(tmp_path / "data", "val")] == ["val-0.parquet"]
+def test_a_value_that_many_rows_share_is_held_but_a_few_times_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet keeps it once: 100 KB can be of gigabytes."""
+    monkeypatch.setattr(tables, "MAX_BYTES", 500_000)
+    schema = pa.schema([("image", pa.struct([("bytes", pa.binary())]))])
+    row = {"image": {"bytes": b"x" * 200_000}}
+    pq.write_table(pa.Table.from_pylist([row] * ROW_GROUP, schema=schema), tmp_path / "t.parquet", compression="zstd")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    sizes = []
+    iter_batches = pq.ParquetFile.iter_batches
 
+    def counted(self: pq.ParquetFile, **options: Any) -> Iterator[Any]:
+        for batch in iter_batches(self, **options):
+            sizes.append(batch.num_rows)
+            yield batch
 
-def test_missing_folder_and_missing_split_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no dataset folder .*nowhere"):
-        split_files(tmp_path / "nowhere", "train")
-    with pytest.raises(UserError, match="no files for the split val"):
-        split_files(tmp_path, "val")
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    assert list(read_rows(tmp_path / "t.parquet")) == [row] * ROW_GROUP
+    assert set(sizes) == {2}
 
 
 def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:

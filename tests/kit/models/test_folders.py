@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,43 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
             ),
             "lacks model-00001-of-00002.safetensors",
         ),
+        (lambda folder: (folder / "config.json").write_text("[1, 2]"), "config.json is damaged: expected the settings"),
+        (lambda folder: (folder / "config.json").write_text("[" * 200_000), "config.json is damaged: .* nested"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[" * 200_000), "tokenizer.json is damaged: .* nested"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": 5}'),
+            "index.json is damaged: expected a weight_map",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["b"]}}'),
+            "index.json is damaged: expected a weight_map",
+        ),
+        (
+            lambda folder: (folder / "tokenizer_config.json").write_text(
+                '{"auto_map": {"AutoTokenizer": ["own.T", 0]}}'
+            ),
+            "tokenizer_config.json wants to run code of its own",
+        ),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+            "holds an adapter beside the model",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
+            "quantized already",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"text_config": {"num_hidden_layers": 3000000}}'),
+            "num_hidden_layers is 3000000, expected at most",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"attn_implementation": "somebody/kernel"}'),
+            "wants to run code from the hub",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"_attn_implementation": {"": "somebody/kernel"}}'),
+            "wants to run code from the hub",
+        ),
     ],
 )
 def test_what_is_no_safe_model_is_refused(damage: object, message: str, tiny_vlm: Path, tmp_path: Path) -> None:
@@ -51,3 +89,17 @@ def test_what_is_no_safe_model_is_refused(damage: object, message: str, tiny_vlm
     damage(tmp_path)  # type: ignore[operator]
     with pytest.raises(UserError, match=message):
         check_model_folder(tmp_path)
+    with pytest.raises(UserError, match=r"^(?!.*pytest).*the user's.*") as refused:
+        check_model_folder(tmp_path, called="the user's")
+    assert str(tmp_path) not in refused.value.message
+
+
+@pytest.mark.parametrize("put", [copy_model_files, link_model_files])
+def test_a_file_of_the_machine_never_becomes_one_of_the_model(put: object, tiny_vlm: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(tiny_vlm, source)
+    target.mkdir()
+    (source / "vocab.txt").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match=r"vocab\.txt leads out of .*source"):
+        put(source, target)  # type: ignore[operator]
+    assert not (target / "vocab.txt").exists()

@@ -1,16 +1,52 @@
+import json
 import multiprocessing
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from stages.kit.errors import UserError
-from stages.kit.models.load import expand_segments, load_model, resolve_attention, see_only
+from stages.kit.models.load import (
+    expand_segments,
+    load_config,
+    load_model,
+    meta_model,
+    resolve_attention,
+    see_only,
+)
+from stages.kit.models.processors import load_processor
 from stages.kit.params.schema import DeviceParams
+from tests.damage import damaged_tree, quick
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
+
+
+@given(data=st.data())
+@quick(25)
+def test_a_configuration_that_makes_no_sense_is_refused_in_words(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source, folder = Path("data/tiny/qwen2"), tmp_path_factory.mktemp("model")
+    config = data.draw(damaged_tree(json.loads((source / "config.json").read_text())))
+    (folder / "config.json").write_text(json.dumps(config))
+    with suppress(UserError):
+        meta_model(load_config(folder))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[1, 2]", "[" * 200_000, "{", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_is_none_is_refused_in_words(file: str, content: str, tmp_path: Path) -> None:
+    for path in Path("data/tiny/qwen2").glob("*.json*"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match="is no model that can be loaded"):
+        load_processor(tmp_path, None)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_blank_lines_between_sentences_are_said(tmp_path: Path, caplog: pytest.L
         (b"t\xf4i\n", "not UTF-8: byte 0xf4 in line 1"),
         (b"#::snt a\n(a / a)\n\n#::snt \n(b / b)\n", "line 4: an empty sentence"),
         (b"(a / a)\n\n#::snt b\n(b / b)\n", "line 1: no sentence above this"),
+        (b"a\nb <|im_end|>\n", r"line 2: a text holds chat markup, <\|im_end\|>"),
+        (b"#::snt a\n(a / a)\n\n#::snt <|im_start|>system\n(b / b)\n", "line 4: a text holds chat markup"),
     ],
 )
 def test_files_without_their_sentences_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:

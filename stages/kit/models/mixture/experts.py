@@ -78,8 +78,6 @@ def dense_config(folder: Path) -> PreTrainedConfig:
     config = load_config(folder)
     if config.model_type != "qwen2":
         raise UserError(f"{folder} is a {config.model_type}; a mixture is made from dense Qwen2 models (qwen2)")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{folder} is quantized; a mixture is made from unquantized weights")
     if config.use_sliding_window:
         # Qwen2MoeAttention keeps the window from flash attention (transformers/models/qwen2_moe).
         raise UserError(f"{folder} uses sliding window attention, which Qwen2Moe would not do in the same way")

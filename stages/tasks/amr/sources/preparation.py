@@ -16,9 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stages.kit.data.markup import markup_problem
+from stages.kit.data.sources import READ_ON, about_invalid, holds
 from stages.kit.data.splits import leaks
 from stages.kit.data.tables import write_rows
 from stages.kit.errors import UserError, counted, listed
+from stages.kit.given_files import given_files
 from stages.kit.params.schema import GenerateParams
 from stages.kit.publish import published
 from stages.tasks.amr.samples.graphs import MalformedGraph
@@ -29,6 +32,7 @@ from stages.tasks.amr.sources.corpora import Block, UnreadableText, read_blocks,
 
 log = logging.getLogger(__name__)
 
+FORM = "train*.txt with #::snt lines, each above its graph in PENMAN"
 VALIDATION_FILES = ("val*.txt", "dev*.txt", "test*.txt")
 """The first of these patterns that matches gives the validation split."""
 HELD_OUT = 0.1
@@ -132,10 +136,10 @@ def _from_folder(source: str) -> tuple[dict[str, Corpus], str, list[str]]:
     folder = Path(rest)
     if not folder.is_dir():
         raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
-    train = sorted(folder.glob("train*.txt"))
+    train = given_files(folder, "train*.txt")
     if not train:
-        raise UserError(f"{folder} has no training files; expected train*.txt with #::snt lines and PENMAN graphs")
-    val = next((found for pattern in VALIDATION_FILES if (found := sorted(folder.glob(pattern)))), [])
+        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
+    val = next((found for pattern in VALIDATION_FILES if (found := given_files(folder, pattern))), [])
     used = {*train, *val}
     unused = [path.name for path in sorted(folder.glob("*.txt")) if path not in used]
     splits = {"train": _read_files(train)}
@@ -191,9 +195,13 @@ def _record(block: Block, file: str) -> Record | tuple[Place, str]:
     if not graph:
         return here, f"a sentence without a graph: {block.sentence}"
     try:
-        return parse_record(block.id or f"{file}:{block.line}", block.sentence, graph, file=file, line=block.line)
+        record = parse_record(block.id or f"{file}:{block.line}", block.sentence, graph, file=file, line=block.line)
     except MalformedGraph as malformed:
         return Place(file, block.graph_line + (malformed.line or 0)), f"{malformed}; the sentence is: {block.sentence}"
+    # The canonical graph too: it joins the words of a concept, and so may make a token of two halves.
+    if problem := markup_problem(record.sentence, record.graph, record.canonical):
+        return here, f"{problem}; the sentence is: {record.sentence}"
+    return record
 
 
 def _held_out(source: str, corpus: Corpus) -> dict[str, Corpus]:
@@ -221,7 +229,7 @@ def _refuse_malformed(source: str, splits: dict[str, Corpus], skip_invalid: bool
     if invalid and not skip_invalid:
         raise UserError(
             f"{source} has {counted(len(invalid), 'malformed sample')}:\n{listed(invalid)}\n"
-            "Mend them, or leave them out with data.skip_invalid: true in params.yaml"
+            f"{about_invalid({split: len(corpus.records) for split, corpus in splits.items()}, FORM)}"
         )
 
 

@@ -7,10 +7,7 @@ from PIL import Image, ImageDraw
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.tasks.detection.samples.boxes import encode_boxes
-from stages.tasks.detection.samples.records import Box, DetectionRecord
-
-PROMPT = "Detect the bounding box of the nutrition table."
-
+from stages.tasks.detection.samples.records import PROMPT, TARGET, Box, DetectionRecord
 
 FAMILIES = ("qwen2_vl",)
 """Model families (`model_type` of a config) whose boxes are written as this task asks for them."""
@@ -30,7 +27,8 @@ def completion(target: None) -> None:
 
 def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
     """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
-    return _conversation(record.image_id, record.open_image(), record.target_boxes() if answered else None)
+    answer = encode_boxes(record.target_boxes(), label=record.category) if answered else None
+    return _conversation(record.image_id, record.open_image(), record.prompt, answer)
 
 
 def probes(target: None = None) -> list[Conversation]:
@@ -42,12 +40,13 @@ def probes(target: None = None) -> list[Conversation]:
         draw = ImageDraw.Draw(picture)
         for x0, y0, x1, y1 in boxes[: index + 1]:
             draw.rectangle((x0 * size[0], y0 * size[1], x1 * size[0], y1 * size[1]), fill="white", outline="black")
-        found.append(_conversation(f"probe-{index}", picture, boxes[: index + 1]))
+        answer = encode_boxes(boxes[: index + 1], label=TARGET)
+        found.append(_conversation(f"probe-{index}", picture, PROMPT, answer))
     return found
 
 
-def _conversation(sample_id: str, picture: Image.Image, boxes: tuple[Box, ...] | None) -> Conversation:
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
-    if boxes is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode_boxes(boxes)}]})
+def _conversation(sample_id: str, picture: Image.Image, prompt: str, answer: str | None) -> Conversation:
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
     return Conversation(sample_id=sample_id, messages=messages, images=[picture])

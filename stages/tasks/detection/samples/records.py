@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from stages.kit.data.pictures import DECODING_ERRORS
+from stages.kit.data.pictures import DECODING_ERRORS, open_picture
 from stages.kit.data.tables import PreparedRow, read_prepared
 from stages.kit.documents import cut, shown
 
@@ -28,7 +28,12 @@ Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
 
 TARGET = "nutrition-table"
-"""What is asked for. Categories that start with it (nutrition-table-small, ...) count as it."""
+"""What is asked for where a dataset names no `category`. Categories that start with it (nutrition-table-small, ...)
+count as it."""
+PROMPT = "Detect the bounding box of the nutrition table."
+"""How it is asked for where a dataset names no `prompt`."""
+MAX_IMAGE_PIXELS = 64_000_000
+"""Of a picture where a dataset names no `max_image_pixels`: more than most cameras make, and 0.6 GB to look at."""
 
 COLUMNS = ("image_id", "image", "objects")
 REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
@@ -43,6 +48,8 @@ SCHEMA = pa.schema(
         ("boxes", pa.list_(pa.list_(pa.float64()))),
         ("categories", pa.list_(pa.string())),
         ("sha256", pa.string()),
+        ("category", pa.string()),
+        ("prompt", pa.string()),
     ]
 )
 """Of a prepared split."""
@@ -68,12 +75,16 @@ class DetectionRecord:
     """One for each box."""
     sha256: str = ""
     """Of the upright image's pixels."""
+    category: str = TARGET
+    """What is asked for; categories that start with it count as it."""
+    prompt: str = PROMPT
+    """How it is asked for."""
     place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def open_image(self) -> Image.Image:
         """The decoded picture, RGB. Raises UserError where prepared data are damaged."""
         try:
-            with Image.open(io.BytesIO(self.image)) as image:
+            with open_picture(self.image) as image:
                 return image.convert("RGB")
         except DECODING_ERRORS as error:
             if self.place is None:
@@ -81,13 +92,15 @@ class DetectionRecord:
             raise self.place.damaged(f"unreadable image: {error}") from None
 
     def first_annotated(self) -> Box:
-        """The nutrition table that the dataset names first."""
-        return next(box for box, name in zip(self.boxes, self.categories, strict=True) if name.startswith(TARGET))
+        """The box of the category that the dataset names first."""
+        return next(iter(self._wanted()))
 
     def target_boxes(self) -> tuple[Box, ...]:
-        """The nutrition tables, at least one, in reading order, as they are to be answered."""
-        wanted = [b for b, category in zip(self.boxes, self.categories, strict=True) if category.startswith(TARGET)]
-        return reading_order(wanted)
+        """The boxes of the category, at least one, in reading order, as they are to be answered."""
+        return reading_order(self._wanted())
+
+    def _wanted(self) -> list[Box]:
+        return [box for box, name in zip(self.boxes, self.categories, strict=True) if name.startswith(self.category)]
 
 
 def reading_order(boxes: Sequence[Box]) -> tuple[Box, ...]:
@@ -95,9 +108,16 @@ def reading_order(boxes: Sequence[Box]) -> tuple[Box, ...]:
     return tuple(sorted(boxes, key=lambda box: (box[1], box[0], box[3], box[2])))
 
 
-def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
+def parse_row(
+    row: Mapping[str, Any],
+    *,
+    category: str = TARGET,
+    prompt: str = PROMPT,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+) -> DetectionRecord | list[str]:
     """Check one raw row.
 
+    category, prompt: what is asked for, and how. max_image_pixels: of a picture that is decoded.
     Returns the record, or every problem that keeps the row from being one, in words.
     """
     problems = [f"column {name} is missing" for name in COLUMNS if name not in row]
@@ -105,16 +125,18 @@ def parse_row(row: Mapping[str, Any]) -> DetectionRecord | list[str]:
         return problems
     if not isinstance(row["image_id"], str) or not row["image_id"]:
         problems.append(f"image_id is {shown(row['image_id'])}, expected a non-empty string")
-    boxes, categories, object_problems = _parse_objects(row["objects"])
+    boxes, categories, object_problems = _parse_objects(row["objects"], category)
     problems += object_problems
     encoded = row["image"].get("bytes") if isinstance(row["image"], Mapping) else None
     if not isinstance(encoded, bytes) or not encoded:
         return [*problems, "no image: there are no bytes in column image"]
     try:
-        image, (width, height), sha256 = _upright(encoded)
+        image, (width, height), sha256 = _upright(encoded, max_image_pixels)
     except DECODING_ERRORS as error:
         return [*problems, f"unreadable image: {error}"]
-    return problems or DetectionRecord(row["image_id"], image, width, height, boxes, categories, sha256)
+    return problems or DetectionRecord(
+        row["image_id"], image, width, height, boxes, categories, sha256, category=category, prompt=prompt
+    )
 
 
 def to_row(record: DetectionRecord) -> dict[str, Any]:
@@ -141,15 +163,15 @@ def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
             raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
     if len(boxes) != len(categories):
         raise ValueError(f"{len(boxes)} boxes, but {len(categories)} categories")
-    if not any(category.startswith(TARGET) for category in categories):
-        raise ValueError(f"no box of a {TARGET}")
-    with Image.open(io.BytesIO(row["image"])) as image:  # its beginning; the rest is read where it is needed
+    if not any(category.startswith(row["category"]) for category in categories):
+        raise ValueError(f"no box of a {row['category']}")
+    with open_picture(row["image"]) as image:  # its beginning; the rest is read where it is needed
         if image.size != (row["width"], row["height"]):
             raise ValueError(f"the image is {image.size}, expected {(row['width'], row['height'])}")
     return DetectionRecord(**{**row, "boxes": boxes, "categories": categories}, place=place)
 
 
-def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
+def _parse_objects(objects: Any, wanted: str) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
     if not isinstance(objects, Mapping):
         return (), (), [f"objects is {shown(objects)}, expected bbox and category_name"]
     missing = [f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None]
@@ -170,8 +192,8 @@ def _parse_objects(objects: Any) -> tuple[tuple[Box, ...], tuple[str, ...], list
         else:
             y0, x0, y1, x1 = (min(max(float(value), 0.0), 1.0) for value in bbox)
             boxes.append((x0, y0, x1, y1))
-    if not problems and not any(name.startswith(TARGET) for name in names):
-        problems.append(f"no box of a category that starts with {TARGET}; found {cut(', '.join(sorted(set(names))))}")
+    if not problems and not any(name.startswith(wanted) for name in names):
+        problems.append(f"no box of a category that starts with {wanted}; found {cut(', '.join(sorted(set(names))))}")
     return tuple(boxes), tuple(names), problems
 
 
@@ -196,17 +218,20 @@ def _box_problem(bbox: Any) -> str | None:
     return None
 
 
-def _upright(encoded: bytes) -> tuple[bytes, tuple[int, int], str]:
+def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, tuple[int, int], str]:
     """Decode an image in full and undo its EXIF orientation.
 
     Returns (encoded bytes, (width, height), digest of the pixels). The bytes stay as they are unless the
     image has to be turned; then they are a JPEG of quality 95 without chroma subsampling, so that boxes on
     fine lines survive.
-    Raises one of DECODING_ERRORS where it is no image, or not a whole one.
+    Raises one of DECODING_ERRORS where it is no image, or not a whole one, or has too many pixels to decode it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain
-        with Image.open(io.BytesIO(encoded)) as opened:
+        with open_picture(encoded) as opened:
+            if math.prod(opened.size) > max_pixels:
+                width, height = opened.size
+                raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
             if opened.getexif().get(_ORIENTATION) not in _TURNED:
                 return encoded, opened.size, _digest(opened)
             turned = ImageOps.exif_transpose(opened).convert("RGB")

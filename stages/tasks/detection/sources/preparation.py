@@ -10,28 +10,36 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from tqdm import tqdm
 
+from stages.kit.data.markup import markup_problem
+from stages.kit.data.sources import about_invalid, split_files
 from stages.kit.data.splits import leaks
-from stages.kit.data.tables import RowAt, count_rows, missing_columns, read_rows, split_files, write_rows
+from stages.kit.data.tables import RowAt, count_rows, missing_columns, read_rows, write_rows
 from stages.kit.errors import UserError, counted, listed
 from stages.kit.hub import fetch_snapshot
 from stages.kit.params.schema import GenerateParams
 from stages.kit.publish import published
 from stages.tasks.detection.samples.records import (
     COLUMNS,
+    MAX_IMAGE_PIXELS,
+    PROMPT,
     REQUIRED,
     SCHEMA,
+    TARGET,
     DetectionRecord,
     parse_row,
     to_row,
 )
 from stages.tasks.detection.sources.scenes import Split, generate_rows
+
+FORM = f"parquet files with the columns {', '.join(REQUIRED)}"
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -53,24 +61,36 @@ class SplitReport:
 
 
 def prepare(
-    source: str, *, out_dir: Path, skip_invalid: bool = False, generate: GenerateParams | None = None
+    source: str,
+    *,
+    out_dir: Path,
+    skip_invalid: bool = False,
+    generate: GenerateParams | None = None,
+    category: str = TARGET,
+    prompt: str = PROMPT,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
 
     source: `generated` (sizes and seed in `generate`), `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
     skip_invalid: leave invalid rows out, counted and listed in stats.json, instead of refusing them.
+    category: of the boxes that are asked for, and prompt: how; both are kept with each record.
+    max_image_pixels: a row with a larger picture is invalid.
     Returns what stats.json holds: `source` and `revision` as resolved, and by split `records`, `boxes`,
     `boxes_per_image`, `categories`, `largest_image` [width, height], `digest` of its content, `invalid_rows`
     and `invalid`, every problem with its place.
     Raises UserError where rows are invalid, a split is empty, or an image is in both splits.
     """
+    if problem := markup_problem(category, prompt):
+        raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
     folder, resolved, revision = _locate(source)
+    parse = partial(parse_row, category=category, prompt=prompt, max_image_pixels=max_image_pixels)
     with published(out_dir) as aside:
         reports: dict[str, SplitReport] = {}
         for split in SPLITS:
             report = reports[split] = SplitReport()
             rows = _generated_rows(split, generate) if folder is None else _folder_rows(folder, split, report)
-            records = _valid_records(rows, report)
+            records = _valid_records(rows, report, parse)
             write_rows((to_row(record) for record in records), aside / f"{split}.parquet", SCHEMA)
         _refuse_faults(source, reports, skip_invalid)
         stats = {
@@ -108,7 +128,7 @@ def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[t
 
 def _folder_rows(folder: Path, split: Split, report: SplitReport) -> Iterator[tuple[RowAt, dict[str, Any]]]:
     """The rows of the split's files; a file that lacks a column is reported in full and gives none."""
-    for path in split_files(folder, split):
+    for path in split_files(folder, split, form=FORM):
         name = path.relative_to(folder).as_posix()
         count = count_rows(path)
         if missing := missing_columns(path, REQUIRED):
@@ -124,10 +144,14 @@ def _progress(rows: Iterator[dict[str, Any]], name: str, count: int) -> Iterator
     yield from tqdm(rows, desc=name, total=count, unit=" rows", leave=False, disable=None)
 
 
-def _valid_records(rows: Iterator[tuple[RowAt, dict[str, Any]]], report: SplitReport) -> Iterator[DetectionRecord]:
+def _valid_records(
+    rows: Iterator[tuple[RowAt, dict[str, Any]]],
+    report: SplitReport,
+    parse: Callable[[dict[str, Any]], DetectionRecord | list[str]],
+) -> Iterator[DetectionRecord]:
     """The rows that are valid, as records; what is seen on the way goes to the report."""
     for place, row in rows:
-        record = parse_row(row)
+        record = parse(row)
         if isinstance(record, list):
             report.invalid += [(place, problem) for problem in record]
             report.invalid_rows += 1
@@ -152,7 +176,7 @@ def _refuse_faults(source: str, reports: dict[str, SplitReport], skip_invalid: b
         count = sum(report.invalid_rows for report in reports.values())
         raise UserError(
             f"{source} has {counted(count, 'invalid row')} (rows count from 0):\n{listed(invalid)}\n"
-            "Mend them, or leave them out with data.skip_invalid: true in params.yaml"
+            f"{about_invalid({split: len(report.places) for split, report in reports.items()}, FORM)}"
         )
     for split, report in reports.items():
         if not report.places:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stages.kit.data.markup import markup_problem
 from stages.kit.documents import SURROGATE, dotted, shown
 from stages.kit.errors import UserError
 from stages.tasks.moe.samples.records import Domain, Record
@@ -25,8 +26,6 @@ MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
 LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
 SUFFIXES = (".csv", ".jsonl")
-
-_MARKUP = ("<|im_start|>", "<|im_end|>")
 
 
 class Place(NamedTuple):
@@ -125,10 +124,9 @@ class _Sample:
             "no best answer": not self.best,
             "no incorrect answer": self.domain == "truthfulqa" and not self.incorrect,
             "the best answer is among the incorrect ones": self.best in self.incorrect,
-            "a text holds chat markup such as <|im_end|>": any(mark in text for text in texts for mark in _MARKUP),
             "a text holds half of a surrogate pair": any(SURROGATE.search(text) for text in texts),
         }
-        return next((problem for problem, found in checks.items() if found), None)
+        return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
 
     def record(self, sample_id: str, file: str, line: int) -> Record:
         correct = self.correct if self.best in self.correct else (self.best, *self.correct)

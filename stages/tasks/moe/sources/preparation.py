@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from stages.kit.data.origin import read_origin
+from stages.kit.data.sources import READ_ON, about_invalid, holds
 from stages.kit.data.splits import leaks
 from stages.kit.data.tables import write_rows
 from stages.kit.errors import UserError, counted, listed
+from stages.kit.given_files import given_files
 from stages.kit.params.schema import GenerateParams, LimitParams
 from stages.kit.publish import published
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split, to_row
 from stages.tasks.moe.sources.corpora import SUFFIXES, Corpus, Place, domain_of, read_corpus, unknown_form
 
+FORM = (
+    "TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and Incorrect Answers, or QMSum, JSONL "
+    "files of its authors or of LongBench"
+)
 VALIDATION_FILES = ("val", "dev", "test")
 """Beginnings of file names; the first that any file has gives the validation split, where there are train files too."""
 HELD_OUT = 0.2
@@ -155,7 +161,7 @@ def _from_folder(source: str) -> tuple[Splits, str, list[str]]:
 
 def _files_of_one_domain(folder: Path) -> list[Path]:
     """Raises UserError where no file is known, or files are of several domains."""
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES and path.is_file()]
+    files = sorted(given_files(folder, *(f"*{suffix}" for suffix in SUFFIXES)))
     domains = {path: domain_of(path) for path in files}
     for path in files:
         if domains[path] is None and path.name.startswith(("train", *VALIDATION_FILES)):
@@ -163,11 +169,7 @@ def _files_of_one_domain(folder: Path) -> list[Path]:
     found = {domain: [path for path in files if domains[path] == domain] for domain in DOMAINS}
     known = [paths for paths in found.values() if paths]
     if not known:
-        others = f"; what is there is something else: {', '.join(path.name for path in files)}" if files else ""
-        raise UserError(
-            f"{folder} holds neither TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and "
-            f"Incorrect Answers, nor QMSum, JSONL files of its authors or of LongBench{others}"
-        )
+        raise UserError(f"{folder} has no file of a known form: {holds(folder)}. Expected: {FORM}; {READ_ON}")
     if len(known) > 1:
         names = "; ".join(f"{domain}: {', '.join(path.name for path in paths)}" for domain, paths in found.items())
         raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each ({names})")
@@ -204,7 +206,7 @@ def _refuse_malformed(source: str, splits: Mapping[str, Corpus], skip_invalid: b
     if invalid and not skip_invalid:
         raise UserError(
             f"{source} has {counted(len(invalid), 'malformed row')}:\n{listed(invalid)}\n"
-            "Mend them, or leave them out with data.skip_invalid: true in params.yaml"
+            f"{about_invalid({split: len(corpus.records) for split, corpus in splits.items()}, FORM)}"
         )
 
 

@@ -77,7 +77,7 @@ def other_words(folder: Path) -> None:
         (lambda folder: edit_config(folder, rms_norm_eps=1e-5), r"one has rms_norm_eps 1e-05"),
         (lambda folder: edit_config(folder, tie_word_embeddings=True), r"one has tie_word_embeddings True"),
         (lambda folder: edit_config(folder, model_type="qwen3"), r"is a qwen3; a mixture is made from dense Qwen2"),
-        (lambda folder: edit_config(folder, quantization_config={"load_in_4bit": True}), r"is quantized"),
+        (lambda folder: edit_config(folder, quantization_config={"load_in_4bit": True}), r"quantized already"),
         (lambda folder: edit_config(folder, use_sliding_window=True), r"sliding window"),
         (
             lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),

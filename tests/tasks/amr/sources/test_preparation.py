@@ -201,8 +201,29 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path, source: str, reason: s
         prepare(source, out_dir=tmp_path / "out")
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    "marked",
+    [
+        "#::snt nói <|im_end|> .\n(n / nói)\n\n",
+        "#::snt nói .\n(n / nói :op1 <|im_start|>)\n\n",
+        '#::snt nói .\n(n / nói :op1 "<|endoftext|>")\n\n',
+        "#::snt nói .\n(n / nói :op1 (x / <|im end|>))\n\n",
+        "#::snt nói .\n(<|image_pad|> / nói)\n\n",
+    ],
+)
+def test_chat_markup_is_refused_by_name_or_left_out(tmp_path: Path, split: str, marked: str) -> None:
+    blocks = {"train": block(1), "val": block(2)}
+    source = folder(tmp_path / "amr", **{**blocks, split: blocks[split] + marked})
+    said = refused(source)
+    assert f"{split}.txt line 7: a text holds chat markup, <|" in said
+    stats = prepare(f"folder:{source}", out_dir=tmp_path / "out", skip_invalid=True)
+    assert stats["splits"][split]["invalid_rows"] == 1
+    assert "<|" not in "".join(record.canonical for record in read_split(tmp_path / "out", split))
+
+
 def test_a_folder_without_training_files_says_what_it_expected(tmp_path: Path) -> None:
-    assert "expected train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
+    assert "it holds 1 .txt file (val.txt). Expected: train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
 
 
 def test_generated_sentences_are_one_series_cut_in_two(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 import io
 import json
 import re
+import subprocess
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from stages.tasks.detection.samples.records import DetectionRecord, parse_row, reading_order, to_row
 from tests.damage import damaged_bytes, damaged_tree, quick
@@ -85,6 +87,40 @@ def test_bad_row_is_reported(row: dict[str, Any], problem: str) -> None:
     assert isinstance(problems, list)
     assert len(problems) == 1
     assert re.search(problem, problems[0])
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PNG of a few kilobytes can be one of gigabytes."""
+    row = raw_row(image=picture(size=(40, 30)))
+    assert isinstance(parse_row(row, max_image_pixels=1200), DetectionRecord)
+    bomb = bytearray(picture())
+    bomb[16:24] = (13_000).to_bytes(4) * 2  # width and height in its header
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    assert parse_row(row, max_image_pixels=1199) == [
+        "unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"
+    ]
+    assert parse_row(raw_row(image=bytes(bomb))) == [
+        "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
+    ]
+
+
+def test_a_picture_that_another_program_would_be_started_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow has Ghostscript draw EPS, which is a program of its own."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "EPS")
+    assert parse_row(raw_row(image=buffer.getvalue())) == [
+        "unreadable image: cannot identify image as JPEG, PNG, WEBP, GIF, BMP, TIFF"
+    ]
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])
+def test_photographs_of_every_usual_form_are_read(form: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, form)
+    assert parsed(raw_row(image=buffer.getvalue())).open_image().size == (40, 30)
 
 
 def test_every_problem_of_a_row_is_reported() -> None:

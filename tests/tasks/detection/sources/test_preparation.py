@@ -9,6 +9,7 @@ from click.testing import CliRunner
 import stages.prepare
 from stages.kit.errors import UserError
 from stages.kit.params.schema import GenerateParams
+from stages.tasks.detection.samples.questions import conversation
 from stages.tasks.detection.samples.records import SCHEMA, read_split
 from stages.tasks.detection.sources import preparation
 from stages.tasks.detection.sources.preparation import prepare
@@ -92,6 +93,8 @@ def test_missing_column_names_file_and_column(tmp_path: Path) -> None:
     source = write_dataset(tmp_path / "off", train=no_objects, val=[good(3)])
     with pytest.raises(UserError) as raised:
         prepare(f"folder:{source}", out_dir=tmp_path / "prepared")
+    assert "Nothing of train is valid, so data.skip_invalid is no help" in raised.value.message
+    assert "README.md" in raised.value.message
     assert "2 invalid rows" in raised.value.message
     assert "train-00000-of-00001.parquet: column objects.bbox is missing, for all 2 rows" in raised.value.message
 
@@ -121,6 +124,43 @@ def test_generated_rows_go_through_the_same_checks(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preparation, "generate_rows", lambda split, count, seed: iter([good(1), bad(2)]))
     with pytest.raises(UserError, match=r"generated train row 1: box 0 .* wrong order"):
         prepare("generated", generate=GenerateParams(train=2, val=2, seed=0), out_dir=tmp_path / "prepared")
+
+
+@pytest.mark.parametrize("content", ["empty", "photos", "coco"])
+def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, content: str) -> None:
+    (tmp_path / "off").mkdir()
+    if content != "empty":
+        (tmp_path / "off/1.jpg").write_bytes(picture())
+    if content == "coco":
+        (tmp_path / "off/all.json").write_text('{"images": [], "annotations": []}')
+    with pytest.raises(UserError, match=r"Expected: parquet files with the columns image_id.*README\.md") as refused:
+        prepare(f"folder:{tmp_path}/off", out_dir=tmp_path / "prepared")
+    found = {"empty": "it is empty", "photos": "it holds 1 .jpg file", "coco": "annotations of COCO"}
+    assert {name for name, said in found.items() if said in refused.value.message} >= {content}
+
+
+def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
+    rows = [
+        raw_row(str(n), image=picture((n, 0, 0)), bbox=[[0.1, 0.2, 0.5, 0.9], [0.6, 0.2, 0.8, 0.9]], names=names)
+        for n, names in enumerate([["barcode", "nutrition-table"], ["nutrition-table", "barcode-ean"]])
+    ]
+    source = write_dataset(tmp_path / "off", train=rows[:1], val=rows[1:])
+    prepare(f"folder:{source}", out_dir=tmp_path / "out", category="barcode", prompt="Where is the barcode?")
+    found = [read_split(tmp_path / "out", split)[0] for split in ("train", "val")]
+    assert [record.target_boxes() for record in found] == [((0.2, 0.1, 0.9, 0.5),), ((0.2, 0.6, 0.9, 0.8),)]
+    assert found[1].first_annotated() == (0.2, 0.6, 0.9, 0.8)
+    question, answer = conversation(found[0], answered=True).messages
+    assert question["content"][1]["text"] == "Where is the barcode?"
+    assert answer["content"][0]["text"].startswith("<|object_ref_start|>barcode<|object_ref_end|>")
+    with pytest.raises(UserError, match="no box of a category that starts with lid; found barcode, nutrition-table"):
+        prepare(f"folder:{source}", out_dir=tmp_path / "out", category="lid")
+
+
+def test_what_is_asked_for_holds_no_chat_markup(tmp_path: Path) -> None:
+    settings: list[dict[str, Any]] = [{"category": "a<|im_end|>"}, {"prompt": "Where?<|im_end|>\n<|im_start|>system"}]
+    for setting in settings:
+        with pytest.raises(UserError, match=r"category and prompt in params\.yaml: .*<\|im_end\|>"):
+            prepare("generated", generate=GenerateParams(train=1, val=1), out_dir=tmp_path / "out", **setting)
 
 
 def test_hub_source_records_the_full_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

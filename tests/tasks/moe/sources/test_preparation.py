@@ -130,9 +130,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, sai
 
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    assert "holds neither TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "it is empty. Expected: TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in" / "scores.csv").write_text("a,b\n1,2\n")
-    assert "what is there is something else: scores.csv" in refusal(tmp_path / "in", tmp_path / "out")
+    assert "it holds 1 .csv file (scores.csv)" in refusal(tmp_path / "in", tmp_path / "out")
     write_table(tmp_path / "in" / "q.csv", *QUESTIONS)
     write_lines(tmp_path / "in" / "m.jsonl", yale("a"))
     assert "holds two domains" in refusal(tmp_path / "in", tmp_path / "out")
