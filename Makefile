@@ -83,8 +83,8 @@ verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it agai
 	@$(python) -m stages.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
 
 .PHONY: experiments
-experiments: ## Show the experiments beside each other: what changed, and each recipe's result
-	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
+experiments: ## Show the experiments: what each changed, and what came of it
+	@$(python) -m stages.experiments
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
