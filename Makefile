@@ -63,8 +63,8 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
-	@$(offline) $(python) -m dvc repro compare@$(TASK)
-	@cat data/report/$(TASK)/table.txt
+	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
+		$(python) -m stages.report $(TASK) --table --printed-since $$began
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
@@ -83,12 +83,12 @@ verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it agai
 	@$(python) -m stages.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
 
 .PHONY: experiments
-experiments: ## Show the experiments beside each other: what changed, and each recipe's result
-	@$(python) -m dvc exp show --only-changed --drop '^(data|stages)/.*|.*_(low|high)$$'
+experiments: ## Show the experiments: what each changed, and what came of it
+	@$(python) -m stages.experiments
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
-	@$(python) -m webbrowser "file://$(CURDIR)/data/report/$(TASK)/index.html"
+	@$(python) -m stages.report $(TASK)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile
@@ -143,7 +143,7 @@ lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package i
 
 .PHONY: clean
 clean: ## Remove results and tool caches; .venv and DVC's cache stay
-	rm -rf data/.outputs data/bases data/builds data/prepared data/runs data/predictions data/provenance data/report
+	rm -rf data/.outputs data/checked.txt data/bases data/builds data/prepared data/runs data/predictions data/provenance data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -101,9 +101,9 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
-    """It is on the way of every stage: what reads and checks params.yaml, and nothing like numpy."""
+    """It is on the way of every stage: what checks params.yaml, looks at dvc's process, and nothing like numpy."""
     code = "import sys, stages.kit.containers.launch; print(*{name.partition('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}
-    assert installed <= {"click", "stages", *reads_params}
+    assert installed <= {"click", "psutil", "stages", *reads_params}

@@ -1,6 +1,7 @@
 """dvc.yaml as a whole: what each stage depends on, and that every profile has what the stages ask for."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import networkx as nx
 import pyarrow as pa
 import pytest
 from dvc.dependency.param import ParamsDependency
+from dvc.output import OutputIsIgnoredError
 from dvc.repo import Repo
 from ruamel.yaml import YAML
 
@@ -57,10 +59,11 @@ def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
         inside = (Path(part.def_path) for part in parts if not isinstance(part, ParamsDependency))
         return {str(path) for path in inside}
 
-    read_by_dvc = {stage.name: (stage.cmd, paths(stage.deps), paths(stage.outs)) for stage in dvc_repo.index.stages}
-    assert read_by_dvc == {
-        stage.name: (f"exec {stage.command}", set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()
-    }
+    read_by_dvc = {stage.name: (paths(stage.deps), paths(stage.outs)) for stage in dvc_repo.index.stages}
+    assert read_by_dvc == {stage.name: (set(stage.deps), set(stage.outs)) for stage in PIPELINE.values()}
+    for stage in dvc_repo.index.stages:
+        name = stage.name.partition("@")[2]
+        assert f"{stage.cmd} {name}".strip() == f"exec {PIPELINE[stage.name].command}"
 
 
 def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(dvc_repo: Repo) -> None:
@@ -158,14 +161,56 @@ def test_every_profile_has_the_parameters_that_the_stages_read(name: str, profil
 
 @pytest.mark.parametrize("name", PIPELINE)
 def test_every_command_is_one_call_of_the_launcher(name: str) -> None:
-    assert re.fullmatch(r"docker/run [a-z]+ [A-Za-z0-9_-]+", PIPELINE[name].command)
+    assert re.fullmatch(r"docker/run ([a-z]+ [A-Za-z0-9_-]+|check)", PIPELINE[name].command)
 
 
-def test_no_shell_stays_between_dvc_and_the_launcher() -> None:
-    """It would outlive a killed dvc, and the stage with it."""
+def test_no_shell_stays_between_dvc_and_the_launcher_and_none_reads_a_name() -> None:
+    """It would outlive a killed dvc, and the stage with it; and run what a name of params.yaml has in it."""
     commands = re.findall(r"^ *cmd: (.*)", (ROOT / "dvc.yaml").read_text(), re.MULTILINE)
     assert commands
-    assert all(command.startswith("exec docker/run ") for command in commands)
+    assert [command for command in commands if not re.fullmatch("exec docker/run [a-z]+", command)] == []
+
+
+def test_all_that_is_named_in_params_yaml_waits_until_that_is_checked(dvc_repo: Repo) -> None:
+    """DVC removes a stage's outputs before it runs it, wherever a name leads."""
+    entries = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
+    named = {kind for kind, entry in entries.items() if str(entry.get("foreach", "")).startswith("${")}
+    assert len(named) == 7
+    stages = {stage.name: stage for stage in dvc_repo.index.stages}
+    waiting = {stage.name for stage in nx.ancestors(dvc_repo.index.graph, stages["check"])}
+    assert {name for name in stages if name.partition("@")[0] in named} <= waiting
+
+
+HOSTILE = [
+    ("recipes", "../../tests"),
+    ("recipes", "../visempar"),
+    ("baselines", "../../../tests"),
+    ("builds", "../../tests"),
+    ("builds", "../visempar"),
+    ("predictions", "../../README"),
+]
+
+
+@pytest.mark.parametrize(("group", "name"), HOSTILE)
+def test_dvc_itself_refuses_a_name_that_leads_an_output_elsewhere_in_the_checkout(
+    group: str, name: str, tmp_path: Path
+) -> None:
+    """Before it runs or removes anything: `dvc checkout`, which `dvc exp run` begins with, removes too."""
+    params = YAML(typ="safe").load(ROOT / "params.yaml")
+    params[group][name] = next(iter(params[group].values()))
+    YAML().dump(params, tmp_path / "params.yaml")
+    Repo.init(str(tmp_path), no_scm=True)
+    for file in ("dvc.yaml", ".dvcignore"):
+        shutil.copy(ROOT / file, tmp_path)
+    repo = Repo(str(tmp_path))
+    with pytest.raises(OutputIsIgnoredError, match=re.escape(name)):
+        assert repo.index.stages
+
+
+def test_every_output_of_the_pipeline_is_where_dvc_may_write() -> None:
+    ignored = Repo(str(ROOT)).dvcignore
+    outs = [ROOT / out for stage in PIPELINE.values() for out in stage.outs]
+    assert [out for out in outs if ignored.check_ignore(str(out)).match] == []
 
 
 def test_a_new_rank_reruns_its_branch_and_the_comparisons_and_nothing_else(dvc_repo: Repo) -> None:
@@ -184,6 +229,12 @@ def test_a_new_rank_reruns_its_branch_and_the_comparisons_and_nothing_else(dvc_r
     # Every comparison reads the recipes of all tasks, for DVC cannot choose among them.
     comparisons = {stage.name for stage in PIPELINE.values() if entry_point(stage) == "stages.compare"}
     assert {stage.name for stage in rerun} == branch | comparisons
+
+
+def test_the_only_metrics_are_those_of_comparisons(dvc_repo: Repo) -> None:
+    """DVC shows every figure of every metrics file side by side, and it names those that one file alone has bare."""
+    metrics = {out.def_path for stage in dvc_repo.index.stages for out in stage.outs if out.metric}
+    assert metrics == {f"data/report/{task}/comparison.json" for task in ("detection", "amr", "moe")}
 
 
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:

@@ -27,6 +27,7 @@ from tests.faults import moment
 
 RECIPE = "r1-llm-only"
 CHAIN = (
+    "check",
     "base@vlm",
     "prepare@nutrition-tables",
     *(f"{kind}@{RECIPE}" for kind in ("plan", "train", "merge", "evaluate")),

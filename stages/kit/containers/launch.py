@@ -1,5 +1,7 @@
-"""Starts one stage in a fresh container or process: what `docker/run STAGE [ARGS]` ends in.
+"""Starts one stage in a fresh container or process: what `docker/run STAGE [NAME]` ends in.
 
+DVC names the stage that it runs in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its commands unquoted, so
+one from a stranger's params.yaml would be run by its shell.
 Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
 of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). A stage that ran out
 of memory is started anew, one rung of its ladder further down; any other failure is final. Imports nothing heavy: it is
@@ -8,7 +10,7 @@ on the way of every stage.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,13 @@ import click
 
 from stages.kit.containers.cache import cache_dir, share_with_cache
 from stages.kit.containers.download_check import command_line_of, refuse_download_without_gpus
+from stages.kit.containers.dvc_command import DvcCommand, caller_pid, params_left, said_path
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
 from stages.kit.containers.outputs import link_aside, run_alone
 from stages.kit.containers.parent_death import end_with_own_parent
-from stages.kit.containers.pipeline import DeclaredStage, Pipeline
+from stages.kit.containers.permissions import writable_by_everybody
+from stages.kit.containers.pipeline import DeclaredStage, Pipeline, item_of
 from stages.kit.containers.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.containers.triton_cache import triton_dir
 from stages.kit.containers.witness import Witness
@@ -43,14 +47,42 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
     end_plainly_on_a_full_disk()
+    if "DVC_STAGE" not in os.environ:
+        sys.exit(launch(stage, args, say_once=say))
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
-    if "DVC_STAGE" in os.environ:
-        end_with_own_parent(int(os.environ.get("BAKEOFF_CALLER") or os.getppid()))
+    end_with_own_parent(caller_pid())
+    command = DvcCommand.of_process(caller_pid())
+
+    def say_once(line: str) -> None:
+        if command is None or command.first_time(line, said_path(repository_dir(os.environ))):
+            say(line)
+
+    try:
+        code = launch(stage, args or item_of(os.environ["DVC_STAGE"]), say_once=say_once)
+    except UserError as error:
+        error.show()
+        code = error.exit_code
+    if code != 0 and command is not None and (back := params_left(command, os.environ, WORKSPACE_DIR)):
+        say(back)
+    sys.exit(code)
+
+
+def launch(stage: str, args: tuple[str, ...], *, say_once: Callable[[str], None]) -> int:
+    """Run a stage to its end and return its exit code. Raises UserError where it cannot be run.
+
+    say_once: says what is the same for all stages of one command.
+    """
+    own_dirs = [WORKSPACE_DIR / name for name in ("", "stages", "docker")]
+    for folder in writable_by_everybody((*own_dirs, repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))):
+        say_once(f"every account of this machine can change what runs here; end that with: chmod o-w '{folder}'")
     params = load_params(WORKSPACE_DIR / "params.yaml")
     device = params.active.device
     engine = choose_engine(
-        os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE, workspace_dir=WORKSPACE_DIR, target=device.kind, say=say
+        os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE,
+        workspace_dir=WORKSPACE_DIR,
+        target=device.kind,
+        say=say_once,
     )
     tracking = params.tracking
     if stage == "train" and engine.sealed and tracking.wandb and tracking.wandb_mode == "online":
@@ -61,7 +93,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     pipeline = Pipeline.of(WORKSPACE_DIR)
     declared = pipeline.that_runs(called(stage, args))
     if declared is not None:
-        refuse_undeclared(declared, stage, args[0], params)
+        refuse_undeclared(declared, stage, args[0] if args else "", params)
     source = source_of(stage, args, params)
     if source and "DVC_STAGE" in os.environ:
         refuse_download_without_gpus(
@@ -104,7 +136,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
         if ended.code == 0 and witness is not None:
             witness.testify(ended, attempt=attempt, gpus=gpus)
-    sys.exit(ended.code)
+    return ended.code
 
 
 def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:

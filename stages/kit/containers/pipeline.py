@@ -21,7 +21,10 @@ class DeclaredStage:
     name: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     command: str
-    """Its call of the launcher, e.g. "docker/run train r1-llm-only"."""
+    """The call of the launcher that runs it, e.g. "docker/run train r1-llm-only".
+
+    dvc.yaml has all of it but the name: no name may reach a shell.
+    """
     params: tuple[str, ...]
     """Dotted paths into params.yaml; `${profile}` is left as it is."""
     deps: tuple[str, ...]
@@ -66,6 +69,12 @@ class Pipeline:
         raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
 
 
+def item_of(addressing: str) -> tuple[str, ...]:
+    """The foreach item of a stage as DVC addresses it: r1 of `train@r1` or `../dvc.yaml:train@r1`, none of `check`."""
+    _, at, item = addressing.rpartition(":")[2].partition("@")
+    return (item,) if at else ()
+
+
 def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
     """Every stage of dvc.yaml, foreach items put in.
 
@@ -107,7 +116,7 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
     outs = [out for group in ("outs", "metrics", "plots") for out in entry.get(group, [])]
     return DeclaredStage(
         name=name,
-        command=entry["cmd"].removeprefix("exec "),
+        command=" ".join((entry["cmd"].removeprefix("exec "), *item_of(name))),
         params=tuple(entry.get("params", [])),
         deps=tuple(entry.get("deps", [])),
         # An output with options is a mapping of one key.

@@ -7,7 +7,7 @@ from pathlib import Path
 from stages.kit.containers.pipeline import Pipeline
 from stages.kit.provenance import Machine
 
-STAGES = ("base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
+STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StageRun:
 
     @property
     def call(self) -> str:
-        """As dvc.yaml has it."""
+        """As a person types it."""
         return called(self.stage, self.args)
 
     @property
@@ -56,7 +56,7 @@ class StageRun:
 
 
 def called(stage: str, args: tuple[str, ...]) -> str:
-    """The launcher's command line for a stage, as dvc.yaml has it."""
+    """The launcher's command line for a stage."""
     return " ".join(("docker/run", stage, *args))
 
 

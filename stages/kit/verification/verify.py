@@ -69,7 +69,7 @@ def verify(
             "output": len(store.outputs) - absent,
             "cached object": len(store.objects),
             "model folder": len(holdings.lineages),
-            "root of them": len(roots),
+            "root model": len(roots),
             "certificate": len(holdings.certificates),
             "record": len(holdings.records),
         },

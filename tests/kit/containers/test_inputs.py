@@ -11,15 +11,15 @@ from tests.kit.containers.small_checkout import small_checkout
 PIPELINE = """
 stages:
   plan@r1-llm-only:
-    cmd: docker/run plan r1-llm-only
+    cmd: docker/run plan
     deps: [data/bases/vlm]
     outs: [data/runs/r1-llm-only/plan.yaml, data/provenance/plan@r1-llm-only.json]
   train@r1-llm-only:
-    cmd: docker/run train r1-llm-only
+    cmd: docker/run train
     deps: [data/runs/r1-llm-only/plan.yaml]
     outs: [data/runs/r1-llm-only/trained, data/provenance/train@r1-llm-only.json]
   compare@detection:
-    cmd: docker/run compare detection
+    cmd: docker/run compare
     deps: [data/runs/r1-llm-only/plan.yaml, data/runs/r1-llm-only/trained]
     outs: [data/report]
 """

@@ -243,7 +243,7 @@ def test_a_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> 
 
 
 def test_a_stage_runs_once_at_a_time_also_as_a_process(start: Start, workspace: Path) -> None:
-    (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train wait, outs: [data/x]}}")
+    (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train, outs: [data/x]}}")
     first = started_and_ready(start, workspace)
     second = start("train", "wait")
     _, errors = second.communicate()

@@ -45,7 +45,7 @@ stages:
   train:
     foreach: ${{recipes}}
     do:
-      cmd: exec docker/run train ${{key}}
+      cmd: exec docker/run train
       params: ["tracking", "profiles.${{profile}}.memory.micro_batch", "profiles.${{profile}}.bases.none"]
       deps: [data/bases/vlm, "data/runs/${{key}}/plan.yaml", docker, stages/train.py]
       outs: ["{RECORD.replace("r1-llm-only", "${key}")}", "data/runs/${{key}}/trained"]

@@ -62,13 +62,13 @@ stages:
   base:
     foreach: [vlm]
     do:
-      cmd: exec docker/run base ${item}
+      cmd: exec docker/run base
       deps: [stages/base.py]
       outs: ["data/provenance/base@${item}.json", "data/bases/${item}"]
   train:
     foreach: ${recipes}
     do:
-      cmd: exec docker/run train ${key}
+      cmd: exec docker/run train
       params: ["recipes.${key}"]
       deps: [data/bases/vlm, "data/runs/${key}/plan.yaml", stages/train.py]
       outs:

@@ -111,7 +111,7 @@ def test_a_healthy_workspace_is_healthy_wherever_it_lies(workspace: Path, linked
         "output": 7,
         "cached object": 15,
         "model folder": 3,
-        "root of them": 1,
+        "root model": 1,
         "certificate": 1,
         "record": 2,
     }
@@ -736,7 +736,7 @@ def test_the_command_ends_with_0_and_a_tally_or_with_1_and_a_list(workspace: Pat
     assert (healthy.returncode, healthy.stderr) == (0, "")
     (line,) = healthy.stdout.splitlines()
     assert line.startswith("all is as recorded. ")
-    assert "7 outputs, 15 cached objects, 3 model folders, 1 root of them, 1 certificate, 2 records" in line
+    assert "7 outputs, 15 cached objects, 3 model folders, 1 root model, 1 certificate, 2 records" in line
     flip(workspace / ADAPTER)
     damaged = command_line(workspace)
     assert damaged.returncode == 1
