@@ -35,7 +35,7 @@ def refuse_download_without_gpus(
     """Raises UserError where the active profile wants GPUs that this machine does not have, whoever uses them now.
 
     source: of the stage that is about to start, e.g. `hub:OWNER/NAME@REVISION`; "" for none.
-    command_line: of the DVC that started it; empty where it cannot be read.
+    command_line: of the DVC that started it.
     in_container: whether stages run in an image, which has its own torch.
     visible: CUDA_VISIBLE_DEVICES.
     """
@@ -75,13 +75,3 @@ def fetch_command(params: Params, pipeline: Pipeline, command_line: Sequence[str
     targets = " ".join(stage.name for stage in pipeline.stages if stage.name in has)
     command = "repro" if "repro" in command_line else f"exp run --temp -S profile={params.profile}"
     return f"dvc {command} {targets}"
-
-
-def command_line_of(pid: int) -> list[str]:
-    """Of a process, word by word; empty where the system does not tell, or where it has ended."""
-    import psutil  # on the way of every stage, and needed for downloads only
-
-    try:
-        return list(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return []

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from stages.kit.containers.cache import cache_dir, share_with_cache
-from stages.kit.containers.download_check import command_line_of, refuse_download_without_gpus
+from stages.kit.containers.download_check import refuse_download_without_gpus
 from stages.kit.containers.dvc_command import DvcCommand, caller_pid, params_left, said_path
 from stages.kit.containers.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.containers.gpus import leased_gpus
@@ -48,7 +48,7 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
     end_plainly_on_a_full_disk()
     if "DVC_STAGE" not in os.environ:
-        sys.exit(launch(stage, args, say_once=say))
+        sys.exit(launch(stage, args, command_line=(), say_once=say))
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     end_with_own_parent(caller_pid())
@@ -59,7 +59,12 @@ def main(stage: str, args: tuple[str, ...]) -> None:
             say(line)
 
     try:
-        code = launch(stage, args or item_of(os.environ["DVC_STAGE"]), say_once=say_once)
+        code = launch(
+            stage,
+            args or item_of(os.environ["DVC_STAGE"]),
+            command_line=command.arguments if command else (),
+            say_once=say_once,
+        )
     except UserError as error:
         error.show()
         code = error.exit_code
@@ -68,9 +73,10 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     sys.exit(code)
 
 
-def launch(stage: str, args: tuple[str, ...], *, say_once: Callable[[str], None]) -> int:
+def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], say_once: Callable[[str], None]) -> int:
     """Run a stage to its end and return its exit code. Raises UserError where it cannot be run.
 
+    command_line: of the DVC that runs the stage; empty without one.
     say_once: says what is the same for all stages of one command.
     """
     own_dirs = [WORKSPACE_DIR / name for name in ("", "stages", "docker")]
@@ -100,7 +106,7 @@ def launch(stage: str, args: tuple[str, ...], *, say_once: Callable[[str], None]
             source,
             params,
             pipeline,
-            command_line=command_line_of(int(os.environ.get("BAKEOFF_CALLER") or os.getppid())),
+            command_line=command_line,
             in_container=engine.image is not None,
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )

@@ -35,7 +35,7 @@ class ThreadIndependentLayerNorm(nn.LayerNorm):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (..., *normalized_shape), as is what it returns."""
-        if rows.is_cuda or not self.elementwise_affine or not self.weight.requires_grad:
+        if rows.is_cuda or not self.elementwise_affine:
             return super().forward(rows)
         normalized = F.layer_norm(rows, self.normalized_shape, eps=self.eps) * self.weight
         bias: torch.Tensor | None = self.bias  # None where it has none, whatever its annotation says

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.containers.download_check import command_line_of, fetches_only, refuse_download_without_gpus
+from stages.kit.containers.download_check import fetches_only, refuse_download_without_gpus
 from stages.kit.containers.gpus import Gpu, GpuState
 from stages.kit.containers.pipeline import Pipeline
 from stages.kit.errors import UserError
@@ -113,13 +113,6 @@ def test_a_torch_for_cpus_is_refused_where_stages_use_it() -> None:
 )
 def test_targets_are_read_from_the_command_line(command: str, only: bool) -> None:
     assert fetches_only(command.split()) == only
-
-
-def test_the_command_line_of_a_process_that_ended_is_empty() -> None:
-    assert command_line_of(os.getpid())[1:] == list(sys.orig_argv)[1:]
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    assert command_line_of(ended.pid) == []
 
 
 PIPELINE = """
