@@ -284,13 +284,20 @@ def test_the_matrix_of_one_recipe_has_its_row_alone(workspace: Path, predicted: 
     assert "detection: none of these sizes runs it whole" in too_small
 
 
-def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(workspace: Path) -> None:
+def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for stage, name in ((base, "vlm"), (prepare, "nutrition-tables"), (plan, "r1-llm-only")):
         result = CliRunner().invoke(stage.main, [name])
         assert result.exit_code == 0, result.output
     planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
     text = shown("r1-llm-only")
     assert (planned["verdict"], planned["usable_gib"]) == ("fits", None)
+    with monkeypatch.context() as machine:
+        machine.setattr(foresight, "free_and_total_bytes", lambda: (2**20, 2**20))
+        refusal = CliRunner().invoke(plan.main, ["r1-llm-only"])
+    assert refusal.exit_code == 1
+    assert "r1-llm-only does not fit the memory of this machine, the CPU of profile tiny" in refusal.output
     assert "verdict   fits" in text
     assert "the largest samples of data/prepared/nutrition-tables" in text
     assert total_gib(text) == pytest.approx(planned["total_gib"], abs=0.006)

@@ -134,7 +134,7 @@ def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished
         planned = json.loads((run_dir / "memory.json").read_text())
         metrics = json.loads((run_dir / "metrics.json").read_text())
         training = json.loads((run_dir / "training/training.json").read_text())
-        assert (planned["verdict"], planned["usable_gib"], planned["changes"]) == ("unknown", None, [])
+        assert (planned["verdict"], planned["usable_gib"], planned["changes"]) == ("fits", None, [])
         assert planned["calibration"] == "this CPU"
         assert sum(planned["budget_gib"].values()) == pytest.approx(planned["total_gib"], abs=1e-5)
         assert metrics["memory_predicted_gib"] == planned["allocated_gib"]
