@@ -69,7 +69,7 @@ def test_dvc_reads_dvc_yaml_as_the_launcher_does(dvc_repo: Repo) -> None:
 def test_a_build_waits_for_its_experts_and_what_starts_from_it_for_the_build(dvc_repo: Repo) -> None:
     graph = dvc_repo.index.graph
     waits_for = {stage.name: {other.name for other in graph.successors(stage)} for stage in dvc_repo.index.stages}
-    assert waits_for["build@moe"] == {"base@dense", "merge@moe-expert-truthfulqa", "merge@moe-expert-qmsum"}
+    assert waits_for["build@moe"] == {"check", "base@dense", "merge@moe-expert-truthfulqa", "merge@moe-expert-qmsum"}
     for name in ("plan@moe-gate-labels", "train@moe-gate-labels", "merge@moe-gate-labels", "baseline@base-moe"):
         assert "build@moe" in waits_for[name]
         assert "base@dense" not in waits_for[name]

@@ -150,7 +150,7 @@ def test_what_a_recipe_came_to_is_read_from_what_its_stages_wrote(monkeypatch: p
     assert training["recipe"] == "r2-vision-only"
     assert training["predicted_bytes"] == pytest.approx(training["peak_bytes"], rel=0.01)
     assert found["answered"] == 4
-    assert set(found["seconds"]) == {"base", "prepare", "plan", "train", "merge", "evaluate"}
+    assert set(found["seconds"]) == {"check", "base", "prepare", "plan", "train", "merge", "evaluate"}
 
 
 @pytest.mark.parametrize(
