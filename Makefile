@@ -64,7 +64,8 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
 	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
-		$(python) -m stages.report $(TASK) --table --printed-since $$began
+		$(python) -m stages.report $(TASK) --table --printed-since $$began && \
+		$(python) -m tools.published $(TASK)
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
