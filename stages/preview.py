@@ -178,6 +178,7 @@ class Previews:
             cheapest=None if fit.verdict in (None, "fits") else CheaperPlan.of(judged.cheapest),
             evaluation_batch_size=judged.evaluation_batch_size,
             after={before: self.judged(before, memory_gb).verdict or "unknown" for before in self.needs(name)},
+            disk=preview.disk,
             command=self.recipe_command(name, memory_gb),
         )
 

@@ -207,6 +207,7 @@ def test_json_says_the_same(workspace: Path, predicted: list[Plan]) -> None:
     assert (answer["recipe"], answer["profile"], answer["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
     assert (answer["memory"]["verdict"], answer["memory"]["total_gib"]) == ("does not fit", 16)
     assert (answer["cheapest"]["verdict"], answer["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
+    assert answer["disk"]["merged_bytes"] > answer["disk"]["trained_bytes"] > 0
     assert answer["command"] == command(shown(*on_gpu("r1-llm-only", "--gpu-gb", "8")))
     several = json.loads(shown(*on_gpu("--all", "--gpu-gb", "8 24", "--json")))
     assert [(each["recipe"], each["memory_gb"]) for each in several][:3] == [

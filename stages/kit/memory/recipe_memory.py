@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stages.kit.disk import DiskUse
 from stages.kit.memory.fit import Fit
 from stages.kit.memory.ladder import settings
 from stages.kit.memory.record import MemoryRecord, in_gib
@@ -57,6 +58,8 @@ class RecipeMemory:
     """The profile's evaluation.batch_size, halved until it fits; None where not even 1 does."""
     after: dict[str, str]
     """The verdict of each recipe that has to be trained before this one, with the cheapest settings that fit."""
+    disk: DiskUse
+    """In bytes."""
     command: str | None
     """Runs the recipe on this device; None where it does not fit. It stops after the training where only the evaluation
     does not fit."""
