@@ -30,7 +30,7 @@ written is the machine that the stage runs on, for its provenance."""
 
 def main() -> None:
     killed_before = oom_kills(OF_THIS_CONTAINER)
-    machine = json.dumps(asdict(this_machine()))
+    machine = json.dumps(asdict(this_machine(os.environ)))
     with forwarded_signals() as signals:
         READY.write_text(machine, encoding="utf-8")
         threading.Thread(target=end_with_launcher, daemon=True).start()

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,14 +17,15 @@ from stages.kit.cpu import arithmetic, cpu_model
 from stages.kit.provenance import Machine
 
 
-def this_machine() -> Machine:
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """environment: of the stage."""
     return Machine(
         python=platform.python_version(),
         packages=installed_packages(sys.path),
         cuda=cuda_of_torch(),
         system=platform.platform(),
         cpu=cpu_model(),
-        arithmetic=arithmetic(os.environ),
+        arithmetic=arithmetic(environment),
         cores=usable_cores(),
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
     )

@@ -76,7 +76,7 @@ class ProcessEngine:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
         if stage_run.triton_dir is not None:
             environment["TRITON_CACHE_DIR"] = str(stage_run.triton_dir)
-        machine = this_machine()
+        machine = this_machine(environment)
         killed_before = oom_kills(OF_THE_MACHINE)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)

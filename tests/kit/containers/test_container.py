@@ -229,7 +229,7 @@ def test_outputs_are_taken_from_a_stage_that_ended_well(
 def test_what_the_container_tells_of_itself_is_passed_on(
     clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = this_machine()
+    machine = this_machine(os.environ)
     for told, heard in ((json.dumps(asdict(machine)), machine), ("ready", None), ('{"python": 3}', None)):
         monkeypatch.setenv("FAKE_TELLS", told)
         ended = ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace))
@@ -248,7 +248,7 @@ def test_the_first_process_of_a_container_tells_what_the_stage_runs_on(
     monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
     with pytest.raises(SystemExit, match="3"):
         inside.main()
-    assert TypeAdapter(Machine).validate_json(ready.read_text()) == this_machine()
+    assert TypeAdapter(Machine).validate_json(ready.read_text()) == this_machine(os.environ)
 
 
 def test_a_command_that_dvc_yaml_does_not_have_is_refused(clients: Path, workspace: Path) -> None:

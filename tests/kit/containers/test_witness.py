@@ -20,6 +20,7 @@ from stages.kit.containers.gpus import Gpu, GpuState
 from stages.kit.containers.machine import cuda_of_torch, installed_packages, this_machine
 from stages.kit.containers.pipeline import declared_stages
 from stages.kit.containers.witness import code_digest, git_state, used_params
+from stages.kit.cpu import pinned_instructions
 from stages.kit.errors import UserError
 from stages.kit.lineage import content_digest
 from stages.kit.params.load import load_params
@@ -105,7 +106,9 @@ def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
         "data/runs/r1-llm-only/trained": content_digest(workspace / "data/runs/r1-llm-only/trained")
     }
     assert (record.engine, record.image, record.gpus, record.driver) == ("process", None, [], None)
-    assert record.machine == replace(this_machine(), packages=record.machine.packages if record.machine else {})
+    assert record.machine == replace(
+        this_machine(pinned_instructions({})), packages=record.machine.packages if record.machine else {}
+    )
     assert record.machine.packages["pydantic"] == version("pydantic")
     assert record.environment == {"OMP_NUM_THREADS": "1"}
     assert datetime.fromisoformat(record.started) <= datetime.fromisoformat(record.ended)
