@@ -154,12 +154,12 @@ def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:
 def refuse_full_disk(stage: str, name: str, params: Params) -> None:
     """Raises UserError where a training or a merge would fill a disk before it is done.
 
-    Nothing where its plan does not say how much that is. Checkpoints count where they lie on the disk of the results;
+    Nothing where no plan of a recipe says how much that is. Checkpoints count where they lie on the disk of the results;
     on one of their own, a training goes on without those that have no room.
     """
     runs_dir = WORKSPACE_DIR / "data/runs"
-    if stage not in ("train", "merge") or not (runs_dir / name / "plan.yaml").is_file():
-        return
+    if stage not in ("train", "merge") or name not in params.recipes or not (runs_dir / name / "plan.yaml").is_file():
+        return  # the stage says what is wrong
     plan = read_plan(name, runs_dir=runs_dir)
     if not plan.trainable:
         return
