@@ -154,7 +154,7 @@ def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:
 def refuse_full_disk(stage: str, name: str, params: Params) -> None:
     """Raises UserError where a training or a merge would fill a disk before it is done.
 
-    Nothing where no plan of a recipe says how much that is. Checkpoints count where they lie on the disk of the results;
+    Nothing without a recipe that has a plan. Checkpoints count where they lie on the disk of the results;
     on one of their own, a training goes on without those that have no room.
     """
     runs_dir = WORKSPACE_DIR / "data/runs"
