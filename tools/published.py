@@ -25,6 +25,8 @@ ARITHMETIC = "AuthenticAMD avx2"
 @click.option("--strict", is_flag=True)
 def main(task: str, strict: bool) -> None:
     path, published = Path("data/report", task, "table.txt"), TABLES_DIR / f"{task}.txt"
+    if not published.exists():
+        return  # a task that the documents do not show
     differing = differing_lines(published.read_text(encoding="utf-8"), path.read_text(encoding="utf-8"))
     if not differing:
         click.echo(f"This is the published table ({published}), to the digit.")

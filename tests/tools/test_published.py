@@ -39,6 +39,11 @@ def test_a_table_is_the_published_one_or_says_how_many_lines_differ_and_why(publ
     assert (answer.exit_code, "GenuineIntel avx2" in answer.output) == (0, True)
 
 
+def test_nothing_is_said_of_a_task_without_a_published_table(published: None) -> None:
+    answer = CliRunner().invoke(main, ["translation", "--strict"])
+    assert (answer.exit_code, answer.output) == (0, "")
+
+
 def test_a_longer_table_is_another_one() -> None:
     assert differing_lines("a\nb\n", "a\nb\n") == 0
     assert differing_lines("a\nb\n", "a\nb\nc\n") == 1
