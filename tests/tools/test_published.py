@@ -75,5 +75,5 @@ def test_the_documents_show_the_published_tables() -> None:
     assert [path.stem for path in sorted(tables)] == ["amr", "detection", "moe"]
     shown = "\n".join(line.rstrip() for line in documents.splitlines())
     for path in tables:
-        rows = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").strip().splitlines())
-        assert rows in shown, path
+        rows = [line.rstrip() for line in path.read_text(encoding="utf-8").strip().splitlines()]
+        assert "\n".join(rows[: rows.index("")]) in shown, path
