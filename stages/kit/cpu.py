@@ -24,7 +24,7 @@ Only MKL_CBWR=COMPATIBLE, which takes twice the time, gives one result on both.
 
 
 def pinned_instructions(caller: Mapping[str, str]) -> dict[str, str]:
-    """What a stage's environment says of instructions; nothing where the CPU has no AVX2, as Arm's.
+    """Environment that holds a stage to AVX2; nothing where the CPU has no AVX2, as Arm's.
 
     A caller's MKL_CBWR stays.
     """
@@ -59,7 +59,7 @@ def _flags() -> set[str]:
 
 
 def _cpuinfo(key: str) -> str | None:
-    """Of the first processor. Linux lists them all alike."""
+    """The value of a key of the first processor; Linux lists them all alike."""
     text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
     found = re.search(rf"^{key}\s*: (.+)$", text, re.MULTILINE)
     return found[1] if found else None

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MIN_BYTES = 2**16
-"""Of a file that is worth it."""
+"""Smaller files stay as they are."""
 
 
 def cache_dir(workspace_dir: Path) -> Path:

@@ -15,7 +15,7 @@ import psutil
 from stages.kit.publish import publish_text
 
 KEPT_LINES = 30
-"""Of what was said to the last commands; several may run side by side."""
+"""Lines remembered, of the last commands; several may run side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,5 +89,5 @@ def said_path(repository_dir: Path) -> Path:
 
 
 def caller_pid() -> int:
-    """Of whoever started docker/run: dvc, where it runs a stage."""
+    """Process that started docker/run: dvc, where it runs a stage."""
     return int(os.environ.get("BAKEOFF_CALLER") or os.getppid())

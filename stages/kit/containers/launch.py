@@ -146,7 +146,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
 
 
 def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:
-    """What a stage reads of other stages' outputs: not what git keeps."""
+    """Outputs of other stages that a stage reads, without what git keeps."""
     outs = {out for stage in pipeline.stages for out in stage.outs}
     return [path for path in declared.inputs("data") if outs.intersection((path, *map(str, Path(path).parents)))]
 

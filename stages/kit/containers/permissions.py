@@ -1,4 +1,4 @@
-"""Who else may write where stages run.
+"""Folders of stages that other accounts may write to.
 
 Whoever may write into the checkout, its .venv or its .bakeoff decides what runs there: Python imports from the first
 two, and .bakeoff/triton holds compiled kernels. A checkpoint in .bakeoff holds no code (stages/kit/training/states.py),
