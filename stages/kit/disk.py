@@ -13,14 +13,14 @@ from stages.kit.plan import Plan
 
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 TRAINED_BYTES = 4
-"""Of a trained weight, which is kept in fp32 whatever the precision."""
+"""Bytes of a trained weight, which is kept in fp32 whatever the precision."""
 CHECKPOINT_SHARE = 3
 """A checkpoint, in trained weights: with AdamW's two states of each (training/checkpoints.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
-    """Of one recipe, in bytes. Workspace and DVC's cache share their files; on two disks, it is so much on each."""
+    """Disk of one recipe, in bytes. Workspace and DVC's cache share files; on two disks, it is so much on each."""
 
     trained_bytes: int
     merged_bytes: int

@@ -60,10 +60,11 @@ def test_machines_are_told_apart_by_what_decides_on_sums() -> None:
 
 
 @pytest.mark.usefixtures("avx2_alone")
-def test_what_intel_and_amd_have_in_common_may_be_asked_for() -> None:
+def test_another_makers_cpu_and_another_choice_of_mkls_are_other_arithmetic() -> None:
+    """Also by the kernels that AMD and Intel have in common: MKL's square roots differ."""
     asked = pinned_instructions({"MKL_CBWR": "COMPATIBLE"})
     assert asked == {**AVX2, "MKL_CBWR": "COMPATIBLE"}
-    assert arithmetic(asked) == "avx2, MKL_CBWR=COMPATIBLE"
+    assert arithmetic(asked) == "AuthenticAMD avx2, MKL_CBWR=COMPATIBLE"
     cpu.CPUINFO.write_text("vendor_id\t: GenuineIntel\nflags\t\t: fma avx2\n")
-    assert arithmetic(asked) == "avx2, MKL_CBWR=COMPATIBLE"
+    assert arithmetic(asked) == "GenuineIntel avx2, MKL_CBWR=COMPATIBLE"
     assert arithmetic(pinned_instructions({})) == "GenuineIntel avx2"

@@ -123,7 +123,7 @@ def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
 
 
 def _links_of_source(source_dir: Path) -> list[Mount]:
-    """What links in the folder that data comes from lead to, as in the hub's cache. A link that leads out of it leads
+    """Targets of links in the folder that data comes from, as in the hub's cache. A link that leads out of it leads
     nowhere in a container; the stage refuses it where it would read it.
     """
     links = [link for link in _links(source_dir) if link.exists() and link != source_dir]

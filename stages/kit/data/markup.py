@@ -13,6 +13,6 @@ _TOKEN = re.compile(r"<\|[^<>|\s]{1,60}\|>")
 
 
 def markup_problem(*texts: str) -> str | None:
-    """What is wrong with a sample one of whose texts holds a special token."""
+    """The fault of a sample one of whose texts holds a special token; None where none does."""
     found = next((match[0] for text in texts if (match := _TOKEN.search(text))), None)
     return None if found is None else f"a text holds chat markup, {found}, which a model takes for more than text"

@@ -17,10 +17,10 @@ DECODING_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,  # by inheritance none of the others
 )
-"""Of Pillow itself and of its plugins, on a picture that is none, or not a whole one."""
+"""Raised by Pillow and its plugins on a picture that is none, or not a whole one."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""Of Pillow's, those that photographs come in. It would run Ghostscript for others (EPS)."""
+"""Formats that photographs come in. For others Pillow would run Ghostscript (EPS)."""
 
 
 def open_picture(encoded: bytes) -> Image.Image:

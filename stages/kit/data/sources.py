@@ -36,7 +36,7 @@ def split_files(folder: Path, split: str, *, form: str) -> list[Path]:
 
 
 def holds(folder: Path) -> str:
-    """What is in a folder, by kind of file, in words: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
+    """The files in a folder, by kind, in words: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)
     files = list(islice(walked, MAX_FILES))
     if not files:

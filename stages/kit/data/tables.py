@@ -18,7 +18,7 @@ from stages.kit.errors import UserError
 ROW_GROUP = 64
 
 MAX_BYTES = 2**30
-"""Of the values in one column that are held at once, unless a single one has more."""
+"""Bytes of one column's values that are held at once, unless a single value has more."""
 
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""

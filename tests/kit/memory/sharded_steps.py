@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.kit.memory.step import forget_accelerator
-from stages.kit.models.load import DTYPES, auto_class
+from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard, whole
@@ -93,7 +93,7 @@ def trainer_of(
     """Two optimizer steps of a model whose weights are the same in every process; mesh: of these, if there are more."""
     config, processor = config_of(model_name), load_processor(TINY, None)
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, dtype=DTYPES[plan.precision], attn_implementation=plan.attn)
+    model = new_model(config, precision=plan.precision, attn=plan.attn)
     model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if mesh is not None and plan.placement == "sharded":
         shard(model, plan, mesh)
