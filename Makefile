@@ -47,7 +47,7 @@ setup-dev:
 setup-tools:
 	@TARGET= docker/setup
 
-build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m stages.kit.containers.build
+build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
 
 .PHONY: image
 image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda, ENGINE=docker|podman)
@@ -64,7 +64,7 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
 	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
-		$(python) -m stages.report $(TASK) --table --printed-since $$began && \
+		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
@@ -73,23 +73,23 @@ plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out
 
 .PHONY: plan
 plan: setup ## Say whether a recipe fits a GPU, without one, and how to run it so (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
-	@$(offline) $(python) -m stages.fit $(plan_options)
+	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: lm-eval
 lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup EXTRAS=lm-eval (RUN=, BATCH_SIZE=)
-	@$(offline) $(python) -m stages.harness $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
+	@$(offline) $(python) -m tools.lm_eval $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 .PHONY: verify
 verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 mends DVC's cache)
-	@$(python) -m stages.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
+	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
 
 .PHONY: experiments
 experiments: ## Show the experiments: what each changed, and what came of it
-	@$(python) -m stages.experiments
+	@$(python) -m tools.experiments
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
-	@$(python) -m stages.report $(TASK)
+	@$(python) -m tools.report $(TASK)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile
@@ -104,12 +104,12 @@ gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md
 
 .PHONY: calibrate
 calibrate: setup ## Write what a GPU says of memory into predictions, after make gpu or alone (ARGS="--dry-run", ARGS=--help)
-	@$(offline) $(python) -m stages.kit.memory.calibrate $(ARGS)
+	@$(offline) $(python) -m tools.calibrate $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke
 smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman)
-	@TARGET=cpu $(python) -m stages.kit.containers.build image
+	@TARGET=cpu $(python) -m tools.image image
 	@$(offline) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
 # One of them again: make faults SEED=1 ONLY=17.
@@ -117,11 +117,11 @@ fault_options = $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY
 
 .PHONY: faults
 faults: setup-dev ## Kill, starve and damage a small pipeline, which has to end as if nothing had been (N=10, SEED=, ONLY=)
-	@$(offline) $(python) -m tests.faults $(fault_options)
+	@$(offline) $(python) -m tools.faults $(fault_options)
 
 .PHONY: repeat
 repeat: setup-dev ## Run a tiny pipeline in two clones, one killed again and again, and compare them (TASK=, KILLS=20, SEED=)
-	@$(offline) $(python) -m tests.faults.repeat --task $(TASK) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
+	@$(offline) $(python) -m tools.faults.repeat --task $(TASK) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which

@@ -13,8 +13,9 @@ from pathlib import Path
 import click
 
 from stages.kit.errors import UserError
+from stages.kit.files.lineage import short, write_lineage
+from stages.kit.files.publish import published
 from stages.kit.hub import fetch_snapshot
-from stages.kit.lineage import short, write_lineage
 from stages.kit.logs import configure_logging
 from stages.kit.models.folders import (
     MODEL_FILES,
@@ -26,7 +27,6 @@ from stages.kit.models.folders import (
 from stages.kit.models.geometries import STAND_IN_DIR
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import Params
-from stages.kit.publish import published
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

@@ -18,21 +18,21 @@ from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.lineage import short, verified_lineage, write_lineage
+from stages.kit.files.lineage import short, verified_lineage, write_lineage
+from stages.kit.files.publish import published
 from stages.kit.logs import configure_logging
-from stages.kit.memory.held import write_stage_memory
-from stages.kit.memory.memory_log import MemoryLog
+from stages.kit.memory_use.memory_log import MemoryLog
+from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
+from stages.kit.mixture.domains import measure_domains
+from stages.kit.mixture.experts import check_lineages, check_models
+from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.routing import mean_hidden_states
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_model, see_only
-from stages.kit.models.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
-from stages.kit.models.mixture.domains import measure_domains
-from stages.kit.models.mixture.experts import check_lineages, check_models
-from stages.kit.models.mixture.merge import merge_experts
-from stages.kit.models.mixture.routing import mean_hidden_states
 from stages.kit.models.processors import load_processor
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import ExpertParams, RecipeParams, made_by
-from stages.kit.publish import published
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

@@ -30,11 +30,12 @@ from transformers import PreTrainedModel
 from stages.kit.errors import UserError
 from stages.kit.evaluation.answering import Answerer, halved
 from stages.kit.evaluation.scored import Scored, score_answers
-from stages.kit.lineage import combined_digest, require_base, short, write_lineage
+from stages.kit.files.lineage import combined_digest, require_base, short, write_lineage
+from stages.kit.files.publish import published
 from stages.kit.logs import configure_logging
-from stages.kit.memory.held import write_stage_memory
-from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.memory.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use.memory_log import MemoryLog
+from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost, write_certificate
 from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import load_model, meta_model, see_only
@@ -44,8 +45,7 @@ from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import made_by
-from stages.kit.plan import read_plan
-from stages.kit.publish import published
+from stages.kit.planning.plan import read_plan
 from stages.kit.training.record import read_record
 from stages.tasks import load_task
 

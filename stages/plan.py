@@ -15,17 +15,17 @@ from pathlib import Path
 
 import click
 
-from stages.kit.cpu import instruction_set
 from stages.kit.logs import configure_logging
 from stages.kit.memory.fit import Fit, decide, fit_of
 from stages.kit.memory.foresight import Foresight
-from stages.kit.memory.record import MemoryRecord, write_memory_record
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
 from stages.kit.params.load import load_params
-from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.planning.memory_record import write_memory_record
+from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.runtime.cpu import instruction_set
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task
@@ -56,7 +56,7 @@ def main(recipe: str) -> None:
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=fit.capacity_bytes)
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
-    write_memory_record(MemoryRecord.of(fit, evaluation), run_dir / "memory.json")
+    write_memory_record(fit.record(evaluation), run_dir / "memory.json")
     report(fit)
     log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, verdict_said(evaluation))
     if wanted.quantization != fit.plan.quantization:

@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 
-from stages.kit.containers.parent_death import end_with_own_parent
 from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.kit.lineage import short, verified_lineage, write_lineage
+from stages.kit.files.lineage import short, verified_lineage, write_lineage
+from stages.kit.files.publish import published
 from stages.kit.logs import configure_logging
-from stages.kit.memory.held import write_stage_memory
-from stages.kit.memory.ladder import lowered, settings
-from stages.kit.memory.memory_log import MemoryLog
-from stages.kit.memory.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use.memory_log import MemoryLog
+from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import expand_segments, load_config, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.placement import balanced_gpus
@@ -42,9 +42,10 @@ from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import made_by
-from stages.kit.plan import DATA_PARALLEL, Plan, read_plan
-from stages.kit.publish import published
-from stages.kit.signals import ENDING, GRACE_S, heeded
+from stages.kit.planning.ladder import lowered, settings
+from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
+from stages.kit.runtime.parent_death import end_with_own_parent
+from stages.kit.runtime.signals import ENDING, GRACE_S, heeded
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.fingerprint import identity_of
@@ -55,7 +56,6 @@ from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_call
 from stages.kit.training.record import TrainingRecord, write_record
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trace import TRACE_FILE, write_trace
-from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -130,7 +130,7 @@ def main(recipe: str, attempt: int) -> None:
         callbacks: list[TrainerCallback] = [progress_callback()]
         if is_first_process():
             callbacks.append(LiveMetrics(MetricFiles(training_dir)))
-        trainer = RecipeTrainer(
+        trainer = make_trainer(
             plan,
             model=model,
             processor=processor,

@@ -29,8 +29,8 @@ def import_closure(module: str) -> set[str]:
     return {path for path in seen if (ROOT / path).read_text(encoding="utf-8").strip()}
 
 
-def task_faces(module: str) -> set[str]:
-    """The faces of a task that a stage loads: the literals in its calls of `load_task`."""
+def task_modules(module: str) -> set[str]:
+    """The modules of a task that a stage loads: the literals in its calls of `load_task`."""
     path = _path(module)
     assert path is not None, module
     return {

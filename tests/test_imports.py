@@ -15,38 +15,42 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
     *(
-        "at_hand",
-        "errors",
-        "hub",
-        "lineage",
-        "logs",
-        "memory/ladder",
-        "memory/out_of_memory",
-        "memory/recipe_memory",
-        "params",
-        "plan",
-        "provenance",
-        "publish",
-        "containers",
-        "data",
-        "evaluation/intervals",
-        "models/certificate",
-        "models/geometries",
-        "models/mixture/certificate",
-        "reporting",
-        "verification",
+        f"stages/kit/{name}"
+        for name in (
+            "errors",
+            "hub",
+            "logs",
+            "provenance",
+            "tables",
+            "files",
+            "runtime",
+            "params",
+            "planning",
+            "data",
+            "launcher",
+            "reporting",
+            "statistics/intervals",
+            "memory_use/out_of_memory",
+            "memory_use/stage_memory",
+            "mixture/certificate",
+            "models/certificate",
+            "models/geometries",
+        )
     ),
     *(
-        f"../tasks/{task}/{face}"
+        f"stages/tasks/{task}/{module}"
         for task in ("detection", "amr", "moe")
-        for face in ("samples", "sources", "scoring", "report")
+        for module in ("samples", "sources", "scoring", "report")
     ),
-    "../api",
-    "../fit",
-    "../tasks/amr/predictions",
-    "../tasks/moe/lm_eval",
+    "stages/tasks/amr/predictions",
+    "tools/api",
+    "tools/lm_eval/moe",
+    "tools/plan/__main__",
+    "tools/plan/available_inputs",
+    "tools/plan/recipe_memory",
+    "tools/verify",
 )
-"""Modules, or packages with all that is in them, below stages/kit."""
+"""Modules, or packages with all that is in them."""
 
 # In one process: each module is blamed for what it is the first to bring in.
 IMPORT_ALL = """
@@ -64,7 +68,7 @@ print(json.dumps(brought))
 
 
 def modules_below(name: str) -> list[str]:
-    path = (ROOT / "stages/kit" / name).resolve()
+    path = ROOT / name
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     return [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
@@ -87,7 +91,7 @@ def test_a_heavy_import_is_seen() -> None:
 def test_a_typing_error_is_answered_without_torch() -> None:
     code = f"""
 import sys
-from stages.fit import main
+from tools.plan.__main__ import main
 for arguments in (["typo"], ["amr-ptr", "--profile", "qwen2-vl-7b-48gb"], ["r1-llm-only", "--profile", "typo"]):
     try:
         main(arguments)
@@ -102,7 +106,7 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     """It is on the way of every stage: what checks params.yaml, looks at dvc's process, and nothing like numpy."""
-    code = "import sys, stages.kit.containers.launch; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, stages.kit.launcher.launch; print(*{name.partition('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}

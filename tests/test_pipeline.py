@@ -13,12 +13,12 @@ from dvc.output import OutputIsIgnoredError
 from dvc.repo import Repo
 from ruamel.yaml import YAML
 
-from stages.kit.containers.images import TARGETS, image_inputs, read_pins
-from stages.kit.containers.pipeline import DeclaredStage, Pipeline, declared_stages
-from stages.kit.data.tables import read_prepared
+from stages.kit.data.parquet import read_prepared
 from stages.kit.errors import UserError
+from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
+from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, declared_stages
 from stages.kit.params.load import load_params
-from tests.closure import ROOT, import_closure, task_faces
+from tests.closure import ROOT, import_closure, task_modules
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")
@@ -114,10 +114,10 @@ def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named(
 def needed_code(stage: DeclaredStage) -> set[str]:
     """What the stage runs, and what decides about its environment."""
     module = entry_point(stage)
-    needed = import_closure(module) | import_closure("stages.kit.containers.environment")
-    for face in task_faces(module):
-        task = next(match[1] for dep in stage.deps if (match := re.match(rf"stages/tasks/([^/]+)/{face}", dep)))
-        needed |= import_closure(f"stages.tasks.{task}.{face}")
+    needed = import_closure(module) | import_closure("stages.kit.runtime.environment")
+    for used in task_modules(module):
+        task = next(match[1] for dep in stage.deps if (match := re.match(rf"stages/tasks/([^/]+)/{used}", dep)))
+        needed |= import_closure(f"stages.tasks.{task}.{used}")
     return needed
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.kit.training.resumable import ResumableTrainer
 from tests import test_build
-from tests.kit.models.mixture.dense import save_base
+from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline

@@ -1,7 +1,7 @@
 """Say whether a task's table is the published one, to the digit: `python -m tools.published detection`.
 
 The published tables are docs/tables/TASK.txt, which the documents show. The tiny profile made them on an AMD CPU held
-to AVX2 (stages/kit/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true.
+to AVX2 (stages/kit/runtime/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stages.kit.provenance import PROVENANCE_DIR, Provenance, read_provenance
 
 TABLES_DIR = Path("docs/tables")
 ARITHMETIC = "AuthenticAMD avx2"
-"""What the published tables were computed by (stages/kit/cpu.py)."""
+"""What the published tables were computed by (stages/kit/runtime/cpu.py)."""
 
 
 @click.command(help=__doc__)

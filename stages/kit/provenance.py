@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from stages.kit.documents import read_json
-from stages.kit.publish import publish_text
+from stages.kit.files.documents import read_json
+from stages.kit.files.publish import publish_text
 
 PROVENANCE_DIR = "data/provenance"
 """Below it lie the records, as dvc.yaml declares them: those of the runs that a comparison shows in a folder of their

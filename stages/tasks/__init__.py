@@ -1,14 +1,12 @@
-"""Tasks, one folder each. A stage loads just the face of a task that it needs, by name: no registry, no base class.
+"""Tasks, one folder each. A stage loads just the module of a task that it needs, by name: no registry, no base class.
 
 sources  reads raw data and writes prepared records            (prepare)
 samples  records, what the model is asked and how it answers   (plan, train, merge, evaluate)
 scoring  compares answers with the truth                       (evaluate)
 report   columns and insights of the comparison                (compare)
 predictions  reads inputs without truth, writes answers        (predict)
-lm_eval  what lm-evaluation-harness is to score, and how       (harness)
 
-A task whose models only ever answer its own validation samples has no `predictions`, and only a task that the harness
-knows too has `lm_eval`.
+A task whose models only ever answer its own validation samples has no `predictions`.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from types import ModuleType
 
 from stages.kit.errors import UserError
 
-FACES = ("sources", "samples", "scoring", "report", "predictions", "lm_eval")
+MODULES = ("sources", "samples", "scoring", "report", "predictions")
 
 
-def load_task(task: str, face: str) -> ModuleType:
-    """The module `stages.tasks.TASK.FACE`. Raises UserError where there is no such task, or it has no such face."""
-    assert face in FACES, face
+def load_task(task: str, module: str) -> ModuleType:
+    """The module `stages.tasks.TASK.MODULE`. Raises UserError where there is none."""
+    assert module in MODULES, module
     package = f"stages.tasks.{task}"
     try:
-        return import_module(f"{package}.{face}")
+        return import_module(f"{package}.{module}")
     except ModuleNotFoundError as error:
         if error.name == package:
             raise UserError(f"no task is called {task!r}: there is no folder stages/tasks/{task}") from None
-        if error.name == f"{package}.{face}":
-            raise UserError(f"the task {task} has no {face}: there is no stages/tasks/{task}/{face}") from None
+        if error.name == f"{package}.{module}":
+            raise UserError(f"the task {task} has no {module}: there is no stages/tasks/{task}/{module}") from None
         raise

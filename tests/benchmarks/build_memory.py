@@ -69,7 +69,7 @@ def make_models(folder: Path, wanted_bytes: float, experts: int) -> None:
 
 
 def measure(scratch: Path, non_mlp: str) -> dict[str, object]:
-    from stages.kit.models.mixture.merge import merge_experts
+    from stages.kit.mixture.merge import merge_experts
 
     def build(models: Path) -> float:
         experts = {path.name: path for path in sorted(models.glob("expert-*"))}

@@ -17,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.kit.params.load import load_params
-from stages.kit.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan, write_plan
 
 ROOT = Path(__file__).parents[2]
 

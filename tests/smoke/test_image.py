@@ -9,10 +9,10 @@ import tarfile
 import pytest
 from packaging.utils import canonicalize_name
 
-from stages.kit.containers.container import ContainerEngine
-from stages.kit.containers.images import cpu_torch
-from stages.kit.containers.wheelhouse import WheelPlatform, read_lock
+from stages.kit.launcher.container import ContainerEngine
+from stages.kit.launcher.images import cpu_torch
 from tests.smoke.conftest import ENGINE, ROOT, client
+from tools.image.wheelhouse import WheelPlatform, read_lock
 
 pytestmark = pytest.mark.engine
 

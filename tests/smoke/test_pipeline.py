@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.containers.pipeline import declared_stages
+from stages.kit.launcher.pipeline import declared_stages
 from tests.smoke.conftest import ENGINE, ROOT, commit, copy_of_checkout, dvc, git, wait_until
 
 # The whole pipeline is run by the first test that looks at it.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.kit.signals import ENDING
+from stages.kit.runtime.signals import ENDING
 from tests.smoke.conftest import ENGINE, SECRETS, client, containers, environment, wait_until
 
 pytestmark = pytest.mark.engine
@@ -271,7 +271,7 @@ def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start,
 def test_no_secret_is_in_the_list_of_processes(start: Start) -> None:
     running = start(*COMMAND)
     shown = " ".join(word for process in running.family() for word in process.cmdline())
-    assert "stages.kit.containers.inside" in shown
+    assert "stages.kit.launcher.inside" in shown
     assert not any(secret in shown for secret in SECRETS.values())
 
 

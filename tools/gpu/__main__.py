@@ -25,12 +25,12 @@ from pathlib import Path
 
 import click
 
-from stages.kit.containers.gpus import leased_gpus, read_gpus
-from stages.kit.containers.machine import cuda_of_torch, usable_cores
 from stages.kit.errors import UserError, counted
+from stages.kit.files.publish import publish_text
+from stages.kit.launcher.gpus import leased_gpus, read_gpus
+from stages.kit.launcher.machine import cuda_of_torch, usable_cores
 from stages.kit.logs import configure_logging
-from stages.kit.memory.calibrating.children import Children
-from stages.kit.publish import publish_text
+from tools.calibrate.children import Children
 from tools.gpu.page import page
 from tools.gpu.pieces import Device, catalogue
 from tools.gpu.results import Results

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, is_idle, part_of
 from stages.kit.params.schema import PARTS, Part
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 
 PEAKS: tuple[tuple[str, float, str], ...] = (
     (r"B200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stages.kit.memory.calibrating.children import Children
-from stages.kit.memory.calibrating.outcomes import Session, comparisons
-from stages.kit.memory.calibrating.settings import settings_for
-from stages.kit.memory.calibrating.work import facts_of, measure_settings
+from tools.calibrate.children import Children
+from tools.calibrate.outcomes import Session, comparisons
+from tools.calibrate.settings import settings_for
+from tools.calibrate.work import facts_of, measure_settings
 from tools.gpu.pieces import Kind
 
 RESULTS_DIR = Path(".bakeoff/calibration")

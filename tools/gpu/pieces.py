@@ -156,7 +156,7 @@ TIMED: dict[Kind, tuple[dict[str, Any], ...]] = {
         )
     ),
 }
-"""Fields of a Setting (stages/kit/memory/calibrating/settings.py)."""
+"""Fields of a Setting (tools/calibrate/settings.py)."""
 
 ANSWERING: dict[Kind, tuple[dict[str, Any], ...]] = {
     "cuda": (

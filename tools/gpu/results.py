@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.kit.lines import append_line, complete_lines
 from tools.gpu.pieces import Piece
+from tools.lines import append_line, complete_lines
 
 DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "flash-attn")
 """With other versions of these every result is another one."""

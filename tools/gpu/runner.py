@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 from stages.kit.errors import OutOfMemory
-from stages.kit.memory.calibrating.children import ChildFailed, Children
-from stages.kit.reporting.tables import seconds_text
+from stages.kit.tables import seconds_text
+from tools.calibrate.children import ChildFailed, Children
 from tools.gpu.pieces import Device, Piece
 from tools.gpu.results import Result, Results
 

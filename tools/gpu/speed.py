@@ -13,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.errors import UserError
-from stages.kit.memory.calibrating.measured import MAX_STEPS, random_model, random_trainer, with_contents
-from stages.kit.memory.calibrating.settings import ACCUMULATION, Setting
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import check_device, resolve_attention
 from stages.kit.params.schema import DeviceParams
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
+from tools.calibrate.measured import MAX_STEPS, random_model, random_trainer, with_contents
+from tools.calibrate.settings import ACCUMULATION, Setting
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.pieces import Kind
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from stages.kit.documents import read_json
 from stages.kit.errors import UserError
+from stages.kit.files.documents import read_json
 from stages.kit.params.load import load_params
 
 STATS_FILE = "stats.json"

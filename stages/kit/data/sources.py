@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from stages.kit.errors import UserError, counted
-from stages.kit.given_files import given_files
+from stages.kit.files.given_files import given_files
 
 READ_ON = "README.md says more under Your own data"
 MAX_FILES, MAX_NAMED = 10_000, 3

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
-from stages.kit.memory.ladder import lowered_batch_size
-from stages.kit.memory.memory_log import MemoryLog
+from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.models.load import see_only
 from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.params.schema import EvaluationParams, ProfileParams
+from stages.kit.planning.ladder import lowered_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
+from stages.kit.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
 from stages.kit.models.processors import Processor, encode
 
 

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.memory.prediction import Budget
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording, Storage
 from stages.kit.models.load import DTYPES, new_model
+from stages.kit.planning.prediction import Budget
 
 
 def record_prompts(

@@ -12,8 +12,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from stages.kit.memory.calibration import Calibration
-from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Prediction, Verdict
-from stages.kit.reporting.tables import Column, Row, Table, terminal_table
+from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Prediction, Verdict
+from stages.kit.tables import Column, Row, Table, terminal_table
 
 GIB = 2**30
 LETTERS: dict[Budget, str] = {

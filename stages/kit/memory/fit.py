@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 from stages.kit.errors import UserError
 from stages.kit.memory.budget import budget_lines, verdict
-from stages.kit.memory.ladder import rungs, settings, sharded_over
-from stages.kit.memory.prediction import Budget, Prediction, Verdict
-from stages.kit.plan import Plan
+from stages.kit.planning.ladder import rungs, settings, sharded_over
+from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, in_gib
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import Budget, Prediction, Verdict
 
 Foresee: TypeAlias = Callable[[Plan], Prediction]
 
@@ -34,6 +35,36 @@ class Fit:
     def gpus(self) -> tuple[Fit, ...]:
         """The same of each GPU, where layers are spread over several."""
         return tuple(replace(self, prediction=gpu) for gpu in self.prediction.gpus)
+
+    def record(self, evaluation: Fit) -> MemoryRecord:
+        """evaluation: how the same plan's evaluation fits."""
+        prediction, device = self.prediction, self.plan.device
+        of_this_machine = device.kind == "cpu" and device.memory_gb is None
+        return MemoryRecord(
+            verdict=self.verdict or "unknown",
+            allocated_gib=in_gib(prediction.allocated_bytes),
+            reserved_gib=in_gib(prediction.reserved_bytes),
+            total_gib=in_gib(prediction.total_bytes),
+            low_gib=in_gib(prediction.low_bytes),
+            high_gib=in_gib(prediction.high_bytes),
+            usable_gib=None if self.capacity_bytes is None or of_this_machine else in_gib(self.capacity_bytes),
+            peak_phase=prediction.peak_phase,
+            phases_gib={phase: in_gib(size) for phase, size in prediction.phases.items()},
+            budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},
+            calibration=prediction.calibration,
+            changes=list(self.changes),
+            evaluation_verdict=evaluation.verdict or "unknown",
+            evaluation_gib=in_gib(evaluation.prediction.total_bytes),
+            gpus={
+                str(number): GpuRecord(
+                    verdict=gpu.verdict or "unknown",
+                    total_gib=in_gib(gpu.prediction.total_bytes),
+                    peak_phase=gpu.prediction.peak_phase,
+                    budget_gib={entry: in_gib(size) for entry, size in gpu.prediction.budget.items()},
+                )
+                for number, gpu in enumerate(self.gpus)
+            },
+        )
 
     def lines(self) -> list[str]:
         return budget_lines(self.prediction, self.capacity_bytes)

@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig
 from stages.kit.memory.budget import usable_bytes
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import predict, predict_answers
-from stages.kit.memory.prediction import Prediction
-from stages.kit.memory.resident import free_and_total_bytes
+from stages.kit.memory_use.resident import free_and_total_bytes
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import DeviceParams, EvaluationParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ from transformers import PreTrainedConfig
 from stages.kit.memory.allocator import Allocation, Event, Free, replay
 from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration
-from stages.kit.memory.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import DATA_PARALLEL, Plan
+from stages.kit.planning.plan import DATA_PARALLEL, Plan
+from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 
 SHALLOW = 2
 """Layers of the smallest model recorded: the first and the last one are not quite as the others."""

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from trl.trainer import utils as trl_trainer
 
 from stages.kit.memory.cuda import dequantized_bytes, hidden_bytes
-from stages.kit.memory.prediction import Budget, Phase
 from stages.kit.memory.recording import Recording, Storage
+from stages.kit.planning.prediction import Budget, Phase
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from stages.kit.memory.allocator import rounded_bytes
-from stages.kit.memory.prediction import Budget, Phase
+from stages.kit.planning.prediction import Budget, Phase
 
 
 @dataclass(slots=True)

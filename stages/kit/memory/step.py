@@ -18,16 +18,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.memory.prediction import Phase
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
+from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.models.sharding import local, shard
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import Phase
 from stages.kit.training.contract import StartContract
 from stages.kit.training.rehearsal import optimizer_states
 from stages.kit.training.trainer import RecipeTrainer
@@ -118,7 +119,7 @@ def one_batch_trainer(
     scratch_dir: Path,
 ) -> RecipeTrainer:
     """The real trainer, to which every micro-batch is this one; without the start contract and the rehearsal."""
-    trainer = RecipeTrainer(
+    trainer = make_trainer(
         plan,
         model=model,
         processor=processor,

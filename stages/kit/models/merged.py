@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from stages.kit.errors import UserError
-from stages.kit.lineage import combined_digest, read_lineage, require_base, short
+from stages.kit.files.lineage import combined_digest, read_lineage, require_base, short
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.folders import has_weights
 from stages.kit.models.load import load_model

@@ -15,7 +15,7 @@ from transformers.integrations.accelerate import _get_device_map
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from stages.kit.models.load import DTYPES, auto_class, nf4_config
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 
 _UNLIMITED = 1 << 60
 """Bytes: more than any GPU has."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 
 from stages.kit.models.load import DTYPES
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 
 
 def process_mesh(plan: Plan) -> DeviceMesh:

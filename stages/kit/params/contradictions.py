@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from stages.kit.documents import dotted, nearest
+from stages.kit.files.documents import dotted, nearest
 from stages.kit.params.salvage import LookedAt, sound
 from stages.kit.params.schema import (
     PARTS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from stages.kit.documents import problems, read_settings, refusal
+from stages.kit.files.documents import problems, read_settings, refusal
 from stages.kit.params.contradictions import contradictions
 from stages.kit.params.salvage import salvaged, validated
 from stages.kit.params.schema import Params

@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 
 from stages.kit.errors import UserError
-from stages.kit.evaluation.intervals import (
+from stages.kit.reporting.runs import Run, evaluation_stage
+from stages.kit.statistics.intervals import (
     Difference,
     Floats,
     Interval,
@@ -18,7 +19,6 @@ from stages.kit.evaluation.intervals import (
     paired_difference,
     sample_mean,
 )
-from stages.kit.reporting.runs import Run, evaluation_stage
 
 UNAVAILABLE = "unavailable"
 """In metrics.json, of a figure that could not be computed: never 0."""

@@ -30,7 +30,7 @@ from stages.kit.reporting.settings import (
     split_settings,
     trainable_table,
 )
-from stages.kit.reporting.tables import Table, cell_text
+from stages.kit.tables import Table, cell_text
 
 TEMPLATE = "page.html"
 MAX_PICTURE_WIDTH = 512

@@ -19,8 +19,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stages.kit.evaluation.intervals import Floats, Interval
 from stages.kit.reporting.runs import Curve
+from stages.kit.statistics.intervals import Floats, Interval
 
 PALETTE = {
     "card": "#ffffff",

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TextIO
 
 from stages.kit.errors import UserError
-from stages.kit.lineage import file_digest
-from stages.kit.publish import publish_text
+from stages.kit.files.lineage import file_digest
+from stages.kit.files.publish import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
 

@@ -17,7 +17,7 @@ from stages.kit.models.processors import Processor, count_tokens, encode, tokeni
 
 if TYPE_CHECKING:
     from stages.kit.params.schema import Loss
-    from stages.kit.plan import Plan
+    from stages.kit.planning.plan import Plan
 
 IGNORED = -100
 """The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
@@ -62,7 +62,7 @@ class ConversationCollator:
     def of_plan(
         cls, plan: Plan, processor: Processor, records: Sequence[Any], samples: ModuleType
     ) -> ConversationCollator:
-        """Batches as a plan's training takes them. samples: this face of its task.
+        """Batches as a plan's training takes them. samples: this module of its task.
 
         Raises UserError where domains are not as the plan has them.
         """

@@ -13,7 +13,7 @@ from stages.kit.errors import UserError
 from stages.kit.models.load import check_placement
 from stages.kit.models.parts import count_trainable, part_of
 from stages.kit.models.sharding import whole
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 
 
 class ContractBreach(UserError):

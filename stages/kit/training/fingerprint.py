@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 import stages
-from stages.kit.cpu import arithmetic
-from stages.kit.lineage import Lineage, file_digest
+from stages.kit.files.lineage import Lineage, file_digest
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
+from stages.kit.runtime.cpu import arithmetic
 from stages.kit.training.fused_loss import LossKernels
 
 ARITHMETIC = (

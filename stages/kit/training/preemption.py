@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from stages.kit.errors import UserError
 from stages.kit.params.schema import CheckpointParams
-from stages.kit.signals import SAME_WISH_S, heeded
+from stages.kit.runtime.signals import SAME_WISH_S, heeded
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.resumable import ResumableTrainer
 from stages.kit.training.trace import StepBits

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.kit.documents import read_json
-from stages.kit.plan import Plan
-from stages.kit.publish import publish_text
+from stages.kit.files.documents import read_json
+from stages.kit.files.publish import publish_text
+from stages.kit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import TrainerState

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.models.sharding import local
-from stages.kit.plan import Schedule
+from stages.kit.planning.plan import Schedule
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.seed import random_state, set_random_state

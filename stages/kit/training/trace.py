@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stages.kit.errors import UserError
-from stages.kit.publish import publish_text
+from stages.kit.files.publish import publish_text
 
 TRACE_FILE = "trace.csv"
 

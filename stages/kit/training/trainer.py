@@ -1,9 +1,8 @@
-"""TRL's SFTTrainer, resumable, with what a recipe adds: a learning rate for each part, the start contract, a rehearsal,
-experts balanced over the whole effective batch, and a loss for routers alone."""
+"""TRL's SFTTrainer, resumable, with what a recipe adds: a learning rate a part, the start contract, a rehearsal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ from trl import SFTConfig
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import Part
-from stages.kit.plan import Plan
-from stages.kit.training.balance import LoadBalance
-from stages.kit.training.collators import IGNORED
+from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal
 from stages.kit.training.resumable import ResumableTrainer
-from stages.kit.training.router_labels import RouterLabels
 
 
 class RecipeTrainer(ResumableTrainer):
@@ -36,21 +32,18 @@ class RecipeTrainer(ResumableTrainer):
         collator: Callable[[Sequence[Mapping[str, int]]], dict[str, Any]],
         callbacks: list[TrainerCallback],
         scratch_dir: Path,
-        **reporting: Any,
+        **arguments: Any,
     ) -> None:
-        """scratch_dir: where Trainer may write; nothing there is an output. reporting: more training arguments."""
+        """scratch_dir: where Trainer may write; nothing there is an output. arguments: more of SFTConfig."""
         self.plan = plan
         self.rehearsal = Rehearsal(self, plan.schedule)
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         base.enable_input_require_grads = lambda: None
-        self.balance = LoadBalance(base)
-        self.balance_coefficient = getattr(base.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        self.router_labels = RouterLabels(base, plan.domains) if plan.domains else None
         super().__init__(
             model=model,
-            args=training_arguments(plan, scratch_dir, **reporting),
+            args=training_arguments(plan, scratch_dir, **arguments),
             # The collator makes each sample from its number, when it is due.
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
@@ -77,58 +70,14 @@ class RecipeTrainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """SFTTrainer's loss, also for a model whose layers lie on several devices; or the routers'.
+        """SFTTrainer's loss, also for a model whose layers lie on several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
-        if self.router_labels is not None:
-            assert num_items_in_batch is not None
-            return self._router_loss(self.router_labels, model, inputs, num_items_in_batch)
         if num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        with self.balance.watching():
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if return_outputs:
-            return loss
-        loss = loss.to(self.args.device)
-        if self.balances:
-            balance = self.balance.loss(inputs["attention_mask"])
-            self._metrics["train"]["aux_loss"].append(balance.item())
-            # Of this process's tokens; ddp takes the mean of what the processes have, and wants the sum.
-            loss = loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
-        return loss
-
-    def _router_loss(
-        self, labels: RouterLabels, model: torch.nn.Module, inputs: dict[str, Any], num_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """The mean over layers and over the step's tokens, of which this micro-batch has its part."""
-        loss, correct = labels.loss(model, inputs)
-        share = self.accelerator.reduce(correct, "sum") / num_tokens
-        # What is logged is the mean over micro-batches.
-        self._metrics["train"]["router_accuracy"].append((share * self.current_gradient_accumulation_steps).item())
-        return self.accelerator.num_processes * loss / num_tokens
-
-    @property
-    def balances(self) -> bool:
-        """Not where routers are labelled: a batch of one domain is to use one expert."""
-        return self.balance.matters and self.balance_coefficient > 0 and self.router_labels is None
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.router_labels is not None:  # a sample's first token counts too, which is no next one
-            num_tokens = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
-            num_items = self.accelerator.reduce(num_tokens.to(device), "sum")
-        if self.balances:
-            counted = None
-            if len(batches) * self.accelerator.num_processes > 1:
-                with self.compute_loss_context_manager():
-                    taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
-                counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
-            self.balance.begin_step(counted)
-        return batches, num_items
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss.to(self.args.device)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
@@ -173,14 +122,11 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         use_cpu=plan.device.kind == "cpu",
         bf16=plan.precision == "bf16",
         fp16=plan.precision == "fp16",
-        router_aux_loss_coef=0.0,  # SFTTrainer's own takes the mean over micro-batches; see balance.py
         activation_checkpointing=plan.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
         max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
-        # DDP would look for them in what the model returns, where the loss of routers does not show.
-        ddp_find_unused_parameters=False if plan.loss == "router-labels" else None,
         accelerator_config={
             # The order of the samples is drawn from (data_seed, epoch), whatever else draws random numbers.
             "use_seedable_sampler": True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stages.kit.evaluation.intervals import corpus_f1
 from stages.kit.reporting.comparison import Metric, Question, TaskReport
+from stages.kit.statistics.intervals import corpus_f1
 
 REPORT = TaskReport(
     title="Vietnamese AMR parsing",

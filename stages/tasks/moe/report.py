@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stages.kit.evaluation.intervals import perplexity
 from stages.kit.reporting.comparison import Metric, Question, TaskReport
+from stages.kit.statistics.intervals import perplexity
 
 
 def _perplexity(domain: str, name: str) -> Metric:

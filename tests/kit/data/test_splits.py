@@ -1,5 +1,5 @@
+from stages.kit.data.parquet import RowAt
 from stages.kit.data.splits import leaks
-from stages.kit.data.tables import RowAt
 
 
 def test_content_in_two_splits_is_a_leak_with_both_places() -> None:

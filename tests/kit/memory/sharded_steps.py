@@ -22,13 +22,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.kit.memory.step import forget_accelerator
+from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
 from stages.kit.params.schema import DeviceParams, LoraParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
@@ -97,7 +98,7 @@ def trainer_of(
     model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     if mesh is not None and plan.placement == "sharded":
         shard(model, plan, mesh)
-    trainer = RecipeTrainer(
+    trainer = make_trainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=num_samples)),
         model=model,
         processor=processor if model_name == "detection" else processor.tokenizer,

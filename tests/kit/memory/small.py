@@ -19,7 +19,7 @@ from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import load_config
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import DeviceParams, LoraParams, Params, PartsParams
-from stages.kit.plan import Plan, resolve_plan
+from stages.kit.planning.plan import Plan, resolve_plan
 
 TINY = Path("data/tiny/qwen2-vl")
 PIXELS = 112 * 112

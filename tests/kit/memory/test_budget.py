@@ -21,8 +21,8 @@ from stages.kit.memory.budget import (
     verdict,
 )
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.prediction import BUDGET, Budget, Prediction
-from stages.kit.reporting.tables import Table, cell_text, markdown, terminal_table
+from stages.kit.planning.prediction import BUDGET, Budget, Prediction
+from stages.kit.tables import Table, cell_text, markdown, terminal_table
 
 GIB = 2**30
 

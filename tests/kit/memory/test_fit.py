@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from stages.kit.errors import UserError
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
-from stages.kit.memory.ladder import rungs
-from stages.kit.memory.prediction import Prediction
-from stages.kit.memory.record import MemoryRecord, beside_measured, read_memory_record, write_memory_record
-from stages.kit.plan import Plan
+from stages.kit.planning.ladder import rungs
+from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import Prediction
 from tests.damage import damaged_bytes, damaged_tree, quick
-from tests.kit.memory.test_ladder import plan_with
+from tests.kit.planning.test_ladder import plan_with
 
 GIB = 2**30
 PLAN = plan_with(4, 4, optimizer="adamw_torch_fused", may_quantize=True)
@@ -171,7 +171,7 @@ def test_a_refusal_names_how_many_gpus_would_do_where_nothing_else_does(capacity
 
 @pytest.mark.parametrize("capacity_gib", [None, 12])
 def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_path: Path) -> None:
-    record = MemoryRecord.of(replace(start(capacity_gib), changes=CHANGES[:1]), start(capacity_gib))
+    record = replace(start(capacity_gib), changes=CHANGES[:1]).record(start(capacity_gib))
     write_memory_record(record, tmp_path / "memory.json")
     assert read_memory_record(tmp_path / "memory.json") == record
     assert record.verdict == ("unknown" if capacity_gib is None else "does not fit")
@@ -183,10 +183,10 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
 def test_a_record_has_each_of_several_gpus_and_says_nothing_of_them_where_there_is_one(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     fit = start(12)
-    write_memory_record(MemoryRecord.of(fit, fit), path)
+    write_memory_record(fit.record(fit), path)
     assert "gpus" not in json.loads(path.read_text())
     gpus = (predicted(5), predicted(20))
-    record = MemoryRecord.of(replace(fit, prediction=replace(fit.prediction, gpus=gpus)), fit)
+    record = replace(fit, prediction=replace(fit.prediction, gpus=gpus)).record(fit)
     write_memory_record(record, path)
     assert read_memory_record(path) == record
     raw = json.loads(path.read_text())
@@ -212,7 +212,7 @@ def test_a_record_has_each_of_several_gpus_and_says_nothing_of_them_where_there_
 def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "r1-llm-only/memory.json"
     path.parent.mkdir()
-    write_memory_record(MemoryRecord.of(start(12), start(12)), path)
+    write_memory_record(start(12).record(start(12)), path)
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
@@ -228,14 +228,14 @@ def test_a_damaged_record_is_refused_with_the_command_that_mends_it(damage: Any,
 def test_a_tiny_models_error_is_not_lost_in_rounding() -> None:
     """Half a megabyte, and one hundredth more."""
     half = replace(predicted(1), allocated_bytes=500_000)
-    record = MemoryRecord.of(replace(start(None), prediction=half), start(None))
+    record = replace(start(None), prediction=half).record(start(None))
     assert beside_measured(record, 505_000, on_cpu=False)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
     assert beside_measured(record, 500_000, on_cpu=False)["memory_error"] == 0
 
 
 def test_what_was_measured_on_a_cpu_has_no_optimizers_step() -> None:
     step = replace(predicted(3), phases={"load": GIB, "forward": GIB, "backward": 2 * GIB, "step": 3 * GIB})
-    record = MemoryRecord.of(replace(start(None), prediction=step), start(None))
+    record = replace(start(None), prediction=step).record(start(None))
     assert beside_measured(record, 2 * GIB, on_cpu=True)["memory_error"] == 0
     assert beside_measured(record, 3 * GIB, on_cpu=False)["memory_error"] == 0
 
@@ -246,7 +246,7 @@ def test_any_damage_to_a_record_is_said_on_one_line_or_it_compares(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "r1-llm-only/memory.json"
-    write_memory_record(MemoryRecord.of(start(12), start(12)), path)
+    write_memory_record(start(12).record(start(12)), path)
     good = path.read_bytes()
     tree = damaged_tree(json.loads(good)).map(lambda tree: json.dumps(tree).encode())
     path.write_bytes(data.draw(tree | damaged_bytes(good)))

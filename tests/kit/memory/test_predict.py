@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import Depth, depth_of, predict, sample_depths, with_depth
-from stages.kit.memory.prediction import Prediction
 from stages.kit.memory.step import pretended_processes, record_step
 from stages.kit.models.load import meta_model
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import Prediction
 from stages.kit.training.peak import cpu_peak
 from tests.kit.memory.small import FULL, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
 

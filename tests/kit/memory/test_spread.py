@@ -13,7 +13,6 @@ from stages.kit.errors import UserError
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.fit import decide, fit_of
 from stages.kit.memory.predict import predict
-from stages.kit.memory.prediction import PHASES, Prediction
 from stages.kit.memory.recorder import Recorder
 from stages.kit.memory.recording import Storage
 from stages.kit.memory.spread import _copied
@@ -22,7 +21,8 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.placement import balanced_gpus, gpu_of
 from stages.kit.models.processors import Processor
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import PHASES, Prediction
 from tests.kit.memory.small import ALL, FULL, R1, R2, R4, batch_of, config_of, plan_of
 
 CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}

@@ -14,11 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from stages.kit.memory.calibrating.measured import random_model, with_contents
 from stages.kit.memory.step import record_step
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
@@ -36,6 +35,7 @@ from tests.kit.memory.small import (
     plan_of,
     quantization_tensors,
 )
+from tools.calibrate.measured import random_model, with_contents
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1": ("detection", R1),

@@ -9,7 +9,7 @@ from torch import nn
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.errors import UserError
-from stages.kit.lineage import Lineage, write_lineage
+from stages.kit.files.lineage import Lineage, write_lineage
 from stages.kit.models.certificate import Certificate, require_certificate, write_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor

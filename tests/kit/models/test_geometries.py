@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from stages.kit.errors import UserError
+from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.geometries import GEOMETRIES_DIR, geometry_config_path, geometry_names
 from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.parts import count_trainable
 
 ROOT = Path(__file__).parents[3]

@@ -5,10 +5,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from stages.kit.at_hand import root_base, trainable_recipes
 from stages.kit.errors import UserError
+from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.mixture.merge import mixture_config
 from stages.kit.models.parts import (
     TrainableCounts,
     apply_recipe,
@@ -19,6 +18,7 @@ from stages.kit.models.parts import (
 )
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import BuildParams, LoraParams, PartsParams
+from tools.plan.available_inputs import root_base, trainable_recipes
 
 ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")

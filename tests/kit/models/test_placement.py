@@ -18,7 +18,7 @@ from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config, load_model, meta_model, nf4_config
 from stages.kit.models.placement import balanced_gpus, gpu_of
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 from tests.kit.memory.small import R1, plan_of
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import pytest
 
 from stages.kit.errors import UserError
 from stages.kit.params.schema import LimitParams
-from stages.kit.plan import resolve_plan
+from stages.kit.planning.plan import resolve_plan
 from tests.kit.params.files import load, refusal
 
 

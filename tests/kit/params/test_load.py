@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from stages.kit.errors import UserError
 from stages.kit.params.load import load_params
-from stages.kit.plan import resolve_plan
+from stages.kit.planning.plan import resolve_plan
 from tests.damage import at, damaged_text, damaged_tree, quick
 from tests.kit.params.files import SHIPPED, refusal
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.kit.evaluation.intervals import Interval
 from stages.kit.reporting import plots
 from stages.kit.reporting.plots import IntervalRow
 from stages.kit.reporting.runs import Curve
+from stages.kit.statistics.intervals import Interval
 
 REPOSITORY = Path(__file__).parents[3]
 CURVES = {

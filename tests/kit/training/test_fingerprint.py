@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import stages
-from stages.kit.lineage import Lineage
-from stages.kit.plan import Plan
+from stages.kit.files.lineage import Lineage
+from stages.kit.planning.plan import Plan
 from stages.kit.training import fingerprint
 from stages.kit.training.checkpoints import digest_of
 from stages.kit.training.fingerprint import identity_of

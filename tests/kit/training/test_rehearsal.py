@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.memory.ladder import lowered
 from stages.kit.models.processors import load_processor
+from stages.kit.planning.ladder import lowered
 from stages.kit.training import rehearsal
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_samples

@@ -21,13 +21,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from stages.kit.mixture.merge import merge_experts
 from stages.kit.models.load import load_model
-from stages.kit.models.mixture.merge import merge_experts
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
 from stages.kit.params.schema import CheckpointParams, DeviceParams, PartsParams
-from stages.kit.plan import Plan
-from stages.kit.signals import ENDING
+from stages.kit.planning.plan import Plan
+from stages.kit.runtime.signals import ENDING
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import preemption, resumable
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
@@ -39,7 +39,7 @@ from stages.kit.training.states import save_state
 from stages.kit.training.trace import StepBits
 from stages.kit.training.trainer import RecipeTrainer
 from tests.closure import ROOT
-from tests.kit.models.mixture.dense import conversation, save_base, save_expert
+from tests.kit.mixture.dense import conversation, save_base, save_expert
 from tests.kit.training.at_step import At
 from tests.kit.training.test_trainer import build, plan_for, weights
 
@@ -132,7 +132,6 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_trainer(folder: Path, plan: Plan, scratch_dir: Path) -> RecipeTrainer:
     seed_everything(plan.seed)
     model = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
-    model.config.router_aux_loss_coef = 3.0  # a mixture's
     model = apply_recipe(model, plan.parts, plan.lora)
     processor = load_processor(folder, None)
     return RecipeTrainer(

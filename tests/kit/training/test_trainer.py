@@ -14,7 +14,7 @@ from stages.kit.models.parts import apply_recipe, count_trainable, part_of
 from stages.kit.models.processors import load_processor
 from stages.kit.params.load import load_params
 from stages.kit.params.schema import DeviceParams
-from stages.kit.plan import Plan, resolve_plan
+from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import ContractBreach
 from stages.kit.training.seed import seed_everything

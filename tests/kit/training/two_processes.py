@@ -24,7 +24,7 @@ from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard
 from stages.kit.params.schema import CheckpointParams, DeviceParams
-from stages.kit.plan import Plan
+from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
 from stages.kit.training.contract import StartContract
 from stages.kit.training.preemption import train_to_the_end

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from stages.kit.data.tables import write_rows
+from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
 from stages.kit.reporting.comparison import UNAVAILABLE, Contender, compare, score_contender

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
-from stages.kit.containers.pipeline import DeclaredStage, declared_stages
 from stages.kit.errors import UserError
-from stages.kit.memory.calibrating.measured import random_trainer, with_contents
-from stages.kit.memory.calibrating.settings import ACCUMULATION, Setting
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.training.seed import seed_everything
 from tests.closure import ROOT
+from tools.calibrate.measured import random_trainer, with_contents
+from tools.calibrate.settings import ACCUMULATION, Setting
 from tools.gpu import flops, recipes
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.pieces import TIMED

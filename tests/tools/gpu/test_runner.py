@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stages.kit.errors import OutOfMemory
-from stages.kit.memory.calibrating.children import ChildFailed
-from stages.kit.memory.calibrating.settings import Setting
+from tools.calibrate.children import ChildFailed
+from tools.calibrate.settings import Setting
 from tools.gpu import results as results_module
 from tools.gpu.page import page
 from tools.gpu.pieces import TIMED, Device, Piece, catalogue

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stages.kit.data.tables import PreparedRow, read_prepared
+from stages.kit.data.parquet import PreparedRow, read_prepared
 from stages.tasks.amr.samples.graphs import MalformedGraph, Node, canonical, penman_line, read_graph
 
 SCHEMA = pa.schema(

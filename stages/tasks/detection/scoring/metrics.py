@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from stages.kit.evaluation.intervals import bootstrap_mean
+from stages.kit.statistics.intervals import bootstrap_mean
 from stages.tasks.detection.samples.boxes import Decoded, decode_boxes
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 

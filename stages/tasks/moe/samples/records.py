@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from stages.kit.data.tables import PreparedRow, read_prepared
+from stages.kit.data.parquet import PreparedRow, read_prepared
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")

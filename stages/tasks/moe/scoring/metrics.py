@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.intervals import bootstrap, bootstrap_mean, perplexity
+from stages.kit.statistics.intervals import bootstrap, bootstrap_mean, perplexity
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.scoring.bleurt import load_bleurt

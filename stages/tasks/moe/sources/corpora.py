@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stages.kit.data.markup import markup_problem
-from stages.kit.documents import SURROGATE, dotted, shown
 from stages.kit.errors import UserError
+from stages.kit.files.documents import SURROGATE, dotted, shown
 from stages.tasks.moe.samples.records import Domain, Record
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.kit.data.tables import write_rows
+from stages.kit.data.parquet import write_rows
 from stages.tasks.amr.samples.records import Record, parse_record
 from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, encode
 from stages.tasks.amr.scoring import PREDICTIONS, metrics, score, summary, write_pictures

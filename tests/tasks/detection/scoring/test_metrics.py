@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.data.tables import read_rows, write_rows
+from stages.kit.data.parquet import read_rows, write_rows
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import Box
 from stages.tasks.detection.scoring.metrics import PREDICTIONS, matched_ious, pairwise_iou, score

@@ -1,0 +1,146 @@
+"""What a stage in a container sees of the machine: its declared inputs, read-only, and folders for its outputs.
+
+Everything keeps its path, so that a path in a log, a lineage or a link means the same inside and outside.
+"""
+
+import csv
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.kit.errors import UserError
+from stages.kit.files.given_files import DVC_OBJECT, stays_inside
+from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
+from stages.kit.launcher.outputs import Outputs
+from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.stage_run import StageRun
+from stages.kit.runtime.environment import CERTIFICATES
+
+CODE = ("params.yaml", "stages")
+
+MAX_LINKS = 256
+"""In the folder that data comes from: each is a mount of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    source: Path
+    target: Path
+    writable: bool = False
+
+    def option(self) -> str:
+        """For `--mount` of docker and podman: CSV, as a path may hold a comma."""
+        fields = ["type=bind", f"source={self.source}", f"target={self.target}"]
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow([*fields, *([] if self.writable else ["readonly"])])
+        return line.getvalue()
+
+
+def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[Mount]:
+    """Every mount of the container, parents before what lies in them.
+
+    Raises UserError where an input leads to something that the stage may not see.
+    """
+    workspace_dir = stage_run.workspace_dir
+    # What is missing is left to the stage to name.
+    inputs = [workspace_dir / path for path in (*CODE, *(dep for dep in stage.deps if dep.startswith("data/")))]
+    found = [_same(path) for path in inputs if path.exists()]
+    found += _links_into_cache(path for path in inputs if path.exists())
+    if stage_run.source_dir is not None and stage_run.source_dir.exists():
+        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir)]
+    if stage_run.network:
+        certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
+        found += [_same(path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
+    _refuse_mounts_below(mount.source for mount in found)
+    found.append(Mount(source=outputs.view_dir, target=workspace_dir))
+    for folder in outputs.folders:
+        found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
+    for path in filter(None, (stage_run.hub_dir, stage_run.triton_dir, *stage_run.kept_dirs)):
+        path.mkdir(parents=True, exist_ok=True)
+        found.append(Mount(source=path, target=path, writable=True))
+    found += [
+        Mount(source=outputs.lock_path, target=LAUNCHER_LOCK),
+        Mount(source=outputs.ready_path, target=READY, writable=True),
+    ]
+    # One a place: a source may be a declared input too.
+    return sorted({mount.target: mount for mount in found}.values(), key=lambda mount: len(mount.target.parts))
+
+
+def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
+    """Make what the mounts are mounted on, where that is inside another mount; the container's own root is writable
+    while it starts. Returns those among the outputs.
+    """
+    places = []
+    for mount in found:
+        around = [other for other in found if other.target in mount.target.parents]
+        if around:  # parents come before what lies in them, so the last one is the nearest
+            place = around[-1].source / mount.target.relative_to(around[-1].target)
+            if not os.path.lexists(place):
+                _make_place(place, mount.source)
+            if place.is_relative_to(outputs.written_dir):
+                places.append(place)
+    return places
+
+
+def _make_place(place: Path, source: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        place.mkdir()
+    else:
+        place.touch()
+
+
+def _same(path: Path) -> Mount:
+    return Mount(source=path, target=path)
+
+
+def _links(path: Path) -> Iterator[Path]:
+    inside = (Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))
+    return (file for file in (path, *inside) if file.is_symlink())
+
+
+def _where_it_says(link: Path) -> Path:
+    """Where a link leads by its own words: inside, all folders on the way are real."""
+    return Path(os.path.normpath(link.parent / link.readlink()))
+
+
+def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
+    """DVC's cache, where DVC makes such links (cache.type symlink). Any other link is refused."""
+    found = set()
+    for link in (link for path in inputs for link in _links(path)):
+        leads_to = _where_it_says(link)
+        match = DVC_OBJECT.search(str(leads_to))
+        if match is None or not link.exists():
+            raise UserError(
+                f"{link} is a link to {leads_to}, which is nothing in DVC's cache, so a container cannot be shown it; "
+                f"put the file itself there"
+            )
+        found.add(Path(str(leads_to)[: match.end(1)]))
+    return [Mount(source=folder.resolve(), target=folder) for folder in sorted(found)]
+
+
+def _links_of_source(source_dir: Path) -> list[Mount]:
+    """Targets of links in the folder that data comes from, as in the hub's cache. A link that leads out of it leads
+    nowhere in a container; the stage refuses it where it would read it.
+    """
+    links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
+    links = [link for link in links if stays_inside(link, source_dir)]
+    if len(links) > MAX_LINKS:
+        raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
+    return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]
+
+
+def _refuse_mounts_below(sources: Iterable[Path]) -> None:
+    """A read-only mount leaves what is mounted below it writable."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except FileNotFoundError:  # no Linux
+        return
+    # proc(5): the fifth field, with blanks and backslashes in octal.
+    mounted = {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4])) for line in lines}
+    for source in sources:
+        if inside := sorted(path for path in mounted if source in path.parents):
+            raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")

@@ -1,0 +1,173 @@
+"""The outputs of a stage in a container: written aside, moved into the workspace when it ended well.
+
+The stage sees empty, writable folders where its outputs belong, and nothing else of the workspace that it can write
+to. What dvc.yaml declares is taken from them; anything else there makes the run fail.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from stages.kit.errors import UserError
+from stages.kit.launcher.pipeline import DeclaredStage
+
+ASIDE_DIR = Path("data/.outputs")
+"""On the file system of the outputs, so that taking them is a rename."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where a stage may write."""
+
+    workspace_dir: Path
+    run_dir: Path
+    declared: tuple[str, ...]
+    """Paths relative to the workspace."""
+
+    @property
+    def lock_path(self) -> Path:
+        """Locked (flock) for as long as the launcher lives."""
+        return self.run_dir / "lock"
+
+    @property
+    def ready_path(self) -> Path:
+        """Written to by the container when signals arrive there."""
+        return self.run_dir / "ready"
+
+    @property
+    def view_dir(self) -> Path:
+        """The workspace as the stage sees it: empty files and folders, on which all else is mounted."""
+        return self.run_dir / "view"
+
+    @property
+    def written_dir(self) -> Path:
+        """What the stage writes, under its paths in the workspace."""
+        return self.run_dir / "written"
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The writable folders, relative to the workspace: the parents of the outputs, none inside another."""
+        parents = {PurePosixPath(out).parent for out in self.declared}
+        return tuple(sorted(str(folder) for folder in parents if parents.isdisjoint(folder.parents)))
+
+    def take(self, inputs: list[Path]) -> None:
+        """Move the outputs to their places; what lay there is replaced.
+
+        inputs: the empty files and folders in `written_dir` on which inputs were mounted.
+        Raises UserError, and takes nothing, where the stage wrote anything else than declared files and folders. A
+        link is none: whoever followed it, here or in a later stage, would leave what this stage may see.
+        """
+        for place in sorted(inputs, reverse=True):
+            # Moved away, it would pass for an output.
+            if not os.path.lexists(place):
+                raise UserError(f"the stage moved its input {self._shown(place)}; none of its outputs is taken")
+            _remove(place)
+        if strays := sorted(self._strays(inputs)):
+            shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
+            raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
+        allowed = self.view_dir.stat().st_mode & 0o777  # of a folder just made here: what the caller's umask leaves
+        for out in self.declared:
+            written, place = self.written_dir / out, self.workspace_dir / out
+            if not written.exists():
+                continue  # DVC names it
+            for path in (written, *(_everything_below(written) if written.is_dir() else ())):
+                _make_plain(path, allowed)
+            _remove(place)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(written, place)
+
+    def _strays(self, inputs: list[Path]) -> Iterator[str]:
+        """What may not be taken, for people."""
+        declared = {PurePosixPath(out) for out in self.declared}
+        known = [*declared, *(PurePosixPath(self._shown(path)) for path in inputs)]
+        above = {parent for path in known for parent in path.parents}
+        for path in _everything_below(self.written_dir):
+            inside = PurePosixPath(self._shown(path))
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                yield f"{inside} (a link or a special file)"
+            elif declared.isdisjoint((inside, *inside.parents)) and not (stat.S_ISDIR(mode) and inside in above):
+                yield str(inside)
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self.written_dir))
+
+    @classmethod
+    def of(cls, stage: DeclaredStage, workspace_dir: Path) -> Outputs:
+        return cls(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.written)
+
+
+@contextmanager
+def run_alone(stage: DeclaredStage, workspace_dir: Path) -> Iterator[None]:
+    """No other launcher runs the same stage in this workspace meanwhile. Raises UserError where one does."""
+    lock_path = Outputs.of(stage, workspace_dir).lock_path
+    lock_path.parent.mkdir(parents=True, exist_ok=True)
+    # The lock file stays: were it removed, two launchers could each lock one of its name.
+    with lock_path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{stage.name} is already running in this workspace; wait for it, or end it") from None
+        yield
+
+
+def link_aside(stage: DeclaredStage, workspace_dir: Path) -> Path:
+    """A name for a link while it is made, beside the lock of a stage that runs alone."""
+    return Outputs.of(stage, workspace_dir).run_dir / "link"
+
+
+@contextmanager
+def outputs_aside(stage: DeclaredStage, workspace_dir: Path) -> Iterator[Outputs]:
+    """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
+    outputs = Outputs.of(stage, workspace_dir)
+    outputs.run_dir.mkdir(parents=True, exist_ok=True)
+    _clear(outputs)  # what a killed launcher left
+    try:
+        outputs.view_dir.mkdir()
+        for folder in outputs.folders:
+            (outputs.written_dir / folder).mkdir(parents=True)
+        for path in (outputs.lock_path, outputs.ready_path):
+            path.touch()
+        yield outputs
+    finally:
+        _clear(outputs)
+
+
+def _clear(outputs: Outputs) -> None:
+    for path in (outputs.view_dir, outputs.written_dir, outputs.ready_path):
+        _remove(path)
+
+
+def _make_plain(path: Path, allowed: int) -> None:
+    """Nothing that runs as somebody else (setuid), nothing that its owner cannot read, move and remove, and nothing
+    open to more people than `allowed`: in a container another umask holds.
+    """
+    path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, if it is; a link itself, and not where it leads."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    path.chmod(0o700)
+    for inside in _everything_below(path):
+        if inside.is_dir() and not inside.is_symlink():
+            inside.chmod(0o700)  # from a folder that is read-only nothing can be removed
+    shutil.rmtree(path)
+
+
+def _everything_below(folder: Path) -> Iterator[Path]:
+    """Files, folders, links and the rest, parents first; links are not followed."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        yield path
+        if entry.is_dir(follow_symlinks=False):
+            yield from _everything_below(path)

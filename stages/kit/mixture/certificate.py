@@ -1,0 +1,92 @@
+"""The build's certificate: reloaded from disk, each expert is in the mixture as it was, and where tokens go."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stages.kit.files.documents import read_json
+from stages.kit.files.publish import publish_text
+
+# How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
+# the expert's. Only the order of additions differs; every bound is a small multiple of the dtype's rounding.
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How far one expert is from the base: the norm of the difference of their weights over the norm of the base's."""
+
+    mlp: float
+    """Of the MLPs, which become experts."""
+    outside: float
+    """Of all else, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingByLayer:
+    """Of one domain's tokens, expert by expert: layer by layer, and over all layers."""
+
+    tokens: int
+    first_by_layer: list[list[float]]
+    """(layers, experts): share of the tokens that give this expert their largest weight. Experts of the same weight, as
+    under a router of zeros, are told apart by their number; the entropy says that it is so."""
+    weight_by_layer: list[list[float]]
+    """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
+    entropy_by_layer: list[float]
+    """(layers,): mean over tokens of the entropy of the router's probabilities, by the greatest there can be: 0 where
+    it is sure of one expert, 1 where all are equal to it."""
+    first: list[float]
+    weight: list[float]
+    entropy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """The mixture on the probes of one expert's domain. Deviations are root mean squares of differences between logits,
+    as a share of the other model's own."""
+
+    probes: int
+    deviation: dict[str, float]
+    """Of the mixture as it is, against the base and each expert, by name."""
+    forced_deviation: float
+    """Of the mixture with all tokens sent to this expert, against the expert: 0 where nothing was lost."""
+    routing: RoutingByLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildCertificate:
+    build: str
+    built_digest: str
+    """Content of the built folder that was certified."""
+    precision: str
+    """Of the arithmetic."""
+    top_k: int
+    router_init: str
+    non_mlp: str
+    changes: dict[str, Change]
+    """How far each expert is from the base, in the MLPs and outside of them."""
+    tolerance: float
+    domains: dict[str, Domain]
+    """By expert."""
+
+    def problems(self) -> list[str]:
+        """An expert that changed nothing but MLPs is in the mixture whole, or the merge is wrong. What others changed
+        outside of them is lost or averaged, for all experts alike."""
+        if self.non_mlp == "average" and any(change.outside for change in self.changes.values()):
+            return []
+        return [
+            f"expert {name} alone deviates by {domain.forced_deviation:.2g} of its logits, more than {self.tolerance:g}"
+            for name, domain in self.domains.items()
+            if not self.changes[name].outside and not domain.forced_deviation <= self.tolerance  # NaN is a problem too
+        ]
+
+
+def write_build_certificate(certificate: BuildCertificate, path: Path) -> None:
+    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
+
+
+def read_build_certificate(path: Path) -> BuildCertificate:
+    """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
+    return read_json(BuildCertificate, path, mend=f"dvc repro build@{path.stem}")

@@ -1,0 +1,76 @@
+"""Disk that a recipe takes: predicted from its plan, and compared with what is free before a stage begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.kit.errors import UserError, bytes_text, counted
+from stages.kit.params.schema import Params
+from stages.kit.planning.plan import Plan
+
+WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+TRAINED_BYTES = 4
+"""Bytes of a trained weight, which is kept in fp32 whatever the precision."""
+CHECKPOINT_SHARE = 3
+"""A checkpoint, in trained weights: with AdamW's two states of each (training/checkpoints.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUse:
+    """Disk of one recipe, in bytes. Workspace and DVC's cache share files; on two disks, it is so much on each."""
+
+    trained_bytes: int
+    merged_bytes: int
+    """Written in any case, as a merge is certified from the disk."""
+    keeps_merged: bool
+    checkpoints_bytes: int
+    """At most, while it trains; removed when DVC has kept what was trained."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What stays."""
+        return self.trained_bytes + (self.merged_bytes if self.keeps_merged else 0)
+
+    def __str__(self) -> str:
+        merged = f"{bytes_text(self.merged_bytes)} merged" + ("" if self.keeps_merged else " while it is certified")
+        checkpoints = f"{bytes_text(self.checkpoints_bytes)} of checkpoints while it trains"
+        return f"{bytes_text(self.trained_bytes)} trained, {merged}; {checkpoints}"
+
+
+def disk_use(plan: Plan, params: Params) -> DiskUse:
+    """plan: with its trainable parameters counted."""
+    trained = plan.trainable["total"] * TRAINED_BYTES
+    adapters = sum(plan.trainable[part] for part in plan.parts.trained("lora"))
+    return DiskUse(
+        trained_bytes=trained,
+        merged_bytes=(plan.trainable["all"] - adapters) * WEIGHT_BYTES[plan.precision],
+        keeps_merged=params.leaves_weights(plan.recipe),
+        # While one is written there is one more than are kept.
+        checkpoints_bytes=(params.checkpoints.keep + 1) * CHECKPOINT_SHARE * trained,
+    )
+
+
+def require_room(needed_bytes: int, folder: Path, *, what: str) -> None:
+    """Raises UserError where the disk of a folder has less free."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"{what} takes up to {bytes_text(needed_bytes)} of disk, but {folder} has {bytes_text(free_bytes)} free. "
+            f"Make room (`dvc gc --workspace` removes from DVC's cache all that this workspace does not refer to), or "
+            f"take less: models.keep_merged: false leaves out merged models once they are certified, "
+            f"checkpoints.keep: 1 keeps fewer checkpoints"
+        )
+
+
+def comparison_text(recipes: Mapping[str, DiskUse], bases: Mapping[str, int]) -> str:
+    """Disk of all recipes together, on one line. bases: bytes of each that they start from, by name."""
+    left = sum(bases.values()) + sum(use.left_bytes for use in recipes.values())
+    # One after the other: its checkpoints are gone before the next one trains, and so are weights that are not left.
+    meanwhile = max(max(use.checkpoints_bytes, use.merged_bytes * (not use.keeps_merged)) for use in recipes.values())
+    return (
+        f"{bytes_text(left)} for {counted(len(recipes), 'recipe')} and {counted(len(bases), 'base')}, up to "
+        f"{bytes_text(meanwhile)} more while they run, data apart; {bytes_text(shutil.disk_usage('.').free)} free here"
+    )

@@ -1,0 +1,214 @@
+"""plan.yaml: every setting of one training run, resolved from recipe, profile and data before anything is launched."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import asdict
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from ruamel.yaml import YAML
+
+from stages.kit.errors import UserError
+from stages.kit.files.documents import Unreadable, damaged, problems, read_yaml, shown
+from stages.kit.files.publish import publish_text
+from stages.kit.params.schema import (
+    PARTS,
+    Attention,
+    DeviceParams,
+    ImageParams,
+    LoraParams,
+    Loss,
+    Optimizer,
+    Params,
+    Part,
+    PartsParams,
+    Positive,
+    Rate,
+    Seed,
+)
+
+_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+DATA_PARALLEL = ("ddp", "sharded")
+"""Placements of one process a device, each with samples of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Schedule:
+    train_samples: Positive
+    effective_batch: Positive
+    micro_batch: Positive
+    grad_accumulation: Positive
+    epochs: Positive
+    steps_per_epoch: Positive
+    num_steps: Annotated[int, Field(ge=1)]
+    """Optimizer steps in all."""
+    warmup_steps: Annotated[int, Field(ge=0)]
+    lr_schedule: Literal["cosine", "linear", "constant"]
+    learning_rates: dict[Part, Annotated[float, Field(ge=0)]]
+    """Of the trained parts, after the profile's scale."""
+    weight_decay: Annotated[float, Field(ge=0)]
+    max_grad_norm: Rate
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class Plan:
+    recipe: str
+    profile: str
+    task: str
+    base_dir: str
+    """Relative to the workspace, as are all paths here."""
+    data_dir: str
+    target: str | None
+    """The form of the answer, where the task knows several."""
+    device: DeviceParams
+    instructions: str | None = None
+    """What a CPU computes by, e.g. "avx2" (kit/cpu.py); None in a plan that nothing is trained by."""
+    placement: Literal["single", "ddp", "sharded", "balanced"]
+    precision: Literal["fp32", "fp16", "bf16"]
+    quantization: Literal["none", "nf4"]
+    may_quantize: bool
+    """Whether the recipe asks for nf4 and the profile has switched it off: memory/ladder.py."""
+    attn: Attention
+    gradient_checkpointing: bool
+    optimizer: Optimizer
+    expandable_segments: bool = False
+    dataloader_workers: Annotated[int, Field(ge=0)]
+    parts: PartsParams
+    lora: LoraParams | None
+    full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
+    """Of parts trained in full, ends of names of the modules that are trained; the whole part where none are named."""
+    loss: Loss
+    domains: tuple[str, ...] = ()
+    """With loss router-labels, by expert, the domain whose samples are its own."""
+    max_length: Positive
+    images: ImageParams | None
+    schedule: Schedule
+    seed: Seed
+    trainable: Annotated[dict[str, int], Field(default_factory=dict)]
+    """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
+
+
+def resolve_plan(params: Params, name: str, *, train_samples: int, instructions: str | None = None) -> Plan:
+    """The settings of recipe `name` on the active profile; trainable counts are still to be added.
+
+    train_samples: how many training samples the prepared data holds. instructions: those of this environment.
+    Raises UserError where the effective batch does not divide.
+    """
+    recipe, profile = params.recipe(name), params.active
+    memory = profile.memory
+    quantization = recipe.quantization if memory.quantization == "as-recipe" else "none"
+    return Plan(
+        recipe=name,
+        profile=params.profile,
+        task=recipe.task,
+        base_dir=f"data/{recipe.base}",
+        data_dir=f"data/prepared/{recipe.data}",
+        target=recipe.target,
+        device=profile.device,
+        instructions=instructions,
+        placement=memory.placement,
+        precision=memory.precision,
+        quantization=quantization,
+        may_quantize=recipe.quantization != quantization,
+        attn=memory.attn,
+        gradient_checkpointing=memory.gradient_checkpointing,
+        optimizer=memory.optimizer,
+        expandable_segments=memory.expandable_segments,
+        dataloader_workers=profile.dataloader_workers,
+        parts=recipe.parts,
+        lora=recipe.lora,
+        full_targets=recipe.full_targets,
+        loss=recipe.loss,
+        domains=params.domains(name) if recipe.loss == "router-labels" else (),
+        max_length=recipe.max_length,
+        images=profile.images,
+        schedule=_schedule(params, name, train_samples),
+        seed=recipe.seed,
+        trainable={},
+    )
+
+
+def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
+    recipe, profile = params.recipe(name), params.active
+    memory = profile.memory
+    replicas = profile.device.count if memory.placement in DATA_PARALLEL else 1
+    at_once = memory.micro_batch * replicas
+    if recipe.effective_batch % at_once:
+        raise UserError(
+            f"recipes.{name}.effective_batch is {recipe.effective_batch}, which is not a multiple of micro_batch "
+            f"{memory.micro_batch} x {replicas} device(s) (profiles.{params.profile}.memory.micro_batch)"
+        )
+    if train_samples < 1:
+        raise UserError(f"recipe {name} has no training samples")
+    # The last, smaller batch of an epoch is a step too, as in transformers' Trainer.
+    steps_per_epoch = ceil(train_samples / recipe.effective_batch)
+    num_steps = min(steps_per_epoch * recipe.epochs, recipe.max_steps or steps_per_epoch * recipe.epochs)
+    rates = {
+        part: recipe.part_learning_rates.get(part, recipe.learning_rate) * profile.learning_rate_scale
+        for part in recipe.parts.trained()
+    }
+    return Schedule(
+        train_samples=train_samples,
+        effective_batch=recipe.effective_batch,
+        micro_batch=memory.micro_batch,
+        grad_accumulation=recipe.effective_batch // at_once,
+        epochs=recipe.epochs,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps,
+        warmup_steps=ceil(num_steps * recipe.warmup_ratio),
+        lr_schedule=recipe.lr_schedule,
+        learning_rates=rates,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+    )
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    yaml = YAML()
+    yaml.default_flow_style = False
+    text = io.StringIO()
+    # Through JSON, so that tuples and numbers are YAML's plain ones.
+    yaml.dump(json.loads(json.dumps(asdict(plan))), text)
+    publish_text(text.getvalue(), path)
+
+
+def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
+    """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
+    path, mend = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
+    try:
+        raw, faults = read_yaml(path)
+        plan = TypeAdapter(Plan).validate_json(json.dumps(raw), strict=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; rebuild it with: {mend}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+    except Unreadable as error:
+        raise damaged(path, {"the file": str(error)}, mend=mend) from None
+    except ValidationError as error:
+        raise damaged(path, problems(error, Plan), mend=mend) from None
+    if faults := {**faults, **_faults(plan, recipe)}:
+        raise damaged(path, faults, mend=mend)
+    return plan
+
+
+def _faults(plan: Plan, recipe: str) -> dict[str, str]:
+    """What no plan of ours has, and a stage would go astray with."""
+    found = {}
+    if plan.recipe != recipe:
+        found["recipe"] = f"this is the plan of {shown(plan.recipe)}"
+    for name, form in (
+        ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
+        ("data_dir", r"data/prepared/[^/]+"),
+    ):
+        if not re.fullmatch(form, value := getattr(plan, name)) or ".." in Path(value).parts:
+            found[name] = f"{shown(value)} is no such folder of the pipeline's"
+    if plan.trainable and plan.trainable.keys() != {*PARTS, "total", "all"}:
+        found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
+    return found

@@ -1,0 +1,101 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.kit.data import parquet as tables
+from stages.kit.data.parquet import ROW_GROUP, missing_columns, read_rows, write_rows
+from stages.kit.errors import UserError
+
+SCHEMA = pa.schema([("n", pa.int64())])
+
+
+def rows(count: int) -> list[dict[str, int]]:
+    return [{"n": n} for n in range(count)]
+
+
+def test_rows_come_back_in_order_across_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_rows(rows(2 * ROW_GROUP + 3), path, SCHEMA)
+    assert list(read_rows(path)) == rows(2 * ROW_GROUP + 3)
+    assert pq.ParquetFile(path).num_row_groups == 3
+
+
+def test_same_rows_give_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rows(rows(ROW_GROUP + 1), tmp_path / name, SCHEMA)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_rows(rows(1), path, SCHEMA)
+
+    def broken() -> Iterator[dict[str, int]]:
+        yield from rows(ROW_GROUP + 1)
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_rows(broken(), path, SCHEMA)
+    assert list(read_rows(path)) == rows(1)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_a_value_that_many_rows_share_is_held_but_a_few_times_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet keeps it once: 100 KB can be of gigabytes."""
+    monkeypatch.setattr(tables, "MAX_BYTES", 500_000)
+    schema = pa.schema([("image", pa.struct([("bytes", pa.binary())]))])
+    row = {"image": {"bytes": b"x" * 200_000}}
+    pq.write_table(pa.Table.from_pylist([row] * ROW_GROUP, schema=schema), tmp_path / "t.parquet", compression="zstd")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    sizes = []
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def counted(self: pq.ParquetFile, **options: Any) -> Iterator[Any]:
+        for batch in iter_batches(self, **options):
+            sizes.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    assert list(read_rows(tmp_path / "t.parquet")) == [row] * ROW_GROUP
+    assert set(sizes) == {2}
+
+
+def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_pylist([{"id": "a", "objects": {"bbox": [1.0]}}]), path)
+    wanted = ["id", "objects.bbox", "objects.name", "image", "id.bytes"]
+    assert missing_columns(path, wanted) == ["objects.name", "image", "id.bytes"]
+
+
+def test_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match=r"train\.parquet cannot be read as parquet"):
+        list(read_rows(path))
+
+
+def test_a_flipped_bit_of_a_value_is_found_though_it_would_make_a_value_too(tmp_path: Path) -> None:
+    path, picture = tmp_path / "train.parquet", bytes(range(200))
+    write_rows([{"image": picture}], path, pa.schema([("image", pa.binary())]))
+    content = path.read_bytes()
+    start = content.index(picture)
+    for place in range(start, start + len(picture)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"train\.parquet is damaged: .*; fetch or copy it again"):
+            list(read_rows(path))
+
+
+def test_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"text": ["a" * 5000, "b" * 5000]}), path, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4:40] = bytes(36)  # the first page, behind the magic number
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"train\.parquet is damaged"):
+        list(read_rows(path))

@@ -1,0 +1,337 @@
+"""The container engines, with a client that writes down what it is asked for. The real ones: tests/smoke."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from stages.kit.errors import UserError
+from stages.kit.launcher import inside
+from stages.kit.launcher.container import ContainerEngine, NotUsable
+from stages.kit.launcher.engines import choose_engine
+from stages.kit.launcher.images import image_references
+from stages.kit.launcher.machine import this_machine
+from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.process import ProcessEngine
+from stages.kit.launcher.stage_run import StageRun
+from stages.kit.provenance import Machine
+from stages.kit.runtime.signals import ENDING
+from tests.kit.launcher.small_checkout import copy_launcher
+
+ROOT = Path(__file__).parents[3]
+
+# Answers as docker and as podman. `run` notes its arguments, writes the output FAKE_WRITES, and waits for a `kill`
+# where FAKE_WAITS is set.
+CLIENT = f"""#!{sys.executable}
+import json, os, pathlib, re, sys, time
+
+here = pathlib.Path(__file__).parent
+with (here / "asked").open("a") as asked:
+    print(json.dumps(sys.argv), file=asked)
+error = os.environ.get("FAKE_ERROR")
+if sys.argv[1:3] == ["image", "inspect"]:
+    sys.exit(error) if error else print("sha256:0123")
+if sys.argv[1] == "version" and error and "No such image" not in error:
+    sys.exit(error)
+if sys.argv[1] == "info":
+    print(os.environ.get("FAKE_SECURITY", "[name=seccomp]"))
+if sys.argv[1] == "kill":
+    if (here / "killed").exists():
+        sys.exit("Error: No such container")
+    (here / "killed").write_text(str(os.getpgrp()))
+if sys.argv[1] == "run":
+    mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in sys.argv if arg.startswith("type="))
+    if path := os.environ.get("FAKE_WRITES"):
+        above = [(target, source) for source, target in mounts.items() if path.startswith(target + "/")]
+        target, source = max(above)
+        pathlib.Path(source + path.removeprefix(target)).write_text("written")
+    (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
+    ready.write_text(os.environ.get("FAKE_TELLS", ""))
+    if os.environ.get("FAKE_WAITS"):
+        time.sleep(0.3)
+        (here / "waits").touch()
+        ready.write_text("ready")
+        while not (here / "killed").exists():
+            time.sleep(0.02)
+    sys.exit(int(os.environ.get("FAKE_CODE", "0")))
+"""
+
+
+@pytest.fixture
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole PATH, with a docker in it."""
+    folder = tmp_path / "clients"
+    folder.mkdir()
+    install(folder, "docker")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    workspace = tmp_path / "a workspace"
+    copy_launcher(workspace)
+    for path in ("params.yaml", "dvc.yaml", "pyproject.toml"):
+        shutil.copy(ROOT / path, workspace / path)
+    return workspace
+
+
+def install(folder: Path, client: str) -> None:
+    (folder / client).write_text(CLIENT)
+    (folder / client).chmod(0o755)
+
+
+def asked(clients: Path, verb: str) -> list[list[str]]:
+    calls = [json.loads(line)[1:] for line in (clients / "asked").read_text().splitlines()]
+    return [call for call in calls if call[0] == verb]
+
+
+def options(call: list[str], name: str) -> list[str]:
+    return [value for option, value in pairwise(call) if option == name]
+
+
+def run_of(workspace: Path, stage: str = "plan", name: str = "r1-llm-only", **changes: Any) -> StageRun:
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": (), "gpus": (), "caller": {}}
+    return StageRun(
+        pipeline=Pipeline.of(workspace),
+        stage=stage,
+        args=(name,),
+        workspace_dir=workspace,
+        terminal=False,
+        **(plain | changes),
+    )
+
+
+def the_run(clients: Path, workspace: Path, *, client: str = "docker", **changes: Any) -> list[str]:
+    """The arguments of the client for such a stage run."""
+    ContainerEngine.find(client, workspace, "cpu").run(run_of(workspace, **changes))
+    (call,) = asked(clients, "run")
+    return call
+
+
+def test_a_stage_is_sealed(clients: Path, workspace: Path) -> None:
+    call = the_run(clients, workspace)
+    assert {"--rm", "--read-only"} <= set(call)
+    assert options(call, "--network") == ["none"]
+    assert options(call, "--cap-drop") == ["ALL"]
+    assert "no-new-privileges" in options(call, "--security-opt")
+    assert options(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
+    assert options(call, "--pull") == ["never"]
+    for limit in ("--pids-limit", "--shm-size", "--tmpfs"):
+        assert options(call, limit)
+    assert not {"--privileged", "--volume", "-v", "--cap-add", "--tty", "-t"} & set(call)
+
+
+def test_it_is_the_image_itself_that_runs_and_not_what_later_bears_its_name(clients: Path, workspace: Path) -> None:
+    call = the_run(clients, workspace)
+    assert call[call.index("sha256:0123") :][1:] == [
+        "python",
+        "-m",
+        "stages.kit.launcher.inside",
+        "plan",
+        "r1-llm-only",
+    ]
+    assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
+
+
+def test_a_further_attempt_is_told_to_the_stage_alone(clients: Path, workspace: Path) -> None:
+    """dvc.yaml has the stage without it."""
+    call = the_run(clients, workspace, attempt=2)
+    assert call[-4:] == ["plan", "r1-llm-only", "--attempt", "2"]
+
+
+def test_the_network_is_for_what_comes_from_the_hub(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    call = the_run(clients, workspace, stage="base", name="vlm", hub_dir=tmp_path / "hub")
+    assert options(call, "--network") == ["bridge"]
+    assert f"HF_HOME={tmp_path / 'hub'}" in options(call, "--env")
+
+
+def test_no_value_of_the_callers_is_on_the_command_line(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    caller = {"HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "LANG": "C.UTF-8", "AWS_KEY": "secret"}
+    call = the_run(clients, workspace, stage="base", name="vlm", hub_dir=tmp_path / "hub", caller=caller)
+    assert not any("secret" in argument for argument in call)
+    assert {"HF_TOKEN", "HTTPS_PROXY", "LANG"} <= set(options(call, "--env"))
+    assert "AWS_KEY" not in options(call, "--env")
+    assert "PYTHONHASHSEED=0" in options(call, "--env")
+
+
+def test_a_gpu_is_given_by_its_uuid(clients: Path, workspace: Path) -> None:
+    call = the_run(clients, workspace, gpus=("GPU-a", "GPU-b"))
+    assert options(call, "--gpus") == ['"device=GPU-a,GPU-b"']
+
+
+def test_without_a_gpu_none_is_asked_for(clients: Path, workspace: Path) -> None:
+    assert not {"--gpus", "--device"} & set(the_run(clients, workspace))
+
+
+def test_what_triton_compiles_is_kept_where_the_launcher_says(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    own = {"TRITON_CACHE_DIR": "/mine", "CC": "/mine/gcc"}
+    call = the_run(clients, workspace, triton_dir=tmp_path / "triton", gpus=("GPU-a",), caller=own)
+    assert [value for value in options(call, "--env") if value.startswith(("TRITON", "CC"))] == [
+        f"TRITON_CACHE_DIR={tmp_path / 'triton'}"
+    ]
+    assert any(f"target={tmp_path / 'triton'}" in mount for mount in options(call, "--mount"))
+
+
+def test_podman_is_spoken_to_in_its_own_words(clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(clients, "podman")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    call = the_run(clients, workspace, client="podman", gpus=("GPU-a",))
+    assert options(call, "--device") == ["nvidia.com/gpu=GPU-a"]
+    assert options(call, "--userns") == ["keep-id"]
+    assert "--http-proxy=false" in call
+    assert "--read-only-tmpfs=false" in call
+    assert "--gpus" not in call
+
+
+def test_podman_is_known_under_dockers_name_too(clients: Path, workspace: Path) -> None:
+    """As the package podman-docker installs it."""
+    (clients / "docker").write_text(f"{CLIENT}\n# exec podman")
+    assert "--read-only-tmpfs=false" in the_run(clients, workspace)
+
+
+def test_a_full_disk_or_a_missing_right_is_the_users_to_know(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "data").write_text("no folder")
+    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be handled: .*data"):
+        ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace))
+
+
+def test_in_a_rootless_docker_root_is_the_caller(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SECURITY", "[name=seccomp,profile=default name=rootless]")
+    assert options(the_run(clients, workspace), "--user") == ["0:0"]
+
+
+@pytest.mark.parametrize(("code", "taken"), [("0", True), ("3", False)])
+def test_outputs_are_taken_from_a_stage_that_ended_well(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: str, taken: bool
+) -> None:
+    plan = workspace / "data/runs/r1-llm-only/plan.yaml"
+    monkeypatch.setenv("FAKE_WRITES", str(plan))
+    monkeypatch.setenv("FAKE_CODE", code)
+    assert ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace)).code == int(code)
+    assert plan.exists() == taken
+
+
+def test_what_the_container_tells_of_itself_is_passed_on(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = this_machine(os.environ)
+    for told, heard in ((json.dumps(asdict(machine)), machine), ("ready", None), ('{"python": 3}', None)):
+        monkeypatch.setenv("FAKE_TELLS", told)
+        ended = ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace))
+        assert (ended.code, ended.machine) == (0, heard)
+
+
+def test_the_first_process_of_a_container_tells_what_the_stage_runs_on(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "stages/plan.py").write_text("import sys; sys.exit(3)")
+    ready, lock = tmp_path / "ready", tmp_path / "lock"
+    lock.touch()
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(inside, "READY", ready)
+    monkeypatch.setattr(inside, "LAUNCHER_LOCK", lock)
+    monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
+    with pytest.raises(SystemExit, match="3"):
+        inside.main()
+    assert TypeAdapter(Machine).validate_json(ready.read_text()) == this_machine(os.environ)
+
+
+def test_a_command_that_dvc_yaml_does_not_have_is_refused(clients: Path, workspace: Path) -> None:
+    with pytest.raises(UserError, match=r"no stage of dvc\.yaml runs `docker/run plan r9`"):
+        ContainerEngine.find("docker", workspace, "cpu").run(run_of(workspace, name="r9"))
+
+
+def choose(workspace: Path, name: str) -> tuple[object, list[str]]:
+    said: list[str] = []
+    return choose_engine(name, workspace_dir=workspace, target="cpu", say=said.append), said
+
+
+def test_auto_takes_docker_where_it_has_this_trees_image(clients: Path, workspace: Path) -> None:
+    engine, (line,) = choose(workspace, "auto")
+    assert isinstance(engine, ContainerEngine)
+    assert line == f"engine docker, image {image_references(workspace, 'cpu')[0]}"
+
+
+def test_auto_takes_podman_where_docker_does_not_work_and_says_why(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (clients / "docker").unlink()
+    install(clients, "podman")
+    engine, (line,) = choose(workspace, "auto")
+    assert isinstance(engine, ContainerEngine)
+    assert engine.client.program == "podman"
+    assert "docker is not installed" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("Error: No such image: bakeoff:cpu", "docker has no image bakeoff:cpu-"),
+        ("Cannot connect to the Docker daemon at unix:///x. Is it running?", "Cannot connect to the Docker daemon"),
+    ],
+)
+def test_auto_runs_a_process_where_no_engine_can_run_the_stage_and_says_why(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, error: str, reason: str
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", error)
+    engine, (line,) = choose(workspace, "auto")
+    assert isinstance(engine, ProcessEngine)
+    assert line.startswith("engine process, without a container: ")
+    assert reason in line
+    assert "podman is not installed" in line
+
+
+def test_an_engine_asked_for_by_name_is_that_or_none(
+    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", "Error: No such image: bakeoff:cpu")
+    with pytest.raises(NotUsable, match=r"bakeoff:cpu-.*make image TARGET=cpu"):
+        choose(workspace, "docker")
+    with pytest.raises(NotUsable, match="podman is not installed"):
+        choose(workspace, "podman")
+    engine, said = choose(workspace, "process")
+    assert isinstance(engine, ProcessEngine)
+    assert said == []
+
+
+def test_a_changed_lock_is_another_image(clients: Path, workspace: Path) -> None:
+    before = image_references(workspace, "cpu")
+    with (workspace / "docker/cpu.lock").open("a") as lock:
+        lock.write("# changed\n")
+    assert set(before).isdisjoint(image_references(workspace, "cpu"))
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
+    clients: Path, workspace: Path, number: signal.Signals
+) -> None:
+    """Before its first process handles signals, the kernel would drop them."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "stages.kit.launcher.launch", "plan", "r1-llm-only"],
+        cwd=workspace,
+        env={"PATH": str(clients), "BAKEOFF_ENGINE": "docker", "FAKE_WAITS": "1", "FAKE_CODE": "75"},
+    )
+    while not (clients / "asked").exists() or not asked(clients, "run"):
+        time.sleep(0.02)
+    launcher.send_signal(number)
+    assert launcher.wait() == 75
+    (kill,) = (call for call in asked(clients, "kill") if call[2] == str(int(number)))
+    assert kill[3] == options(asked(clients, "run")[0], "--name")[0]
+    assert (clients / "waits").exists()
+    # A closing terminal signals the launcher's whole group, more than once: it must not end what passes it on.
+    assert (clients / "killed").read_text() != str(os.getpgrp())

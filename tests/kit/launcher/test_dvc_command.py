@@ -1,0 +1,207 @@
+"""The launcher under a real dvc: names from params.yaml, what is said once, and what a failed experiment leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.launcher.dvc_command import DvcCommand, params_left
+from stages.kit.launcher.permissions import writable_by_everybody
+from stages.kit.launcher.pipeline import item_of
+from tests.closure import ROOT, import_closure
+from tests.kit.launcher.small_checkout import small_checkout
+
+# It fails where the seed is 13, after DVC has removed what it made before.
+STAGE = """
+import pathlib, sys
+
+if "seed: 13" in pathlib.Path("params.yaml").read_text():
+    sys.exit("unlucky")
+pathlib.Path("data/bases").mkdir(parents=True, exist_ok=True)
+pathlib.Path("data/bases", sys.argv[1] + ".txt").write_text(str(pathlib.Path.cwd()))
+"""
+
+PIPELINE = """
+stages:
+  base:
+    foreach: [vlm, llm]
+    do:
+      cmd: exec docker/run base
+      params: [recipes.r1-llm-only.seed]
+      outs: ["data/bases/${item}.txt"]
+"""
+
+
+def git(place: Path, *args: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, base=STAGE)
+    for path in import_closure("stages.check"):
+        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, workspace / path)
+    git(workspace, "init", "--quiet")
+    dvc(workspace, "init", "--quiet")
+    git(workspace, "add", "--all")
+    git(workspace, "commit", "--quiet", "--message", "start")
+    return workspace
+
+
+def dvc(workspace: Path, *args: str, code: int = 0, engine: str = "process") -> str:
+    """What dvc and its stages said."""
+    own = {"BAKEOFF_ENGINE": engine, "DOCKER_HOST": "unix:///nowhere", "CONTAINER_HOST": "unix:///nowhere"}
+    own |= {"DVC_SITE_CACHE_DIR": str(workspace / ".dvc/tmp/site"), "GIT_CONFIG_GLOBAL": os.devnull}
+    own |= {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "dvc", *args],
+        cwd=workspace,
+        env=inherited | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stdout
+    return ended.stdout
+
+
+def test_names_from_a_stranger_run_no_code_and_remove_nothing(workspace: Path) -> None:
+    """A recipe that a shell would run, and predictions that lead out of the checkout."""
+    outside = workspace.parent / "outside.txt"
+    outside.write_text("mine")
+    params = YAML(typ="safe").load(workspace / "params.yaml")
+    params["recipes"]["x$(touch PWNED)"] = params["recipes"]["r1-llm-only"]
+    away = "/".join([*[".."] * 40, *outside.with_suffix("").parts[1:]])
+    params["predictions"][away] = next(iter(params["predictions"].values()))
+    YAML().dump(params, workspace / "params.yaml")
+    trains = PIPELINE.replace("[vlm, llm]", "${recipes}").replace("${item}", "${key}").replace("base", "train")
+    (workspace / "dvc.yaml").write_text(trains)
+    assert "should match pattern" in dvc(workspace, "repro", "--single-item", "train@x$(touch PWNED)", code=255)
+
+    shutil.copy(ROOT / "dvc.yaml", workspace)
+    said = dvc(workspace, "repro", code=255)
+    assert "should match pattern" in said
+    assert re.findall(r"Running stage '(.*?)'", said)[-1] == "check"
+    assert not list(workspace.glob("PWNED*"))
+    assert outside.exists()
+
+
+def test_the_item_is_what_dvc_addresses_wherever_it_was_called() -> None:
+    assert item_of("train@r1") == item_of("../dvc.yaml:train@r1") == ("r1",)
+    assert item_of("check") == item_of("../a@b/dvc.yaml:check") == ()
+
+
+def test_dvc_names_the_stages_that_the_launcher_runs_and_that_names_the_engine_once(workspace: Path) -> None:
+    said = dvc(workspace, "repro", engine="auto")
+    assert {path.name for path in (workspace / "data/bases").glob("*.txt")} == {"vlm.txt", "llm.txt"}
+    assert said.count("Running stage") == 2
+    assert said.count("launcher: engine process") == 1
+
+
+def test_what_was_said_to_one_command_is_news_to_another(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "said"
+    one, two = (DvcCommand(process=process, arguments=()) for process in ("1 0.5", "1 0.7"))
+    assert [one.first_time("x\ny", path), one.first_time("x\ny", path), one.first_time("z", path)] == [
+        True,
+        False,
+        True,
+    ]
+    assert [two.first_time("x\ny", path), one.first_time("x\ny", path)] == [True, False]
+    for number in range(50):
+        DvcCommand(process=str(number), arguments=()).first_time("x", path)
+    assert path.stat().st_size < 1000
+    path.unlink()
+    path.mkdir()  # it cannot be written
+    assert [one.first_time("x", path), one.first_time("x", path)] == [True, True]
+
+
+def test_a_failed_experiment_names_the_command_that_brings_everything_back(workspace: Path) -> None:
+    dvc(workspace, "repro")
+    git(workspace, "add", "--all")
+    git(workspace, "commit", "--quiet", "--message", "results")
+    before = (workspace / "params.yaml").read_bytes()
+
+    said = dvc(workspace, "exp", "run", "-S", "recipes.r1-llm-only.seed=13", code=255)
+    assert (workspace / "params.yaml").read_bytes() != before
+    failed = re.findall(r"failed to reproduce '(.*?)'", said)[0]
+    assert not (workspace / f"data/bases/{failed.partition('@')[2]}.txt").exists()
+    command = re.findall(r"Bring it back with: (.*)", said)[0]
+    shell = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ["HOME"]}
+    subprocess.run(["bash", "-c", command], cwd=workspace, env=shell, check=True, capture_output=True)
+    assert (workspace / "params.yaml").read_bytes() == before
+    assert len(list((workspace / "data/bases").glob("*.txt"))) == 2
+    assert git(workspace, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "edited", "found"),
+    [
+        (("dvc", "exp", "run", "-S", "a=1"), {}, True, True),
+        (("dvc", "exp", "run", "-Sa=1"), {}, True, True),
+        (("dvc", "exp", "run", "--set-param=a=1"), {}, True, True),
+        (("dvc", "exp", "run", "-S", "a=1"), {}, False, False),
+        (("dvc", "exp", "run"), {}, True, False),  # a person has edited the file
+        (("dvc", "exp", "run", "--temp", "-S", "a=1"), {"DVC_ROOT": "/elsewhere"}, True, False),  # in a clone
+        (("dvc", "repro"), {"DVC_EXP_BASELINE_REV": None}, True, False),
+    ],
+)
+def test_only_an_experiment_that_changed_the_file_itself_is_told_how_to_undo_it(
+    arguments: tuple[str, ...], environment: dict[str, str | None], edited: bool, found: bool, tmp_path: Path
+) -> None:
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "params.yaml").write_text("a: 0")
+    (tmp_path / "dvc.lock").write_text("stages:\n  base@vlm:\n    cmd: x\n")
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "start")
+    (tmp_path / "params.yaml").write_text(f"a: {int(edited)}")
+    caller = {"DVC_EXP_BASELINE_REV": "c0ffee", "DVC_ROOT": str(tmp_path), "DVC_STAGE": "base@vlm", **environment}
+    set_ones = {name: value for name, value in caller.items() if value is not None}
+    command = DvcCommand(process="1", arguments=arguments)
+    left = params_left(command, set_ones, tmp_path)
+    assert (left is not None) is found
+    if left:
+        assert "git checkout params.yaml && dvc checkout base@vlm\n" in left
+        never_ran = params_left(command, {**set_ones, "DVC_STAGE": "base@vl"}, tmp_path)
+        assert never_ran is not None
+        assert "with: git checkout params.yaml\n" in never_ran
+
+
+def test_nobody_else_may_write_what_the_launcher_makes_whatever_the_umask(workspace: Path) -> None:
+    script = (
+        "umask 000 && docker/run base vlm && find . -path ./.dvc -prune -o -newer dvc.yaml -perm -o+w ! -type l -print"
+    )
+    shell = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "BAKEOFF_ENGINE": "process",
+        "DVC_STAGE": "base@vlm",
+    }
+    ended = subprocess.run(["bash", "-c", script], cwd=workspace, env=shell, check=True, capture_output=True, text=True)
+    assert ended.stdout == ""
+    assert "every account" not in ended.stderr
+    assert (workspace / "data/bases/vlm.txt").stat().st_mode & 0o020  # the group's rights are the person's choice
+    (workspace / "stages").chmod(0o777)
+    ended = subprocess.run(["bash", "-c", script], cwd=workspace, env=shell, check=True, capture_output=True, text=True)
+    assert (
+        f"every account of this machine can change what runs here; end that with: chmod o-w '{workspace / 'stages'}'"
+        in (ended.stderr)
+    )
+
+
+def test_only_folders_that_everybody_may_write_to_are_named(tmp_path: Path) -> None:
+    everybody, group = tmp_path / "everybody", tmp_path / "group"
+    for folder, mode in ((everybody, 0o1777), (group, 0o775)):
+        folder.mkdir()
+        folder.chmod(mode)
+    assert writable_by_everybody([everybody, group, tmp_path / "none"]) == [everybody]

@@ -1,0 +1,322 @@
+"""The launcher and the GPUs: leases through docker/run and DVC's queue, on a fake NVIDIA driver."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.errors import UserError
+from stages.kit.launcher import launch as launcher
+from stages.kit.launcher.gpus import Gpu, GpuProcess, GpuState
+from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams, Params
+from stages.kit.planning.plan import resolve_plan, write_plan
+from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
+from tests.kit.launcher.small_checkout import copy_launcher
+
+ROOT = Path(__file__).parents[3]
+
+GPUS = tuple(
+    GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=80 * 2**30)
+    for index in range(2)
+)
+
+# Notes when it starts and ends, and on which GPUs. With MEETS it waits until another one runs too.
+STAGE = """
+import os, pathlib, time
+
+notes = pathlib.Path(os.environ["DVC_ROOT"], "notes")
+
+def note(text):
+    with notes.open("a") as file:
+        print(text, file=file)
+
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+pathlib.Path(os.environ["DVC_ROOT"], "triton").write_text(os.environ.get("TRITON_CACHE_DIR", "nowhere"))
+note(f"start {gpus}")
+for _ in range(600 if os.environ.get("OMP_MEETS") else 10):
+    if os.environ.get("OMP_MEETS") and notes.read_text().count("start") > 1:
+        break
+    time.sleep(0.05)
+else:
+    assert not os.environ.get("OMP_MEETS"), "alone to the end"
+note(f"end {gpus}")
+pathlib.Path("trained").write_text("trained")
+"""
+
+PIPELINE = """
+stages:
+  train:
+    cmd: exec docker/run train r1-llm-only
+    params: [recipes.r1-llm-only.seed]
+    outs: [trained]
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> FakeNvml:
+    return build_fake_nvml(tmp_path / "driver")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A repository of DVC's with one stage, which wants one GPU."""
+    workspace = tmp_path / "a workspace"
+    copy_launcher(workspace)
+    params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}
+    YAML().dump(params, workspace / "params.yaml")
+    (workspace / "stages/train.py").write_text(STAGE)
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    (workspace / ".gitignore").write_text("/notes\n/triton\n/trained\n/.bakeoff\n__pycache__\n")
+    (workspace / ".venv").symlink_to(sys.prefix)
+    for command in (
+        ("git", "init", "--quiet"),
+        ("dvc", "init", "--quiet"),
+        ("git", "add", "--all"),
+        ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false", "commit", "-qm", "start"),
+    ):
+        subprocess.run(command, cwd=workspace, env=caller(), check=True)
+    return workspace
+
+
+def caller(driver: FakeNvml | None = None, **more: str) -> dict[str, str]:
+    """The environment of somebody with that driver, a shell in which .venv is activated."""
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": os.environ["HOME"], "BAKEOFF_ENGINE": "process", "DVC_NO_ANALYTICS": "1"}
+    return environment | (driver.environment if driver else {}) | more
+
+
+def queued(workspace: Path, driver: FakeNvml, **more: str) -> list[str]:
+    """What the stages noted in two experiments that two workers of DVC's queue ran."""
+
+    environment = caller(driver, **more)
+
+    def dvc(*args: str) -> str:
+        # Into a file: the workers that `dvc queue start` leaves behind would hold a pipe open.
+        with (workspace / ".dvc/tmp/said").open("w+") as said:
+            subprocess.run(["dvc", *args], cwd=workspace, env=environment, check=True, stdout=said)
+            said.seek(0)
+            return said.read()
+
+    for seed in (1, 2):
+        dvc("exp", "run", "--queue", "-S", f"recipes.r1-llm-only.seed={seed}")
+    dvc("queue", "start", "--jobs", "2")
+    status = ""
+    try:
+        for _ in range(120):
+            # A worker may be writing what this reads (dvc 3.67).
+            with contextlib.suppress(subprocess.CalledProcessError):
+                status = dvc("queue", "status")
+            if status.count("Success") + status.count("Failed") == 2:
+                break
+            time.sleep(0.5)
+    finally:
+        # The first worker to find the queue empty takes down what the other one would hear that from (dvc 3.67).
+        for pid in (workspace / ".dvc/tmp/exps/celery").glob("dvc-exp-worker-*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert status.count("Success") == 2, status
+    return (workspace / "notes").read_text().splitlines()
+
+
+@pytest.mark.pipeline
+def test_two_queued_experiments_run_side_by_side_on_two_gpus(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(*GPUS)
+    first, second, *ends = queued(workspace, driver, OMP_MEETS="1")
+    assert {first, second} == {"start GPU-0", "start GPU-1"}
+    assert set(ends) == {"end GPU-0", "end GPU-1"}
+
+
+@pytest.mark.pipeline
+def test_two_queued_experiments_take_turns_on_one_gpu(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0])
+    assert queued(workspace, driver) == ["start GPU-0", "end GPU-0"] * 2
+
+
+def launch(workspace: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["docker/run", "train", "r1-llm-only"],
+        cwd=workspace,
+        env={**environment, "DVC_ROOT": str(workspace)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_stage_gets_the_gpu_that_is_free(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0], GPUS[1])
+    assert launch(workspace, caller(driver, CUDA_VISIBLE_DEVICES="1")).returncode == 0
+    assert (workspace / "notes").read_text().splitlines()[0] == "start GPU-1"
+
+
+def test_it_keeps_what_triton_compiles_in_the_repository(workspace: Path, driver: FakeNvml) -> None:
+    driver.set_gpus(GPUS[0])
+    folders = []
+    for own in ({}, {"TRITON_CACHE_DIR": "/shared/by/all"}):
+        assert launch(workspace, caller(driver, **own)).returncode == 0
+        folders.append(Path((workspace / "triton").read_text()))
+    assert folders[0] == folders[1]
+    assert folders[0].parent == workspace / ".bakeoff/triton"
+
+
+def test_a_stage_on_a_cpu_keeps_nothing_of_tritons(workspace: Path) -> None:
+    shutil.copy(ROOT / "params.yaml", workspace)
+    assert launch(workspace, caller(TRITON_CACHE_DIR="/shared/by/all")).returncode == 0
+    assert (workspace / "triton").read_text() == "nowhere"
+
+
+def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path, driver: FakeNvml) -> None:
+    refused = launch(workspace, caller(driver))
+    assert refused.returncode == 1
+    assert "train r1-llm-only wants 1 GPU" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (workspace / "notes").exists()
+
+
+def test_who_holds_the_gpu_is_named_with_how_much(workspace: Path, driver: FakeNvml) -> None:
+    held = GpuState(
+        gpu=GPUS[0].gpu,
+        used_bytes=40 * 2**30,
+        total_bytes=80 * 2**30,
+        compute=(GpuProcess(pid=os.getpid(), used_bytes=40 * 2**30),),
+    )
+    driver.set_gpus(held)
+    refused = launch(workspace, caller(driver))
+    assert refused.returncode == 1
+    assert "GPU 0 (NVIDIA A100): 40.0 GiB of 80.0 GiB in use" in refused.stderr
+    assert f"pid {os.getpid()}" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "wanted"),
+    [("train", "cuda", 4), ("merge", "cuda", 1), ("evaluate", "cuda", 1), ("plan", "cuda", 0), ("train", "cpu", 0)],
+)
+def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: str, wanted: int) -> None:
+    assert gpus_wanted(stage, DeviceParams(kind=kind, count=4)) == wanted  # type: ignore[arg-type]
+
+
+def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -> None:
+    params = load_params(ROOT / "params.yaml")
+    assert source_of("base", ("vlm",), params) == "folder:data/tiny/qwen2-vl"
+    assert source_of("prepare", ("nutrition-tables",), params) == "generated"
+    assert source_of("train", ("r1-llm-only",), params) == ""
+    assert source_of("base", ("no such",), params) == ""
+    assert source_dir("folder:data/tiny/../photos") == ROOT / "data/photos"
+    assert source_dir("folder:/photos") == Path("/photos")
+    assert source_dir("generated") is None
+    assert source_dir("random:qwen2-vl-7b") is None
+
+
+def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: Path) -> None:
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["builds"]["moe"]["experts"].append({"recipe": "moe-dense", "domain": "all"})
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    datasets["more"] = datasets["qmsum"]
+    datasets["both-domains"]["mix"]["more"] = 5
+    YAML().dump(raw, tmp_path / "params.yaml")
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    params = load_params(tmp_path / "params.yaml")
+
+    def look(stage: str, name: str) -> None:
+        refuse_undeclared(Pipeline.of(tmp_path).require(f"docker/run {stage} {name}"), stage, name, params)
+
+    look("build", "moe-hidden")
+    look("prepare", "only-qmsum")
+    with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
+        look("build", "moe")
+    with pytest.raises(UserError, match=r"(?s)mix@both-domains needs .*data/prepared/more") as mix:
+        look("prepare", "both-domains")
+
+    pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")
+    for error in (build, mix):
+        for where, line in re.findall(r"^  stages\.(\S+):  - (\S+)$", error.value.message, re.MULTILINE):
+            stage, _, key = where.split(".")
+            pipeline["stages"][stage]["do"][key].append(line)
+    YAML().dump(pipeline, tmp_path / "dvc.yaml")
+    look("build", "moe")
+    look("prepare", "both-domains")
+
+
+def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
+    assert hub_cache({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}) == Path("/hf")
+    assert hub_cache({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
+    assert hub_cache({}) == Path.home() / ".cache/huggingface"
+
+
+def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:
+    params = load_params(ROOT / "params.yaml")
+    caller = {"DVC_ROOT": "/repository"}
+    checkpoints = Path("/repository/.bakeoff/checkpoints/r1-llm-only")
+    assert kept_dirs("train", ("r1-llm-only",), params, caller) == (checkpoints,)
+    assert kept_dirs("train", ("r1-llm-only",), params, {}) == (ROOT / ".bakeoff/checkpoints/r1-llm-only",)
+    tracked = replace(params, tracking=replace(params.tracking, wandb=True))
+    runs = Path("/repository/.bakeoff/tracking")
+    assert kept_dirs("train", ("r1-llm-only",), tracked, caller) == (checkpoints, runs)
+    for stage, args in (("merge", ("r1-llm-only",)), ("train", ()), ("train", ("--help",)), ("train", ("../../x",))):
+        assert kept_dirs(stage, args, tracked, caller) == ()
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """A workspace with a plan of r1: 40 bytes are trained, 400 merged."""
+    params = load_params(ROOT / "params.yaml")
+    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
+    trainable = {"vision": 0, "projector": 0, "llm": 10, "total": 10, "all": 110}
+    write_plan(replace(plan, trainable=trainable), tmp_path / "data/runs/r1-llm-only/plan.yaml")
+    monkeypatch.setattr(launcher, "WORKSPACE_DIR", tmp_path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    return params
+
+
+@pytest.mark.parametrize(("stage", "takes"), [("train", 40 + 3 * 3 * 40), ("merge", 400)])
+def test_a_stage_that_would_fill_the_disk_is_refused_before_it_starts(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, stage: str, takes: int
+) -> None:
+    for free in (takes, takes - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        if free == takes:
+            launcher.refuse_full_disk(stage, "r1-llm-only", planned)
+            continue
+        with pytest.raises(UserError, match=f"{stage} r1-llm-only takes up to {takes} B of disk"):
+            launcher.refuse_full_disk(stage, "r1-llm-only", planned)
+    launcher.refuse_full_disk("evaluate", "r1-llm-only", planned)
+    launcher.refuse_full_disk(stage, "r4-joint", planned)  # without a plan, which the stage itself names
+
+
+def test_checkpoints_that_are_there_already_need_no_more_room_and_those_on_another_disk_none(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 + 60))
+    saved = tmp_path / ".bakeoff/checkpoints/r1-llm-only/0/step-000001/state"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(bytes(3 * 3 * 40 - 60))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    saved.write_bytes(bytes(3 * 3 * 40 - 61))
+    with pytest.raises(UserError, match="takes up to 101 B"):
+        launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    monkeypatch.setattr(launcher, "same_disk", lambda one, _: "checkpoints" not in str(one))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+
+
+def test_a_cache_on_another_disk_needs_the_room_too(
+    planned: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = {tmp_path / "data/runs": 10**9, tmp_path: 39}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    launcher.refuse_full_disk("train", "r1-llm-only", planned)
+    monkeypatch.setattr(launcher, "same_disk", lambda *_: False)
+    with pytest.raises(UserError, match="in DVC's cache, takes up to 40 B"):
+        launcher.refuse_full_disk("train", "r1-llm-only", planned)

@@ -1,0 +1,413 @@
+"""The process engine, through the real launcher and on stages that do nothing but what is asked of them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stages.kit.errors import OUT_OF_MEMORY
+from stages.kit.launcher import process
+from stages.kit.launcher.oom_kills import oom_kills
+from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.process import ProcessEngine
+from stages.kit.launcher.stage_run import StageRun
+from stages.kit.params.load import load_params
+from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.runtime.signals import ENDING
+from tests.kit.launcher.small_checkout import copy_launcher
+
+ROOT = Path(__file__).parents[3]
+
+STAGE = """
+import os, signal, subprocess, sys, time
+
+def note(text):
+    with open("notes", "a") as notes:
+        print(text, file=notes)
+
+what = sys.argv[1]
+if what == "exit":
+    sys.exit(int(sys.argv[2]))
+if what == "signal":
+    os.kill(os.getpid(), int(sys.argv[2]))
+if what == "tell":
+    note(os.getcwd())
+    note(sys.executable)
+    note(os.environ.get("GITHUB_TOKEN"))
+if what == "wait":
+    if "saving" in sys.argv:
+        def save(number, frame):
+            note(f"signal {number}")
+            sys.exit(75)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, save)
+    if "worker" in sys.argv:
+        note(f"pid {subprocess.Popen(['sleep', '600']).pid}")
+    note(f"pid {os.getpid()}")
+    note("ready")
+    time.sleep(600)
+"""
+
+# Runs out of memory until its attempt is as high as the file `fits` says.
+GREEDY_STAGE = """
+import os, sys
+
+attempt = int(sys.argv[3]) if "--attempt" in sys.argv else 0
+with open("notes", "a") as notes:
+    print(os.getpid(), *sys.argv[1:], file=notes)
+sys.exit(79 if attempt < int(open("fits").read()) else 0)
+"""
+
+WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+CALLER = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"}
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A checkout, in a folder with a space in its name, whose train stage is STAGE."""
+    workspace = tmp_path / "a workspace"
+    copy_launcher(workspace)
+    shutil.copy(ROOT / "params.yaml", workspace)
+    (workspace / "stages/train.py").write_text(STAGE)
+    return workspace
+
+
+@pytest.fixture
+def start(workspace: Path, tmp_path: Path) -> Iterator[Start]:
+    """Calls docker/run from a foreign folder, with this test's own Python; kills what is left at the end."""
+    started = []
+
+    def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+        launcher = subprocess.Popen(
+            [workspace / "docker/run", *args],
+            cwd=tmp_path,
+            env={**CALLER, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+    for pid in noted_pids(workspace):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    for launcher in started:
+        launcher.communicate()
+
+
+def notes(workspace: Path) -> list[str]:
+    path = workspace / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def noted_pids(workspace: Path) -> list[int]:
+    return [int(note.removeprefix("pid ")) for note in notes(workspace) if note.startswith("pid ")]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if is_so():
+            return
+        time.sleep(0.05)
+    pytest.fail("it never came to be")
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def started_and_ready(start: Start, workspace: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
+    launcher = start("train", "wait", *args, **environment)
+    wait_until(lambda: "ready" in notes(workspace))
+    return launcher
+
+
+@pytest.mark.parametrize(("args", "code"), [(("exit", "0"), 0), (("exit", "3"), 3), (("signal", "9"), 128 + 9)])
+def test_the_exit_code_is_the_stages(start: Start, args: tuple[str, ...], code: int) -> None:
+    assert start("train", *args).wait() == code
+
+
+def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(start: Start, workspace: Path) -> None:
+    assert start("train", "tell", GITHUB_TOKEN="secret").wait() == 0
+    assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None"]
+
+
+def test_options_after_the_stage_are_the_stages_own(start: Start, workspace: Path) -> None:
+    (workspace / "stages/plan.py").write_text("import sys; print(sys.argv[1:])")
+    output, _ = start("plan", "--help", "-x", "r1").communicate()
+    assert output.strip() == "['--help', '-x', 'r1']"
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
+    start: Start, workspace: Path, number: signal.Signals
+) -> None:
+    launcher = started_and_ready(start, workspace, "saving")
+    launcher.send_signal(number)
+    assert launcher.wait() == 75
+    assert notes(workspace)[-1] == f"signal {int(number)}"
+
+
+def test_a_stage_ended_by_a_signal_leaves_no_worker(start: Start, workspace: Path) -> None:
+    launcher = started_and_ready(start, workspace, "worker")
+    launcher.terminate()
+    assert launcher.wait() == 128 + signal.SIGTERM
+    wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_a_killed_launcher_leaves_no_orphan(start: Start, workspace: Path) -> None:
+    launcher = started_and_ready(start, workspace, "saving")
+    launcher.kill()
+    wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
+    assert notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+@pytest.mark.parametrize(("environment", "ends"), [({"DVC_STAGE": "train@r1"}, True), ({}, False)])
+def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
+    start: Start, workspace: Path, tmp_path: Path, environment: dict[str, str], ends: bool
+) -> None:
+    caller = subprocess.Popen(
+        [sys.executable, "-c", WAITING_CALLER, workspace / "docker/run", "train", "wait"],
+        env={**CALLER, **environment},
+    )
+    wait_until(lambda: "ready" in notes(workspace))
+    (stage,) = noted_pids(workspace)
+    launcher = psutil.Process(stage).ppid()
+    caller.kill()
+    caller.wait()
+    if ends:
+        wait_until(lambda: is_gone(launcher) and is_gone(stage))
+    else:
+        time.sleep(0.5)
+        assert not is_gone(launcher)
+        assert not is_gone(stage)
+        psutil.Process(launcher).kill()
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_dvc", "left"),
+    [
+        ("merge", True, ["unfinished"]),
+        ("merge", False, ["finished", "unfinished"]),
+        ("train", True, ["finished", "unfinished"]),
+    ],
+)
+def test_a_finished_trainings_checkpoints_are_removed_once_dvc_has_kept_what_it_made_and_merges_it(
+    start: Start, workspace: Path, tmp_path: Path, stage: str, by_dvc: bool, left: list[str]
+) -> None:
+    """Below the repository that DVC names, of that recipe alone."""
+    of_recipe = tmp_path / "repository/.bakeoff/checkpoints/r1-llm-only"
+    other = tmp_path / "repository/.bakeoff/checkpoints/r2-vision-only/finished"
+    for folder in (of_recipe / "finished", of_recipe / "unfinished", other):
+        (folder / "step-000001").mkdir(parents=True)
+        (folder / "lock").touch()
+        if folder.name == "finished":
+            (folder / "finished").touch()
+    (workspace / f"stages/{stage}.py").write_text("")
+    of_dvc = {"DVC_STAGE": f"{stage}@r1-llm-only"} if by_dvc else {}
+    assert start(stage, "r1-llm-only", DVC_ROOT=str(tmp_path / "repository"), **of_dvc).wait() == 0
+    assert sorted(path.name for path in of_recipe.iterdir()) == left
+    assert other.exists()
+
+
+def test_a_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> None:
+    """docker/run has seen whose child it was, before Python took half a second to start."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "stages.kit.launcher.launch", "train", "wait"],
+        cwd=workspace,
+        env={**CALLER, "DVC_STAGE": "train@r1", "BAKEOFF_CALLER": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert notes(workspace) == []
+
+
+def test_a_stage_runs_once_at_a_time_also_as_a_process(start: Start, workspace: Path) -> None:
+    (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train, outs: [data/x]}}")
+    first = started_and_ready(start, workspace)
+    second = start("train", "wait")
+    _, errors = second.communicate()
+    assert second.returncode == 1
+    assert "train@wait is already running in this workspace; wait for it, or end it" in errors
+    assert notes(workspace).count("ready") == 1
+    first.terminate()
+
+
+def test_an_unknown_engine_is_refused_and_the_known_ones_named(start: Start) -> None:
+    launcher = start("train", "exit", "0", BAKEOFF_ENGINE="lxc")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "BAKEOFF_ENGINE is 'lxc'; the engines are docker, podman, process, auto" in errors
+
+
+def test_an_unknown_stage_is_refused_and_the_known_ones_named(start: Start) -> None:
+    launcher = start("trian", "r1")
+    _, errors = launcher.communicate()
+    assert launcher.returncode != 0
+    assert all(word in errors for word in ("trian", "train", "evaluate"))
+
+
+def test_without_an_environment_the_command_that_makes_one_is_named(start: Start) -> None:
+    launcher = start("train", "exit", "0", VIRTUAL_ENV="")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "make setup" in errors
+
+
+def test_an_environment_that_was_left_half_made_is_not_used(start: Start, workspace: Path) -> None:
+    (workspace / ".venv/bin").mkdir(parents=True)
+    (workspace / ".venv/bin/python").symlink_to(sys.executable)
+    (workspace / ".venv/.bakeoff").mkdir()
+    (workspace / ".venv/.bakeoff/incomplete").touch()
+    launcher = start("train", "exit", "0", VIRTUAL_ENV="")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "make setup" in errors
+
+
+def test_an_experiment_in_a_clone_uses_the_environment_of_its_workspace(
+    start: Start, workspace: Path, tmp_path: Path
+) -> None:
+    """`dvc exp run --temp` runs in a clone without .venv; DVC_ROOT names the workspace it was started in."""
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / ".venv").symlink_to(sys.prefix)
+    assert start("train", "tell", VIRTUAL_ENV="", DVC_ROOT=str(original)).wait() == 0
+    assert notes(workspace)[:2] == [str(workspace), str(original / ".venv/bin/python")]
+
+
+def test_a_git_worktree_uses_the_environment_of_its_checkout(start: Start, workspace: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    subprocess.run([*git, "init", "-q", checkout], check=True)
+    subprocess.run([*git, "-C", checkout, "commit", "-q", "--allow-empty", "-m", "start"], check=True)
+    subprocess.run([*git, "-C", checkout, "worktree", "add", "-q", tmp_path / "worktree"], check=True)
+    shutil.copytree(workspace, tmp_path / "worktree", dirs_exist_ok=True)
+    shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
+    (checkout / ".venv").symlink_to(sys.prefix)
+    assert start("train", "tell", VIRTUAL_ENV="").wait() == 0
+    assert notes(workspace)[1] == str(checkout / ".venv/bin/python")
+
+
+@pytest.fixture
+def greedy(workspace: Path) -> Path:
+    """The workspace, with a plan for r1 of micro-batch 4 and accumulation 4, and a stage that wants less than that."""
+    params = load_params(workspace / "params.yaml")
+    memory = replace(params.active.memory, micro_batch=4)
+    params = replace(params, profiles={"tiny": replace(params.active, memory=memory)})
+    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
+    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    for stage in ("train", "evaluate", "merge"):
+        (workspace / f"stages/{stage}.py").write_text(GREEDY_STAGE)
+    return workspace
+
+
+def test_a_stage_that_runs_out_of_memory_starts_anew_one_rung_down_until_it_fits(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("3")
+    launcher = start("train", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 0
+    pids, args = zip(*(note.split(" ", 1) for note in notes(greedy)), strict=True)
+    assert len(set(pids)) == 4
+    assert args == ("r1-llm-only", *(f"r1-llm-only --attempt {attempt}" for attempt in (1, 2, 3)))
+    said = [line for line in errors.splitlines() if "out of memory" in line]
+    start_anew = "launcher: train r1-llm-only ran out of memory; it starts anew with"
+    assert said == [
+        f"{start_anew} micro_batch 4 -> 2, grad_accumulation 4 -> 8",
+        f"{start_anew} micro_batch 2 -> 1, grad_accumulation 8 -> 16",
+        f"{start_anew} gradient_checkpointing off -> on",
+    ]
+
+
+def test_an_evaluation_starts_anew_with_half_the_batch(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("2")
+    launcher = start("evaluate", "base-vlm")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 0
+    assert "batch_size 16 -> 8" in errors
+    assert "batch_size 8 -> 4" in errors
+    assert len(notes(greedy)) == 3
+
+
+def test_after_the_last_rung_one_message_names_all_that_was_tried(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("99")
+    launcher = start("train", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert len(notes(greedy)) == 4
+    message = errors.partition("Error: ")[2]
+    tried = ["as planned", "micro_batch 4 -> 2", "micro_batch 2 -> 1", "gradient_checkpointing off -> on"]
+    assert [line for line in tried if line not in message] == []
+    assert "Traceback" not in errors
+
+
+def test_a_stage_that_has_nothing_to_give_up_is_not_started_anew(start: Start, greedy: Path) -> None:
+    """As a merge of weights that were not in 4 bits, which answers nothing."""
+    plan = greedy / "data/runs/r1-llm-only/plan.yaml"
+    plan.write_text(plan.read_text().replace("quantization: nf4", "quantization: none"))
+    (greedy / "fits").write_text("99")
+    launcher = start("merge", "r1-llm-only")
+    _, errors = launcher.communicate()
+    assert launcher.returncode == 1
+    assert len(notes(greedy)) == 1
+    assert "merge r1-llm-only ran out of memory; it needs" in errors
+
+
+def test_no_other_failure_is_tried_again(start: Start, greedy: Path) -> None:
+    (greedy / "fits").write_text("no number")
+    assert start("train", "r1-llm-only").wait() == 1
+    assert len(notes(greedy)) == 1
+
+
+def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, greedy: Path) -> None:
+    """Though it runs out of memory while it ends."""
+    (greedy / "stages/train.py").write_text(STAGE.replace("75", "79"))
+    (greedy / "data/runs/r1-llm-only").rename(greedy / "data/runs/wait")
+    launcher = started_and_ready(start, greedy, "saving")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert notes(greedy).count("ready") == 1
+
+
+@pytest.mark.parametrize(("counted", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
+def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_it(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: str, code: int
+) -> None:
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 3\noom_kill 7\n")
+    monkeypatch.setattr(process, "OF_THE_MACHINE", (counter,))
+    stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
+    (workspace / "stages/train.py").write_text(stage)
+    plain: dict[str, Any] = {"source_dir": None, "hub_dir": None, "kept_dirs": ()}
+    plain |= {"gpus": (), "pipeline": Pipeline()}
+    run = StageRun(stage="train", args=(), workspace_dir=workspace, caller=CALLER, terminal=False, **plain)
+    assert ProcessEngine().run(run).code == code
+
+
+def test_the_kernels_counters_are_read_as_it_writes_them(tmp_path: Path) -> None:
+    v2, v1 = tmp_path / "memory.events", tmp_path / "memory.oom_control"
+    assert oom_kills((v2, v1)) == 0
+    v1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert oom_kills((v2, v1)) == 2
+    v2.write_text("low 0\nhigh 0\nmax 31\noom 5\noom_kill 3\noom_group_kill 0\n")
+    assert oom_kills((v2, v1)) == 3

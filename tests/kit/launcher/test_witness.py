@@ -1,0 +1,235 @@
+"""The record that the launcher leaves of a stage: through the real launcher, on a stage that does next to nothing."""
+
+import hashlib
+import os
+import runpy
+import shutil
+import subprocess
+from dataclasses import replace
+from datetime import datetime
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.errors import UserError
+from stages.kit.files.lineage import content_digest
+from stages.kit.launcher import machine
+from stages.kit.launcher.gpus import Gpu, GpuState
+from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
+from stages.kit.launcher.pipeline import declared_stages
+from stages.kit.launcher.witness import code_digest, git_state, used_params
+from stages.kit.params.load import load_params
+from stages.kit.planning.plan import read_plan
+from stages.kit.provenance import Provenance, provenance_of_run, read_provenance
+from stages.kit.runtime.cpu import pinned_instructions
+from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
+from tests.kit.launcher.small_checkout import small_checkout
+
+RECORD = "data/provenance/detection/train@r1-llm-only.json"
+
+STAGE = """
+import os, pathlib, sys
+
+sys.exit(int(os.environ["OMP_CODE"])) if "OMP_CODE" in os.environ else None
+pathlib.Path("params.yaml").write_text(pathlib.Path("params.yaml").read_text() + "# edited meanwhile")
+trained = pathlib.Path("data/runs/r1-llm-only/trained")
+trained.mkdir(exist_ok=True)
+(trained / "weights").write_text("weights")
+"""
+
+PIPELINE = f"""
+stages:
+  train:
+    foreach: ${{recipes}}
+    do:
+      cmd: exec docker/run train
+      params: ["tracking", "profiles.${{profile}}.memory.micro_batch", "profiles.${{profile}}.bases.none"]
+      deps: [data/bases/vlm, "data/runs/${{key}}/plan.yaml", docker, stages/train.py]
+      outs: ["{RECORD.replace("r1-llm-only", "${key}")}", "data/runs/${{key}}/trained"]
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A checkout with one commit, whose train stage is STAGE."""
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
+    git(workspace, "init", "--quiet")
+    git(workspace, "add", "--all")
+    git(workspace, "commit", "--quiet", "--message", "start")
+    return workspace
+
+
+def git(place: Path, *args: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def train(workspace: Path, code: int = 0, **more: str) -> Provenance | None:
+    """The record of a training by the launcher; None where it left none."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "BAKEOFF_ENGINE": "process", **more}
+    result = subprocess.run(
+        ["docker/run", "train", "r1-llm-only"],
+        cwd=workspace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == code, result.stderr
+    path = workspace / RECORD
+    return read_provenance(path) if path.exists() else None
+
+
+def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
+    record = train(workspace, DVC_EXP_NAME="narrow", OMP_NUM_THREADS="1", SECRET="x")
+    assert record is not None
+    assert (record.stage, record.command) == ("train@r1-llm-only", "docker/run train r1-llm-only")
+    assert record.commit == git(workspace, "rev-parse", "HEAD")
+    assert record.changed == []  # the stage edits params.yaml, but after it has started
+    assert record.params == {
+        "profiles.tiny.memory.micro_batch": 16,
+        "tracking": {"wandb": False, "wandb_mode": "offline", "wandb_project": "bakeoff"},
+    }
+    plan = read_plan("r1-llm-only", runs_dir=workspace / "data/runs")
+    assert record.plan is not None
+    assert record.plan["schedule"]["num_steps"] == plan.schedule.num_steps
+    assert (record.seed, record.attempt, record.experiment) == (42, 0, "narrow")
+    base = workspace / "data/bases/vlm"
+    assert record.inputs["data/bases/vlm"] == content_digest(base)
+    plan_path = "data/runs/r1-llm-only/plan.yaml"
+    assert record.inputs[plan_path] == hashlib.sha256((workspace / plan_path).read_bytes()).hexdigest()
+    assert record.outputs == {
+        "data/runs/r1-llm-only/trained": content_digest(workspace / "data/runs/r1-llm-only/trained")
+    }
+    assert (record.engine, record.image, record.gpus, record.driver) == ("process", None, [], None)
+    assert record.machine == replace(
+        this_machine(pinned_instructions({})), packages=record.machine.packages if record.machine else {}
+    )
+    assert record.machine.packages["pydantic"] == version("pydantic")
+    assert record.environment == {"OMP_NUM_THREADS": "1"}
+    assert datetime.fromisoformat(record.started) <= datetime.fromisoformat(record.ended)
+    assert record.seconds > 0
+
+
+def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Path) -> None:
+    (workspace / "stages/kit/errors.py").open("a").write("# changed")
+    (workspace / "stages/thử nghiệm.py").write_text("new")
+    (workspace / "dvc.lock").write_text("written by every stage")
+    (workspace / "notes.txt").write_text("a note")
+    record = train(workspace)
+    assert record is not None
+    assert record.changed == ["stages/kit/errors.py", "stages/thử nghiệm.py"]
+    assert record.changed_code == record.changed
+    record = train(workspace)  # the stage has edited params.yaml meanwhile
+    assert record is not None
+    assert "params.yaml" in record.changed
+    assert "params.yaml" not in record.changed_code
+
+
+def test_without_git_no_commit_is_made_up(workspace: Path) -> None:
+    shutil.rmtree(workspace / ".git")
+    record = train(workspace)
+    assert record is not None
+    assert (record.commit, record.changed) == (None, [])
+    git(workspace, "init", "--quiet")
+    assert git_state(workspace, ["stages"])[0] is None
+
+
+def test_a_stage_that_fails_leaves_no_record(workspace: Path) -> None:
+    assert train(workspace, code=3, OMP_CODE="3") is None
+
+
+def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
+    """DVC may be writing there at the same time."""
+    os.utime(workspace / "stages/train.py", (10**9, 10**9))  # as it was, but git has to look
+    before = (workspace / ".git/index").read_bytes()
+    commit, changed = git_state(workspace, ["stages"])
+    assert commit is not None
+    assert changed == []
+    assert (workspace / ".git/index").read_bytes() == before
+
+
+def test_a_record_that_cannot_be_written_fails_the_stage(workspace: Path) -> None:
+    """DVC would miss an output; so does who runs the stage by hand."""
+    place = workspace / "data/provenance"
+    place.write_text("no folder")
+    assert train(workspace, 1) is None
+
+
+def test_gpus_and_driver_are_named(workspace: Path, tmp_path: Path) -> None:
+    driver: FakeNvml = build_fake_nvml(tmp_path / "driver")
+    driver.set_gpus(
+        *(
+            GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=2**36)
+            for index in range(2)
+        )
+    )
+    raw = YAML(typ="safe").load(workspace / "params.yaml")
+    raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 2}
+    raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
+    YAML().dump(raw, workspace / "params.yaml")
+    record = train(workspace, 0, **driver.environment)
+    assert record is not None
+    assert record.gpus == ["NVIDIA A100"] * 2
+    assert record.device == "2 x NVIDIA A100, driver 580.95.05"
+
+
+def test_code_counts_by_what_it_says_and_not_by_where_it_lies(workspace: Path, tmp_path: Path) -> None:
+    (stage, *_) = declared_stages(workspace)
+    before = code_digest(workspace, stage)
+    moved = tmp_path / "moved"
+    shutil.copytree(workspace, moved, symlinks=True)
+    (moved / "stages/other.py").write_text("not declared")
+    assert code_digest(moved, stage) == before
+    (moved / "stages/train.py").open("a").write("# changed")
+    assert code_digest(moved, stage) != before
+
+
+def test_settings_that_the_file_leaves_out_are_in_the_record(workspace: Path) -> None:
+    (stage, *_) = declared_stages(workspace)
+    used = used_params(load_params(workspace / "params.yaml"), replace(stage, params=("recipes.r1-llm-only", "builds")))
+    assert used["recipes.r1-llm-only"]["weight_decay"] == 0.0
+    assert "weight_decay" not in (workspace / "params.yaml").read_text()
+    assert used["builds"]["moe"]["non_mlp"] == "base"
+    assert "non_mlp" not in (workspace / "params.yaml").read_text()
+
+
+def test_packages_are_those_that_would_be_imported(tmp_path: Path) -> None:
+    for folder, name in (("first", "Some_Package-1.0"), ("second", "some.package-2.0"), ("second", "other-3")):
+        (tmp_path / folder / f"{name}.dist-info").mkdir(parents=True)
+    assert installed_packages([str(tmp_path / "first"), str(tmp_path / "second"), str(tmp_path / "absent")]) == {
+        "some-package": "1.0",
+        "other": "3",
+    }
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    assert cuda_of_torch() == runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", None)]
+)
+def test_a_build_for_gpus_is_told_from_one_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\ngit_version = 'cf'\n")
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: spec)
+    assert cuda_of_torch() == cuda
+
+
+def test_a_damaged_record_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    path = tmp_path / "train@r1.json"
+    for text in ("", "{}", "[1]", '{"stage": 3}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"(?s)is damaged.*rm -f \S+r1\.json && dvc checkout \S+r1\.json$"):
+            list(provenance_of_run(tmp_path, "r1"))
+    assert list(provenance_of_run(tmp_path, "r2")) == []

@@ -1,0 +1,202 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stages.kit.errors import UserError
+from stages.kit.mixture import merge
+from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.routing import routed_to
+from stages.kit.models.folders import check_model_folder
+from stages.kit.models.load import load_model
+from stages.kit.params.schema import DeviceParams
+from tests.kit.mixture.dense import save_base, save_expert
+
+TOKENS = torch.arange(3, 60)[None]
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def experts(base_dir: Path) -> dict[str, Path]:
+    """Three that changed their MLPs only."""
+    return {name: save_expert(base_dir.with_name(name), base_dir, seed=seed) for seed, name in enumerate("abc", 1)}
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def logits(folder_or_model: Path | PreTrainedModel) -> torch.Tensor:
+    model = load(folder_or_model) if isinstance(folder_or_model, Path) else folder_or_model
+    return model(TOKENS).logits[0]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def merged(base_dir: Path, experts: dict[str, Path], folder: Path, **options: Any) -> Path:
+    folder.mkdir()
+    merge_experts(base_dir, experts, folder, **{"top_k": 2, **options})
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("count", "top_k"), [(2, 2), (3, 2), (5, 3)])
+def test_identical_experts_are_the_dense_model(tmp_path: Path, count: int, top_k: int, tied: bool) -> None:
+    base_dir = save_base(tmp_path / "base", tie_word_embeddings=tied)
+    expert = save_expert(tmp_path / "expert", base_dir)
+    torch.manual_seed(0)
+    router = torch.randn(2, count, 32)
+    folder = merged(base_dir, {str(n): expert for n in range(count)}, tmp_path / "m", top_k=top_k, router=router)
+    assert (logits(expert) - logits(base_dir)).abs().max() > 0.1
+    assert (logits(folder) - logits(expert)).abs().max() < 1e-5
+
+
+def test_a_mixture_told_to_use_one_expert_is_that_expert(
+    base_dir: Path, experts: dict[str, Path], tmp_path: Path
+) -> None:
+    mixture = load(merged(base_dir, experts, tmp_path / "m"))
+    for number, folder in enumerate(experts.values()):
+        with routed_to(mixture, number):
+            assert (logits(mixture) - logits(folder)).abs().max() < 1e-5
+        assert (logits(mixture) - logits(folder)).abs().max() > 0.1
+
+
+def test_it_loads_with_no_weight_missing_or_left_over_and_is_saved_as_it_was(
+    base_dir: Path, experts: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = merged(base_dir, experts, tmp_path / "m")
+    check_model_folder(folder)
+    model, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loaded.values()), loaded
+    assert type(model).__name__ == "Qwen2MoeForCausalLM"
+    model.save_pretrained(tmp_path / "saved")
+    ours, theirs = weights_of(folder), weights_of(tmp_path / "saved")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "saved")]
+    assert configs[0] == configs[1]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (folder / name).read_bytes() == (base_dir / name).read_bytes()
+
+
+def test_shards_and_pieces_change_nothing(
+    base_dir: Path, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = weights_of(merged(base_dir, experts, tmp_path / "whole", non_mlp="average"))
+    monkeypatch.setattr(merge, "PIECE_WEIGHTS", 50)  # less than two rows
+    sharded = {
+        name: save_expert(tmp_path / name, base_dir, seed=seed, shard="40KB") for seed, name in enumerate("abc", 1)
+    }
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    folder = merged(base_dir, sharded, tmp_path / "m", non_mlp="average", max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(folder).items())
+    assert weights_of(folder).keys() == whole.keys()
+    load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
+
+
+@pytest.mark.parametrize("non_mlp", ["base", "average"])
+def test_what_is_outside_of_the_mlps_is_the_bases_or_the_average(
+    base_dir: Path, tmp_path: Path, non_mlp: merge.NonMlp
+) -> None:
+    experts = {
+        name: save_expert(tmp_path / name, base_dir, seed=seed, outside=0.05) for seed, name in enumerate("ab", 1)
+    }
+    (tmp_path / "m").mkdir()
+    changes = merge_experts(base_dir, experts, tmp_path / "m", top_k=2, non_mlp=non_mlp)
+    base, found = weights_of(base_dir), weights_of(tmp_path / "m")
+    theirs = {name: weights_of(folder) for name, folder in experts.items()}
+    outside = [name for name in base if ".mlp." not in name]
+    for name in outside:
+        mean = torch.stack([weights[name] for weights in theirs.values()]).mean(0)
+        torch.testing.assert_close(found[name], base[name] if non_mlp == "base" else mean)
+    for name, weights in theirs.items():
+        for where, names in (("outside", outside), ("mlp", base.keys() - set(outside))):
+            change = torch.stack([(weights[key] - base[key]).square().sum() for key in names]).sum()
+            norm = torch.stack([base[key].square().sum() for key in names]).sum()
+            assert getattr(changes[name], where) == pytest.approx((change / norm).sqrt().item(), rel=1e-4)
+
+
+def test_experts_that_trained_mlps_only_changed_nothing_else(
+    base_dir: Path, experts: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    changes = merge_experts(base_dir, experts, tmp_path / "m", top_k=2)
+    assert all(change.outside == 0 < change.mlp for change in changes.values())
+
+
+@pytest.mark.parametrize(
+    ("of_base", "of_expert", "of_mixture"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float16, torch.float32),
+    ],
+)
+def test_the_widest_dtype_is_kept(
+    tmp_path: Path, of_base: torch.dtype, of_expert: torch.dtype, of_mixture: torch.dtype
+) -> None:
+    base_dir = save_base(tmp_path / "base", dtype=of_base)
+    experts = {
+        name: save_expert(tmp_path / name, base_dir, seed=seed, dtype=of_expert) for seed, name in enumerate("ab", 1)
+    }
+    found = weights_of(merged(base_dir, experts, tmp_path / "m"))
+    assert {tensor.dtype for tensor in found.values()} == {of_mixture}
+    name = "model.layers.1.mlp.{}down_proj.weight"
+    assert torch.equal(found[name.format("experts.1.")], weights_of(experts["b"])[name.format("")].to(of_mixture))
+    assert json.loads((tmp_path / "m/config.json").read_text())["dtype"] == str(of_mixture).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("top_k", "why"), [(0, "there are 3"), (1, "cannot be trained"), (4, "there are 3 experts")])
+def test_a_top_k_that_cannot_be_is_refused(
+    base_dir: Path, experts: dict[str, Path], tmp_path: Path, top_k: int, why: str
+) -> None:
+    with pytest.raises(UserError, match=rf"top_k is {top_k}, expected 2 to 3: .*{why}"):
+        merged(base_dir, experts, tmp_path / "m", top_k=top_k)
+
+
+def test_missing_and_surplus_weights_are_refused(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
+    folder = save_expert(tmp_path / "d", base_dir)
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, reason in (
+        ({key: tensor for key, tensor in whole.items() if key != name}, f"lacks 1 weights of a Qwen2, among .* {name}"),
+        ({**whole, "model.layers.0.mlp.extra.weight": whole[name].clone()}, "holds 1 weights that Qwen2 does not have"),
+        ({**whole, name: whole[name][1:].clone()}, re.escape(f"{name} as (47, 32), its config.json says (48, 32)")),
+        ({**whole, name: whole[name].double()}, f"holds {name} as F64"),
+    ):
+        save_file(change, folder / "model.safetensors")
+        with pytest.raises(UserError, match=reason):
+            merge.Checkpoint(folder)
+    # What older libraries saved besides does no harm.
+    save_file({**whole, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
+    merged(base_dir, {**experts, "d": folder}, tmp_path / "m")
+
+
+def test_a_file_cut_short_is_refused(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
+    folder = save_expert(tmp_path / "d", base_dir)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"d/model.safetensors is damaged"):
+        merged(base_dir, {**experts, "d": folder}, tmp_path / "m")
+
+
+def test_the_shared_expert_is_nothing(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
+    folder = merged(base_dir, experts, tmp_path / "m")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        shared = [name for name in file.keys() if "shared_expert" in name]  # noqa: SIM118 - it is no dict
+        assert len(shared) == 2 * 4
+        assert not any(file.get_tensor(name).any() for name in shared)

@@ -1,0 +1,181 @@
+"""The ladder keeps what a recipe promises, goes down with each rung, and ends."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import DeviceParams
+from stages.kit.planning.ladder import (
+    batch_size_changes,
+    lowered,
+    lowered_batch_size,
+    next_rung,
+    rungs,
+    settings,
+    sharded_over,
+)
+from stages.kit.planning.plan import Plan, resolve_plan
+
+PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
+PLANNED = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
+VISION_ONLY = resolve_plan(PARAMS, "r2-vision-only", train_samples=320)
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit")
+KEPT = (
+    *("recipe", "base_dir", "data_dir", "device", "precision", "attn", "parts", "lora", "loss"),
+    *("max_length", "images", "seed", "trainable", "may_quantize", "dataloader_workers", "profile", "task"),
+)
+
+
+def plan_with(micro_batch: int, accumulation: int, *, replicas: int = 1, kind: Any = "cuda", **changes: Any) -> Plan:
+    schedule = replace(
+        PLANNED.schedule,
+        micro_batch=micro_batch,
+        grad_accumulation=accumulation,
+        effective_batch=micro_batch * accumulation * replicas,
+    )
+    device = DeviceParams(kind=kind, count=replicas)
+    placement: Any = "ddp" if replicas > 1 else "single"
+    changes = {"quantization": "none", **changes}
+    return replace(PLANNED, schedule=schedule, device=device, placement=placement, **changes)
+
+
+plans = st.builds(
+    plan_with,
+    st.integers(1, 64),
+    st.integers(1, 12),
+    replicas=st.integers(1, 8),
+    kind=st.sampled_from(["cpu", "cuda"]),
+    gradient_checkpointing=st.booleans(),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    may_quantize=st.booleans(),
+    parts=st.sampled_from([PLANNED.parts, VISION_ONLY.parts]),
+)
+
+
+def depth(plan: Plan) -> tuple[int, int, int, int, int]:
+    """How far down each setting is."""
+    return (
+        -plan.schedule.micro_batch,
+        int(plan.gradient_checkpointing),
+        int(plan.placement == "sharded"),
+        OPTIMIZERS.index(plan.optimizer),
+        int(plan.quantization == "nf4"),
+    )
+
+
+@given(plans)
+def test_every_rung_keeps_the_effective_batch_and_all_but_the_ladders_settings(plan: Plan) -> None:
+    for rung in rungs(plan):
+        schedule = rung.plan.schedule
+        assert schedule.micro_batch * schedule.grad_accumulation * plan.device.count == schedule.effective_batch
+        assert replace(schedule, micro_batch=1, grad_accumulation=1) == replace(
+            plan.schedule, micro_batch=1, grad_accumulation=1
+        )
+        assert all(getattr(rung.plan, name) == getattr(plan, name) for name in KEPT)
+
+
+@given(plans)
+def test_every_rung_goes_down_by_one_setting_until_nothing_is_left(plan: Plan) -> None:
+    before = depth(plan)
+    for rung in rungs(plan):
+        steps = [new - old for old, new in zip(before, depth(rung.plan), strict=True)]
+        assert min(steps) == 0 < max(steps)
+        assert sum(step > 0 for step in steps) == 1
+        assert rung.step_cost >= 1
+        before, plan = depth(rung.plan), rung.plan
+    assert plan.schedule.micro_batch == 1
+    assert plan.gradient_checkpointing
+    assert next_rung(plan) is None
+
+
+@given(plans)
+def test_the_trajectory_is_kept_for_as_long_as_it_can_be(plan: Plan) -> None:
+    """Arithmetic changes only once nothing else is left, and frozen weights come last of all."""
+    for rung in rungs(plan):
+        if "8bit" in rung.change or "quantization" in rung.change:
+            assert rung.plan.schedule.micro_batch == 1
+            assert rung.plan.gradient_checkpointing
+        if "quantization" in rung.change:
+            assert rung.plan.device.kind == "cpu" or rung.plan.optimizer == "paged_adamw_8bit"
+
+
+@given(plans)
+def test_an_attempt_is_a_place_on_the_ladder(plan: Plan) -> None:
+    below = [rung.plan for rung in rungs(plan)]
+    assert [lowered(plan, attempt) for attempt in range(len(below) + 2)] == [plan, *below, None]
+
+
+@given(plans)
+def test_nf4_is_used_only_where_the_recipe_asks_for_it(plan: Plan) -> None:
+    allowed = plan.may_quantize and not plan.parts.trained("full")
+    assert any(rung.plan.quantization == "nf4" for rung in rungs(plan)) == allowed
+
+
+@given(plans)
+def test_only_the_replicas_of_ddp_are_sharded_and_over_no_more_devices(plan: Plan) -> None:
+    """Not where that would rule out nf4, which the recipe asks for, nor with what cannot be sharded."""
+    sharded = [rung.plan for rung in rungs(plan) if rung.plan.placement == "sharded"]
+    allowed = plan.placement == "ddp" and not plan.may_quantize and "8bit" not in plan.optimizer
+    assert bool(sharded) == allowed
+    for below in sharded:
+        assert below.device == plan.device
+        assert (below.quantization, "8bit" in below.optimizer) == ("none", False)
+
+
+@given(plans, st.integers(2, 16))
+def test_sharded_over_more_devices_the_effective_batch_stays(plan: Plan, count: int) -> None:
+    over_more = sharded_over(plan, count)
+    schedule = plan.schedule
+    assert (over_more is None) == (schedule.effective_batch % (schedule.micro_batch * count) != 0)
+    if over_more is not None:
+        after = over_more.schedule
+        assert after.micro_batch * after.grad_accumulation * count == schedule.effective_batch
+        assert (over_more.placement, over_more.device.count, "8bit" in over_more.optimizer) == ("sharded", count, False)
+
+
+def test_what_is_quantized_is_not_sharded() -> None:
+    assert sharded_over(plan_with(1, 8, quantization="nf4"), 2) is None
+
+
+@given(plans)
+def test_a_cpu_keeps_its_optimizer(plan: Plan) -> None:
+    if plan.device.kind == "cpu":
+        assert {rung.plan.optimizer for rung in rungs(plan)} <= {plan.optimizer}
+
+
+def test_the_changes_are_told_in_the_plans_words() -> None:
+    plan = plan_with(2, 8, optimizer="adamw_torch", may_quantize=True)
+    assert [rung.change for rung in rungs(plan)] == [
+        "optimizer adamw_torch -> adamw_torch_fused",
+        "micro_batch 2 -> 1, grad_accumulation 8 -> 16",
+        "gradient_checkpointing off -> on",
+        "optimizer adamw_torch_fused -> adamw_8bit",
+        "optimizer adamw_8bit -> paged_adamw_8bit",
+        "quantization none -> nf4",
+    ]
+    assert settings(plan)["micro_batch"] == "2"
+    replicated = plan_with(1, 8, replicas=2, optimizer="adamw_torch_fused", gradient_checkpointing=True)
+    assert [rung.change for rung in rungs(replicated)] == ["placement ddp over 2 -> sharded over 2"]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "steps"),
+    [(16, 1, [8, 4, 2, 1]), (12, 1, [6, 3, 1]), (5, 6, [2, 1]), (9, 1, [3, 1]), (7, 1, [1])],
+)
+def test_the_micro_batch_takes_every_divisor_on_its_way(micro_batch: int, accumulation: int, steps: list[int]) -> None:
+    plan = plan_with(micro_batch, accumulation, kind="cpu", gradient_checkpointing=True)
+    assert [rung.plan.schedule.micro_batch for rung in rungs(plan)] == steps
+
+
+@given(st.integers(1, 200))
+def test_an_evaluation_halves_its_batch_down_to_one(batch_size: int) -> None:
+    changes = batch_size_changes(batch_size)
+    sizes = [lowered_batch_size(batch_size, attempt) for attempt in range(len(changes) + 2)]
+    assert sizes[0] == batch_size
+    assert sizes[-2:] == [1, None]
+    assert changes == [f"batch_size {sizes[rung]} -> {sizes[rung + 1]}" for rung in range(len(changes))]

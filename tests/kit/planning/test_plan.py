@@ -1,0 +1,162 @@
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from stages.kit.errors import UserError
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params, made_by
+from stages.kit.planning.plan import read_plan, resolve_plan, write_plan
+from tests.damage import damaged_bytes, damaged_tree, quick
+
+PARAMS = load_params(Path(__file__).parents[2] / "params.yaml")
+
+
+def with_changes(recipe: dict[str, Any] | None = None, **memory: Any) -> Params:
+    """The shipped parameters, with changes to r1-llm-only and to the memory settings of the tiny profile."""
+    profile = PARAMS.active
+    return replace(
+        PARAMS,
+        recipes={**PARAMS.recipes, "r1-llm-only": replace(PARAMS.recipe("r1-llm-only"), **(recipe or {}))},
+        profiles={**PARAMS.profiles, "tiny": replace(profile, memory=replace(profile.memory, **memory))},
+    )
+
+
+def on(profile: str) -> Params:
+    return replace(PARAMS, profile=profile)
+
+
+@pytest.mark.parametrize("recipe", PARAMS.recipes)
+@pytest.mark.parametrize("profile", PARAMS.profiles)
+def test_every_recipe_resolves_on_every_profile_and_survives_the_file(
+    recipe: str, profile: str, tmp_path: Path
+) -> None:
+    plan = resolve_plan(on(profile), recipe, train_samples=1083)
+    write_plan(plan, tmp_path / recipe / "plan.yaml")
+    assert read_plan(recipe, runs_dir=tmp_path) == plan
+
+
+def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
+    plan = resolve_plan(on("qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=1083)
+    schedule = plan.schedule
+    assert (schedule.micro_batch, schedule.grad_accumulation, schedule.effective_batch) == (2, 8, 16)
+    assert schedule.num_steps == 3 * 68
+    assert schedule.learning_rates == {"llm": 1e-4}
+    assert plan.quantization == "nf4"
+    assert plan.images is not None
+    assert (plan.images.min_pixels, plan.images.max_pixels) == (256 * 28 * 28, 1280 * 28 * 28)
+
+
+def test_the_tiny_profile_scales_rates_and_quantizes_as_the_recipe_says() -> None:
+    plan = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
+    assert plan.schedule.learning_rates == {"llm": 1e-4 * PARAMS.active.learning_rate_scale}
+    assert (plan.quantization, plan.may_quantize) == ("nf4", False)
+    unquantized = resolve_plan(with_changes(quantization="none"), "r1-llm-only", train_samples=320)
+    assert (unquantized.quantization, unquantized.may_quantize) == ("none", True)
+
+
+def test_an_effective_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match=r"effective_batch is 16, which is not a multiple of micro_batch 3 x 1 device"):
+        resolve_plan(with_changes(micro_batch=3), "r1-llm-only", train_samples=10)
+
+
+@pytest.mark.parametrize("placement", ["ddp", "sharded"])
+def test_devices_share_the_effective_batch_where_each_has_a_process(placement: Any) -> None:
+    device = replace(PARAMS.active.device, count=4)
+    spread = replace(with_changes(micro_batch=2, placement=placement).active, device=device)
+    schedule = resolve_plan(replace(PARAMS, profiles={"tiny": spread}), "r1-llm-only", train_samples=10).schedule
+    assert schedule.grad_accumulation == 2
+    balanced = resolve_plan(on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule
+    assert balanced.grad_accumulation == 8
+
+
+def test_a_part_may_have_a_rate_of_its_own() -> None:
+    params = replace(PARAMS.recipe("r4-joint"), part_learning_rates={"vision": 5e-5})
+    plan = resolve_plan(replace(PARAMS, recipes={"r4-joint": params}), "r4-joint", train_samples=10)
+    assert plan.schedule.learning_rates["vision"] == plan.schedule.learning_rates["llm"] / 2
+
+
+@given(
+    samples=st.integers(1, 5000),
+    micro=st.sampled_from([1, 2, 4, 8, 16]),
+    accumulation=st.integers(1, 8),
+    epochs=st.integers(1, 5),
+    max_steps=st.none() | st.integers(1, 100),
+)
+def test_the_effective_batch_is_kept_and_every_sample_is_seen(
+    samples: int, micro: int, accumulation: int, epochs: int, max_steps: int | None
+) -> None:
+    effective = micro * accumulation
+    params = with_changes({"effective_batch": effective, "epochs": epochs, "max_steps": max_steps}, micro_batch=micro)
+    schedule = resolve_plan(params, "r1-llm-only", train_samples=samples).schedule
+    assert schedule.micro_batch * schedule.grad_accumulation == effective
+    assert (schedule.steps_per_epoch - 1) * effective < samples <= schedule.steps_per_epoch * effective
+    assert schedule.num_steps <= (max_steps or schedule.num_steps)
+    assert 0 <= schedule.warmup_steps <= schedule.num_steps
+
+
+def test_a_damaged_plan_names_the_command_that_mends_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is missing; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
+        read_plan("r1-llm-only", runs_dir=tmp_path)
+    (tmp_path / "r1-llm-only").mkdir()
+    for text in ("", "a: [", "recipe: 3\n", "\0"):
+        (tmp_path / "r1-llm-only/plan.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only"):
+            read_plan("r1-llm-only", runs_dir=tmp_path)
+
+
+PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)
+
+
+@given(
+    content=damaged_tree(json.loads(json.dumps(asdict(PLAN)))).map(lambda tree: json.dumps(tree).encode())
+    | damaged_bytes(json.dumps(asdict(PLAN)).encode())
+)
+@quick(100)
+def test_any_damage_to_a_plan_is_said_on_one_line_or_changes_nothing_that_it_must_be(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "r1-llm-only/plan.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    try:
+        plan = read_plan("r1-llm-only", runs_dir=path.parents[1])
+    except UserError as error:
+        assert re.fullmatch(
+            r".*plan\.yaml is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only", error.message
+        )
+        return
+    assert plan.recipe == "r1-llm-only"
+    assert min(plan.schedule.micro_batch, plan.schedule.grad_accumulation, plan.schedule.num_steps, plan.max_length) > 0
+    assert made_by(plan.base_dir.removeprefix("data/"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"recipe": "r2-vision-only"}, "recipe: this is the plan of 'r2-vision-only'"),
+        ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no such folder"),
+        ({"base_dir": "data/bases/.."}, "base_dir: 'data/bases/..' is no such folder"),
+        ({"data_dir": "/etc"}, "data_dir: '/etc' is no such folder"),
+        ({"trainable": {"llm": 3}}, "trainable: expected the number of each of vision, projector, llm, total and all"),
+        ({"optimizer": "sgd"}, "optimizer: input should be 'adamw_torch'"),
+        ({"max_length": 0}, "max_length: input should be greater than or equal to 1"),
+    ],
+)
+def test_a_plan_that_leads_astray_is_refused(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "r1-llm-only/plan.yaml"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**asdict(PLAN), **change}))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        read_plan("r1-llm-only", runs_dir=tmp_path)
+
+
+def test_the_shipped_parameters_round_trip_through_json() -> None:
+    adapter = TypeAdapter(Params)
+    assert adapter.validate_json(adapter.dump_json(PARAMS), strict=True) == PARAMS

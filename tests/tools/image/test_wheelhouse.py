@@ -1,0 +1,222 @@
+"""The wheelhouse, with a pip that makes up the files that it is asked for."""
+
+import hashlib
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from stages.kit.errors import UserError
+from tools.image.wheelhouse import SOURCE_ONLY, WheelPlatform, make_wheelhouse, read_lock
+
+ROOT = Path(__file__).parents[3]
+PYTHON_312 = WheelPlatform(python="3.12.14", glibc="2.41", machine="x86_64")
+PYTHON_311_ARM = WheelPlatform(python="3.11.2", glibc="2.36", machine="aarch64")
+
+# Answers as python and as uv. A file's bytes are its requirement. It lacks what LACKS names, fetches something else for
+# what SPOILS names, nothing for what FORGETS names, and something more where MORE is set.
+FAKE = r"""#!{python}
+import os, pathlib, re, sys
+with open(os.environ["ASKED"], "a") as asked:
+    print(*sys.argv[1:], file=asked)
+if sys.argv[1:3] == ["pip", "compile"]:
+    sys.exit(print("torch==2.13.0+cpu\n    # from some://index") if "UV_FINDS" in os.environ else 1)
+options = sys.argv[1:]
+folder = pathlib.Path(options[options.index("--dest") + 1])
+lacks = os.environ.get("LACKS")
+if lacks and "--index-url" not in options and lacks in pathlib.Path(options[-1]).read_text():
+    sys.exit(1)
+for line in pathlib.Path(options[-1]).read_text().splitlines():
+    name, version = line.split()[0].split("==")
+    if name == os.environ.get("FORGETS"):
+        continue
+    end = ".tar.gz" if name.startswith("antlr4") else "-py3-none-any.whl"
+    text = "something else" if name == os.environ.get("SPOILS") else f"{{name}}=={{version}}"
+    (folder / f"{{name.replace('-', '_')}}-{{version}}{{end}}").write_text(text)
+if "MORE" in os.environ:
+    (folder / "more-1.0-py3-none-any.whl").touch()
+"""
+
+TORCH = "2.13.0+cpu"
+
+
+def entry(requirement: str) -> str:
+    pin = requirement.split(" ;")[0]
+    return f"{requirement} \\\n    --hash=sha256:{hashlib.sha256(pin.encode()).hexdigest()}\n    # via something\n"
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.lock"
+    names = ["antlr4-python3-runtime==4.9.3", "numpy==2.4.6", "pywin32==312 ; sys_platform == 'win32'"]
+    path.write_text("# made by uv\n" + "".join(entry(name) for name in names))
+    return path
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What was asked of pip and uv, one call a line."""
+    for name in ("python", "uv"):
+        (tmp_path / name).write_text(FAKE.format(python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    (tmp_path / "asked").touch()
+    return tmp_path / "asked"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+FILES = {
+    *("antlr4_python3_runtime-4.9.3.tar.gz", "numpy-2.4.6-py3-none-any.whl"),
+    *(f"torch-{TORCH}-py3-none-any.whl", "torch.lock", "contents.json"),
+}
+
+
+def test_it_holds_exactly_what_the_lock_names_for_the_platform(tmp_path: Path, lock: Path, asked: Path) -> None:
+    assert make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    assert names(tmp_path / "cpu") == FILES
+    assert not (tmp_path / "cpu.partial").exists()
+
+
+def test_what_is_in_the_lock_is_fetched_by_hash_and_nothing_by_what_depends_on_it(
+    tmp_path: Path, lock: Path, asked: Path
+) -> None:
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    locked, torch = asked.read_text().splitlines()
+    assert "--require-hashes" in locked
+    assert "--require-hashes" not in torch
+    assert "--no-deps" in locked
+    assert "--no-deps" in torch
+
+
+def test_torchs_cpu_build_is_kept_with_a_hash_of_its_own(tmp_path: Path, lock: Path, asked: Path) -> None:
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    digest = hashlib.sha256(f"torch=={TORCH}".encode()).hexdigest()
+    assert (tmp_path / "cpu/torch.lock").read_text() == f"torch=={TORCH} --hash=sha256:{digest}\n"
+
+
+def test_a_second_call_asks_for_nothing(tmp_path: Path, lock: Path, asked: Path) -> None:
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    asked.write_text("")
+    assert not make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    assert asked.read_text() == ""
+
+
+def test_another_lock_or_platform_replaces_it_and_leaves_no_old_file(tmp_path: Path, lock: Path, asked: Path) -> None:
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    lock.write_text(lock.read_text().replace(entry("numpy==2.4.6"), entry("numpy==2.4.7")))
+    assert make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    assert names(tmp_path / "cpu") == FILES - {"numpy-2.4.6-py3-none-any.whl"} | {"numpy-2.4.7-py3-none-any.whl"}
+    assert make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_311_ARM)
+
+
+@pytest.mark.parametrize("change", ["remove", "add"])
+def test_a_file_that_came_or_went_makes_it_incomplete(tmp_path: Path, lock: Path, asked: Path, change: str) -> None:
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    if change == "remove":
+        (tmp_path / "cpu/numpy-2.4.6-py3-none-any.whl").unlink()
+    else:
+        (tmp_path / "cpu/stale-1.0-py3-none-any.whl").touch()
+    assert make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    assert names(tmp_path / "cpu") == FILES
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SPOILS": "numpy"}, "numpy-2.4.6-py3-none-any.whl was fetched, which is not a file that the locks name"),
+        ({"FORGETS": "numpy"}, "not fetched: numpy 2.4.6"),
+        ({"MORE": "1"}, "more-1.0-py3-none-any.whl was fetched, which is not"),
+        ({"LACKS": "numpy"}, "could not be fetched"),
+        ({"LACKS": "torch"}, r"torch==2.13.0\+cpu, was not found for Python 3.12 on x86_64"),
+    ],
+)
+def test_it_is_complete_or_not_there(
+    tmp_path: Path,
+    lock: Path,
+    asked: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    assert not (tmp_path / "cpu").exists()
+
+
+def test_where_pip_lacks_torchs_cpu_build_the_index_that_uv_knows_is_asked(
+    tmp_path: Path, lock: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LACKS", "torch")
+    monkeypatch.setenv("UV_FINDS", "1")
+    make_wheelhouse(tmp_path / "cpu", [lock], TORCH, PYTHON_312)
+    _, from_pip, from_uv, from_index = asked.read_text().splitlines()
+    assert "--index-url" not in from_pip
+    assert "--torch-backend cpu" in from_uv
+    assert "--python-version 3.12" in from_uv
+    assert "--index-url some://index" in from_index
+
+
+@pytest.mark.parametrize(
+    ("marker", "platform", "named"),
+    [
+        ("sys_platform == 'linux'", PYTHON_312, True),
+        ("sys_platform == 'win32' or sys_platform == 'emscripten'", PYTHON_312, False),
+        ("python_full_version >= '3.12'", PYTHON_312, True),
+        ("python_full_version >= '3.12'", PYTHON_311_ARM, False),
+        ("platform_machine == 'aarch64' and sys_platform == 'linux'", PYTHON_311_ARM, True),
+        ("platform_machine == 'aarch64' and sys_platform == 'linux'", PYTHON_312, False),
+        ("implementation_name == 'cpython'", PYTHON_312, True),
+    ],
+)
+def test_markers_are_those_of_the_image_and_not_of_this_machine(
+    tmp_path: Path, marker: str, platform: WheelPlatform, *, named: bool
+) -> None:
+    (tmp_path / "lock").write_text(entry(f"package==1.0 ; {marker}"))
+    assert [pin.name for pin in read_lock(tmp_path / "lock", platform)] == (["package"] if named else [])
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_every_package_of_the_projects_locks_is_read(target: str) -> None:
+    text = (ROOT / f"docker/{target}.lock").read_text()
+    everything = set(re.findall(r"^([a-z0-9][a-z0-9.-]*)==", text, re.MULTILINE))
+    pins = read_lock(ROOT / f"docker/{target}.lock", PYTHON_312)
+    assert everything - {pin.name for pin in pins} == {"httpx2-jsfetch", "pywin32", "tzdata"}
+    assert sum(len(pin.hashes) for pin in pins) > 1000
+
+
+def test_wheels_are_chosen_up_to_the_images_c_library() -> None:
+    options = PYTHON_311_ARM.pip_options()
+    assert options[0] == "--platform=manylinux_2_36_aarch64"
+    assert {"--platform=manylinux2014_aarch64", "--python-version=3.11", "--abi=cp311"} <= set(options)
+    assert not [option for option in options if re.search(r"2_37|manylinux1_|x86", option)]
+    assert {"--platform=manylinux1_x86_64", "--platform=manylinux_2_5_x86_64"} <= set(PYTHON_312.pip_options())
+
+
+@pytest.mark.parametrize("source_name", SOURCE_ONLY)
+def test_pip_saves_a_source_without_running_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source_name: str
+) -> None:
+    """The real pip, on a source whose setup.py would be noticed."""
+    source = tmp_path / f"{source_name}-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (source / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {source_name}\nVersion: 1.0\n")
+    index = tmp_path / "index"
+    index.mkdir()
+    with tarfile.open(index / f"{source_name}-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, arcname=source.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    digest = hashlib.sha256((index / f"{source_name}-1.0.tar.gz").read_bytes()).hexdigest()
+    (tmp_path / "lock").write_text(f"{source_name}==1.0 \\\n    --hash=sha256:{digest}\n")
+    assert make_wheelhouse(tmp_path / "cpu", [tmp_path / "lock"], None, PYTHON_312)
+    assert names(tmp_path / "cpu") == {f"{source_name}-1.0.tar.gz", "contents.json"}
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,381 @@
+"""The command that says whether a recipe fits: what it shows, what it takes it from, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from stages import base, plan, prepare
+from stages.kit.memory import foresight
+from stages.kit.memory.stand_in import stand_in_batch
+from stages.kit.models.geometries import geometry_config_path
+from stages.kit.models.load import load_config
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import PHASES, Prediction
+from tests.closure import ROOT
+from tools.plan import __main__ as fit
+
+GPU_PROFILE = "qwen2-vl-2b-24gb"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped recipes on a model and data that are small, with a CPU and with a GPU; no network."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
+    for profile in raw["profiles"].values():
+        profile["bases"]["vlm"] = "random:qwen2-vl-tiny"
+        profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
+        profile["memory"]["micro_batch"] = 16
+    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["generate"] = {"train": 8, "val": 4, "seed": 1}
+    for recipe in raw["recipes"].values():
+        recipe["max_length"] = 512
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_params(raw)
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    return tmp_path
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that a prediction was made of, in order: a GiB for each sample of a micro-batch, and of an
+    evaluation's batch a quarter of one."""
+    plans: list[Plan] = []
+
+    def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
+        plans.append(plan)
+        return of_size(plan.schedule.micro_batch * 2**30)
+
+    def predict_answers(plan: Plan, config: Any, batch: Mapping[str, Any], *_: Any, **__: Any) -> Prediction:
+        return of_size(len(batch["input_ids"]) * 2**28)
+
+    def of_size(size: int) -> Prediction:
+        return Prediction(
+            allocated_bytes=size,
+            reserved_bytes=size,
+            total_bytes=size,
+            low_bytes=size,
+            high_bytes=size,
+            peak_phase="forward",
+            phases=dict.fromkeys(PHASES, size),
+            budget={"weights": size},
+            calibration="assumed",
+        )
+
+    monkeypatch.setattr(foresight, "predict", predict)
+    monkeypatch.setattr(foresight, "predict_answers", predict_answers)
+    return plans
+
+
+def no_network(*_: Any, **__: Any) -> None:
+    raise AssertionError("the network was reached for")
+
+
+def write_params(raw: dict[str, Any]) -> None:
+    with Path("params.yaml").open("w") as file:
+        YAML().dump(raw, file)
+
+
+def ask(*arguments: str, charset: str = "utf-8") -> Result:
+    return CliRunner(charset=charset).invoke(fit.main, arguments)
+
+
+def shown(*arguments: str, charset: str = "utf-8") -> str:
+    result = ask(*arguments, charset=charset)
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    """The message where it stops as a user's fault does, without a traceback."""
+    result = ask(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (1, 2)
+    return " ".join(result.output.split())
+
+
+def on_gpu(*arguments: str) -> tuple[str, ...]:
+    return (*arguments, "--profile", GPU_PROFILE)
+
+
+def total_gib(text: str) -> float:
+    match = re.search(r"total +(\d+\.\d\d) +100\.0%", text)
+    assert match is not None, text
+    return float(match[1])
+
+
+def command(text: str) -> str | None:
+    """That runs the recipe so; None where the text has none."""
+    match = re.search(r"^run it by   (.*)$", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def run_on(memory_gb: int, *rest: str) -> str:
+    changes = ["-S profile={profile}", f"-S profiles.{{profile}}.device.memory_gb={memory_gb}", *rest]
+    return " ".join(["dvc exp run --temp", *changes]).format(profile=GPU_PROFILE)
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = ((path, path.stat()) for path in sorted(folder.rglob("*")))
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats}
+
+
+def test_a_recipe_is_shown_with_its_budget_and_verdict_and_nothing_is_written(workspace: Path) -> None:
+    before = files(workspace)
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert files(workspace) == before
+    assert "no data yet: the worst within max_length 512 and max_pixels 50176" in " ".join(text.split())
+    assert f"{total_gib(text):.2f} of 21.84 GiB" in text  # the bar's figures
+    entries = [float(amount) for amount in re.findall(r"^[WDGOALTH] +[a-z]+ +(\d+\.\d\d) ", text, re.MULTILINE)]
+    assert len(entries) > 3
+    assert sum(entries) == pytest.approx(total_gib(text))
+    assert "verdict   fits" in text
+    assert "\x1b" not in text, "colours, though no terminal"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_does_not_fit_comes_with_the_cheapest_change_that_does(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "8"))
+    assert total_gib(text) == 16
+    assert "verdict   does not fit" in text
+    advice = " ".join(text.partition("verdict")[2].split())
+    assert "it fits with micro_batch 16 -> 8, grad_accumulation 1 -> 2, micro_batch 8 -> 4" in advice
+    assert "2 -> 4: 4.00 GiB" in advice
+    assert command(text) == run_on(8, "-S ++profiles.{profile}.memory.fit=auto", "evaluate@r1-llm-only")
+
+
+def test_what_fits_ends_with_the_command_that_runs_it(workspace: Path, predicted: list[Plan]) -> None:
+    assert command(shown(*on_gpu("r1-llm-only", "--gpu-gb", "40"))) == run_on(40, "evaluate@r1-llm-only")
+    own = shown(*on_gpu("r1-llm-only"))
+    assert command(own) == f"dvc exp run --temp -S profile={GPU_PROFILE} evaluate@r1-llm-only"
+    assert command(shown("r1-llm-only")) == "dvc exp run --temp evaluate@r1-llm-only"
+
+
+def test_a_recipe_that_continues_one_which_does_not_fit_has_no_command(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_batch = vars(foresight)["predict"]
+
+    def more_in_full(plan: Plan, *_: Any, **__: Any) -> Prediction:
+        prediction = of_batch(plan, *_, **__)
+        in_full = 2**40 if plan.parts.vision == "full" else 0
+        return replace(prediction, low_bytes=prediction.low_bytes + in_full, high_bytes=2**41)
+
+    monkeypatch.setattr(foresight, "predict", more_in_full)
+    text = shown(*on_gpu("r3-stage2"))
+    assert "before it   r3-stage1 is trained: does not fit" in text
+    assert command(text) is None
+    assert command(shown(*on_gpu("r1-llm-only"))) is not None
+
+
+def test_an_evaluation_that_does_not_fit_is_left_out_of_the_command(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "2"))
+    assert "evaluation  2.00 GiB: does not fit; it halves its batch to 4" in text
+    of_batch = vars(foresight)["predict_answers"]
+
+    def enlarged(*args: Any, **kwargs: Any) -> Prediction:
+        prediction = of_batch(*args, **kwargs)
+        return replace(prediction, low_bytes=2**35, high_bytes=2**35)
+
+    monkeypatch.setattr(foresight, "predict_answers", enlarged)
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert "evaluation  2.00 GiB: does not fit, nor does a batch of 1" in text.replace(";", ",")
+    assert command(text) == f"dvc exp run --temp -S profile={GPU_PROFILE} train@r1-llm-only"
+
+
+def test_json_says_the_same(workspace: Path, predicted: list[Plan]) -> None:
+    answer = json.loads(shown(*on_gpu("r1-llm-only", "--gpu-gb", "8", "--json")))
+    assert (answer["recipe"], answer["profile"], answer["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
+    assert (answer["memory"]["verdict"], answer["memory"]["total_gib"]) == ("does not fit", 16)
+    assert (answer["cheapest"]["verdict"], answer["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
+    assert answer["disk"]["merged_bytes"] > answer["disk"]["trained_bytes"] > 0
+    assert answer["command"] == command(shown(*on_gpu("r1-llm-only", "--gpu-gb", "8")))
+    several = json.loads(shown(*on_gpu("--all", "--gpu-gb", "8 24", "--json")))
+    assert [(each["recipe"], each["memory_gb"]) for each in several][:3] == [
+        ("r1-llm-only", 8),
+        ("r1-llm-only", 24),
+        ("r2-vision-only", 8),
+    ]
+    assert answer in several
+
+
+def test_a_cpus_recipe_is_held_against_the_machines_memory(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**35))
+    assert "verdict   fits" in shown("r1-llm-only")
+    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**29))
+    text = shown("r1-llm-only")
+    assert "usable    0.50 GiB\nverdict   does not fit" in text
+    assert command(text) is None
+
+
+@pytest.mark.parametrize("size", ["24GB", "24 GB", "24GiB", " 24gb", "24.0", "24g"])
+def test_a_size_may_have_its_unit(size: str, workspace: Path, predicted: list[Plan]) -> None:
+    assert ", 24 GB a GPU" in shown(*on_gpu("r1-llm-only", "--gpu-gb", size))
+
+
+def test_several_sizes_may_be_given_at_once() -> None:
+    assert fit.Sizes()("24GB 48 GB, 80 16") == (24, 48, 80, 16)
+
+
+def test_layers_over_several_gpus_are_shown_gpu_by_gpu(workspace: Path) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    profile = raw["profiles"][GPU_PROFILE]
+    profile["device"]["count"] = 3
+    profile["memory"]["placement"] = "balanced"
+    write_params(raw)
+    text = shown(*on_gpu("r1-llm-only"))
+    rows = re.findall(r"^GPU (\d) .* (\d+\.\d\d) of 21\.84 GiB fits$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == [0, 1, 2]
+    assert max(float(total) for _, total in rows) == total_gib(text)
+    fullest = re.search(r"^fullest +GPU (\d),", text, re.MULTILINE)
+    assert fullest is not None
+    assert float(rows[int(fullest[1])][1]) == total_gib(text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_where_nothing_makes_it_fit_the_least_is_said(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "1"))
+    assert "the least is with micro_batch 16 -> 8" in " ".join(text.split())
+    assert "paged_adamw_8bit: 1.00 GiB" in " ".join(text.split())
+    assert command(text) is None
+
+
+def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twice(
+    workspace: Path, predicted: list[Plan]
+) -> None:
+    text = shown(*on_gpu("--all", "--gpu-gb", "24", "--gpu-gb", "8", "--gpu-gb", "1"))
+    heading = next(line for line in text.splitlines() if line.startswith("Recipe"))
+    assert heading.split() == ["Recipe", "1", "GB", "8", "GB", "24", "GB"]
+    assert f"detection on 8 GB: {run_on(8, '-S ++profiles.{profile}.memory.fit=auto', 'compare@detection')}" in text
+    cells = re.split(r"\n(?=r\d-)", text.partition("\n\nWith")[0])[1:]
+    rows = {row.split()[0]: " ".join(row.split()[1:]) for row in cells}
+    expected = "does not fit fits fits 1.00 GiB 4.00 GiB 16.00 GiB micro_batch 4"
+    assert rows == dict.fromkeys(("r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint"), expected)
+    asked = [repr(replace(plan, recipe="")) for plan in predicted]
+    assert len(asked) == len(set(asked)) == 3 * 7, "7 plans of r1, r2 and r4; r3 is made of r2 and r1"
+
+
+def test_the_matrix_of_one_recipe_has_its_row_alone(workspace: Path, predicted: list[Plan]) -> None:
+    text = shown(*on_gpu("r2-vision-only", "--all", "--gpu-gb", "24"))
+    table, _, last = text.partition("\n\nWith")
+    assert re.findall(r"^r\d-\S+", table, re.MULTILINE) == ["r2-vision-only"]
+    assert "r2-vision-only on 24 GB: dvc exp run --temp" in last
+    too_small = shown(*on_gpu("--all", "--gpu-gb", "1"))
+    assert "detection: none of these sizes runs it whole" in too_small
+
+
+def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stage, name in ((base, "vlm"), (prepare, "nutrition-tables"), (plan, "r1-llm-only")):
+        result = CliRunner().invoke(stage.main, [name])
+        assert result.exit_code == 0, result.output
+    planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
+    text = shown("r1-llm-only")
+    assert (planned["verdict"], planned["usable_gib"]) == ("fits", None)
+    with monkeypatch.context() as machine:
+        machine.setattr(foresight, "free_and_total_bytes", lambda: (2**20, 2**20))
+        refusal = CliRunner().invoke(plan.main, ["r1-llm-only"])
+    assert refusal.exit_code == 1
+    assert "r1-llm-only does not fit the memory of this machine, the CPU of profile tiny" in refusal.output
+    assert "verdict   fits" in text
+    assert "the largest samples of data/prepared/nutrition-tables" in text
+    assert total_gib(text) == pytest.approx(planned["total_gib"], abs=0.006)
+
+    of_other_data = " ".join(shown(*on_gpu("r1-llm-only")).split())
+    assert "no data yet" in of_other_data
+    shutil.rmtree("data/bases")
+    worst = shown("r1-llm-only")
+    assert "no tokenizer yet" in " ".join(worst.split())
+    assert total_gib(worst) > total_gib(text)
+
+
+def test_a_narrow_terminal_without_utf_8_shows_it_all(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = shown(*on_gpu("r1-llm-only"), charset="ascii")
+    assert text.isascii()
+    assert "?" not in text
+    # A command is on one line, to be copied.
+    assert max(len(line) for line in text.splitlines() if not line.startswith("run it by")) <= 40
+    sizes = [option for size in (8, 16, 24, 40) for option in ("--gpu-gb", str(size))]
+    matrix = shown(*on_gpu("r1-llm-only", "--all", *sizes), charset="ascii")
+    assert max(len(line) for line in matrix.splitlines() if "dvc exp run" not in line) <= 40
+    table = matrix.partition("With")[0]
+    assert re.findall(r"\d+ GB", table) == ["8 GB", "16 GB", "24 GB", "40 GB"]
+    assert table.count("r1-llm-only") > 1, "one table for all sizes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r1-llm"], "no recipe is called 'r1-llm' (did you mean 'r1-llm-only'?)"),
+        (["r1-llm-only", "--profile", "tinny"], "no profile is called 'tinny' (did you mean 'tiny'?)"),
+        (["r1-llm-only", "--gpu-gb", "24"], f"profile tiny runs on a CPU, {{}} (make: PROFILE=): {GPU_PROFILE}"),
+        (["--all"], "profile tiny runs on a CPU"),
+        ([], "name a recipe, or take --all (make: RECIPE=, or ALL=1); profile tiny can train: r1-llm-only, r2"),
+        (["r1-llm-only", "--gpu-gb", "24", "--gpu-gb", "48"], "at most one --gpu-gb, or take --all"),
+        (["r1-llm-only", "--gpu-gb", "0"], "'0' is no size of a GPU; expected GB, 1 or more"),
+        (
+            ["r1-llm-only", "--gpu-gb", "24TB"],
+            "'24TB' is no size of a GPU; expected GB as the card is sold by, e.g. 24",
+        ),
+        (["r1-llm-only", "--gpu-gb", "24 48"], "at most one --gpu-gb, or take --all"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(workspace: Path, arguments: list[str], message: str) -> None:
+    said = refused(*arguments)
+    for part in message.split("{}"):
+        assert part.strip() in said
+
+
+def test_a_base_that_nobody_here_knows_has_to_be_fetched(workspace: Path) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"][GPU_PROFILE]["bases"]["vlm"] = "hub:Nobody/Knows@0123456"
+    write_params(raw)
+    message = refused(*on_gpu("r1-llm-only"))
+    assert "Nobody/Knows, whose geometry is not known before it is fetched" in message
+    assert f"dvc exp run -S profile={GPU_PROFILE} base@vlm" in message
+
+
+def test_a_picture_of_the_worst_batch_leaves_room_within_max_length() -> None:
+    config = load_config(geometry_config_path("qwen2-vl-tiny").parent)
+    batch = stand_in_batch(config, micro_batch=2, max_length=50, max_pixels=1_000_000)
+    assert batch["input_ids"].shape == (2, 50)
+    merged = batch["image_grid_thw"].prod(1) // config.vision_config.spatial_merge_size**2
+    assert (batch["input_ids"] == config.image_token_id).sum(1).tolist() == merged.tolist() == [48, 48]
+    assert (batch["labels"] >= 0).any(1).all()
+
+
+def test_make_passes_on_what_is_asked() -> None:
+    asked = ["RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "EXACT=0", "JSON=1"]
+    # As a make of its own, also where these tests run in `make test`.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    printed = subprocess.run(
+        ["make", "-n", "plan", *asked], cwd=ROOT, env=alone, capture_output=True, text=True, check=True
+    )
+    command = printed.stdout.splitlines()[-1].partition("-m tools.plan ")[2]
+    assert shlex.split(command) == ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"]

@@ -1,0 +1,68 @@
+"""The calls for notebooks: their example runs, and what they return is what the commands say."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.kit.errors import UserError
+from stages.kit.params.load import load_params
+from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.texts import comparison_table
+from tests.closure import ROOT
+from tests.made_up_runs import made_up_ious, write_made_up_run
+from tools import api
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped recipes on a base that is small on every profile, two of them evaluated, with their baseline."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    for profile in raw["profiles"].values():
+        profile["bases"] = dict.fromkeys(profile["bases"], "random:qwen2-vl-tiny")
+        profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
+    for recipe in raw["recipes"].values():
+        recipe["max_length"] = 512
+    with (tmp_path / "params.yaml").open("w") as file:
+        YAML().dump(raw, file)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    monkeypatch.chdir(tmp_path)
+    params = load_params()
+    for seed, (name, mean) in enumerate({"base-vlm": 0.2, "r1-llm-only": 0.6, "r4-joint": 0.8}.items()):
+        trained = params if name in params.recipes else None
+        write_made_up_run(cards_dir(Path("data"), "detection"), name, made_up_ious(mean, 40, seed=seed), params=trained)
+    return tmp_path
+
+
+def test_the_example_of_the_documentation_runs(workspace: Path) -> None:
+    failed, attempted = doctest.testmod(api, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert (failed, attempted > 5) == (0, True)
+    assert not (workspace / "data/bases").exists()
+
+
+def test_a_run_and_a_comparison_are_those_of_the_report(workspace: Path) -> None:
+    comparison = api.compare_runs("detection")
+    assert comparison.best.name == "r4-joint"
+    assert {each.name for each in comparison.evaluated} == {"base-vlm", "r1-llm-only", "r4-joint"}
+    assert comparison.best.value == api.read_run("r4-joint").metrics["mean_iou"]
+    assert api.read_run("base-vlm").plan is None
+    rows = [row.cells[0] for row in comparison_table(comparison).rows]
+    assert all(str(name) in api.table_text(comparison) for name in rows)
+
+
+def test_what_cannot_be_answered_is_said_with_what_to_do(workspace: Path) -> None:
+    with pytest.raises(UserError, match=r"no recipe is called 'r1-llm' \(did you mean 'r1-llm-only'\?\)"):
+        api.predict_memory("r1-llm")
+    with pytest.raises(UserError, match="profile tiny runs on a CPU"):
+        api.predict_memory("r1-llm-only", memory_gb=24)
+    with pytest.raises(
+        UserError, match="r2-vision-only has not been evaluated; run: dvc repro evaluate@r2-vision-only"
+    ):
+        api.read_run("r2-vision-only")
+    with pytest.raises(UserError, match=r"no recipe or baseline is called 'base-vln' .did you mean 'base-vlm'"):
+        api.read_run("base-vln")

@@ -1,0 +1,183 @@
+"""A pipeline whose stages take no time: a base, what was trained on it, and what was merged from both.
+
+python -m tests.tools.verify.made_up STAGE NAME      as dvc.yaml here calls it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from ruamel.yaml import YAML
+from safetensors.numpy import save_file
+
+from stages.kit.files.lineage import content_digest, verified_lineage, write_lineage
+from stages.kit.files.publish import published
+from stages.kit.models.certificate import Certificate, write_certificate
+from stages.kit.provenance import Machine, Provenance, write_provenance
+from tests.closure import ROOT
+
+PIPELINE = """
+stages:
+  base:
+    foreach: [vlm]
+    do:
+      cmd: python -m tests.tools.verify.made_up base ${item}
+      deps: [data/source]
+      outs: ["data/provenance/base@${item}.json", data/bases/vlm]
+  train:
+    foreach: ${recipes}
+    do:
+      cmd: python -m tests.tools.verify.made_up train ${key}
+      params: ["recipes.${key}"]
+      deps: [data/bases/vlm]
+      outs:
+        - data/provenance/detection/train@${key}.json
+        - data/runs/${key}/trained
+      metrics:
+        - data/runs/${key}/training/training.json
+  merge:
+    foreach: ${recipes}
+    do:
+      cmd: python -m tests.tools.verify.made_up merge ${key}
+      deps: [data/bases/vlm, "data/runs/${key}/trained"]
+      outs:
+        - data/runs/${key}/merged
+        - data/runs/${key}/merge.json
+"""
+
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "DVC_NO_ANALYTICS": "1",
+}
+
+
+def make_workspace(workspace: Path) -> Path:
+    """All of it run by DVC, which has it in its cache too."""
+    (workspace / "data/source").mkdir(parents=True)
+    (workspace / "data/source/config.json").write_text("{}")
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    (workspace / "params.yaml").write_text("recipes: {r1: {seed: 1}}\n")
+    dvc(workspace, "init", "--quiet", "--no-scm")
+    dvc(workspace, "repro", "--quiet")
+    return workspace
+
+
+def dvc(workspace: Path, *args: str) -> None:
+    run(workspace, f"dvc {' '.join(args)}")
+
+
+def run(workspace: Path, command: str) -> None:
+    """A line as a person types it."""
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, cwd=workspace, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def weights(seed: int) -> dict[str, np.ndarray]:
+    return {"a": np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32), "b": np.zeros(3, np.float16)}
+
+
+def base(name: str) -> None:
+    with published(Path("data/bases") / name) as folder:
+        shutil.copy("data/source/config.json", folder)
+        save_file(weights(0), folder / "model.safetensors")
+        write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
+    of_base = record(f"base@{name}", ["data/source"], [f"data/bases/{name}"])
+    write_provenance(of_base, Path(f"data/provenance/base@{name}.json"))
+
+
+def train(name: str) -> None:
+    base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
+    with published(run_dir / "trained") as folder:
+        (folder / "adapter").mkdir()
+        seed = YAML(typ="safe").load(Path("params.yaml"))["recipes"][name]["seed"]
+        save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
+        (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
+        write_lineage(
+            folder, kind="trained", name=name, parents={"base": (base_dir, verified_lineage(base_dir, mend=""))}
+        )
+    (run_dir / "training").mkdir(exist_ok=True)
+    (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
+    outputs = [f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json"]
+    write_provenance(
+        record(f"train@{name}", ["data/bases/vlm"], outputs), Path(f"data/provenance/detection/train@{name}.json")
+    )
+
+
+def merge(name: str) -> None:
+    base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
+    parents = {
+        role: (path, verified_lineage(path, mend=""))
+        for role, path in (("base", base_dir), ("trained", run_dir / "trained"))
+    }
+    with published(run_dir / "merged") as folder:
+        save_file(weights(2), folder / "model.safetensors")
+        lineage = write_lineage(folder, kind="merged", name=name, parents=parents)
+    write_certificate(good_certificate(name, lineage.digest), run_dir / "merge.json")
+
+
+def good_certificate(name: str, digest: str) -> Certificate:
+    return Certificate(
+        recipe=name,
+        merged_digest=digest,
+        weights_digest="0" * 64,
+        logit_deviation=1e-6,
+        tolerance=1e-2,
+        probes=2,
+        changed_modules=3,
+        unexpected_modules=[],
+        unchanged_modules=[],
+        processor_parity=True,
+        precision="fp32",
+        trained_quantization="none",
+    )
+
+
+def record(stage: str, inputs: list[str], outputs: list[str]) -> Provenance:
+    now = datetime.now(UTC).isoformat()
+    return Provenance(
+        stage=stage,
+        command=f"docker/run {stage.replace('@', ' ')}",
+        started=now,
+        ended=now,
+        seconds=1.5,
+        commit=None,
+        changed=[],
+        code="",
+        experiment=None,
+        params={},
+        plan=None,
+        seed=1,
+        attempt=0,
+        inputs={path: content_digest(Path(path)) for path in inputs},
+        outputs={path: content_digest(Path(path)) for path in outputs},
+        engine="process",
+        image=None,
+        image_digest=None,
+        lock=None,
+        machine=Machine(
+            python="3.12.1",
+            packages={},
+            cuda=None,
+            system="Linux",
+            cpu="A CPU",
+            arithmetic="AuthenticAMD avx2",
+            cores=2,
+            memory_gib=16.0,
+        ),
+        gpus=[],
+        driver=None,
+    )
+
+
+if __name__ == "__main__":
+    {"base": base, "train": train, "merge": merge}[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,279 @@
+"""A stage run again by the real launcher, on stages that do next to nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from stages.kit.errors import UserError
+from tests.closure import ROOT
+from tests.kit.launcher.small_checkout import small_checkout
+from tools.verify.__main__ import main
+from tools.verify.rerun import find_stage, rerun, workspace_aside
+
+NAME = "train@r1-llm-only"
+
+# What it learns follows from its base, and from OMP_SHIFT from step 3 on.
+TRAIN = """
+import json, os, pathlib, random, time
+
+assert pathlib.Path("data/bases/vlm/config.json").read_text() == "{}"
+assert not pathlib.Path("data/runs/r1-llm-only/trained").exists()
+assert os.environ.get("DVC_ROOT", "") != "not this one"
+shift = float(os.environ.get("OMP_SHIFT", 0))
+losses = [1 / step + shift * (step > 2) for step in range(1, 6)]
+run = pathlib.Path("data/runs/r1-llm-only")
+for folder in ("trained", "training"):
+    (run / folder).mkdir()
+rows = [f"{step},{loss.hex()},{1.0.hex()}" for step, loss in enumerate(losses, 1)]
+(run / "training/trace.csv").write_text("\\n".join(["step,loss,grad_norm", *rows]) + "\\n")
+training = {"train_seconds": time.time(), "final_loss": losses[-1]}
+(run / "training/training.json").write_text(json.dumps(training))
+(run / "trained/weights.bin").write_text(repr(losses))
+if os.environ.get("OMP_SLEEPS"):
+    pathlib.Path("asleep").write_text(str(os.getpid()))
+    time.sleep(100)
+if os.environ.get("OMP_FAILS"):
+    raise SystemExit(3)
+"""
+
+# Reads the folder that its profile names.
+BASE = """
+import pathlib, re, shutil
+
+source = re.search(r"vlm: folder:(.*)", pathlib.Path("params.yaml").read_text())[1]
+pathlib.Path("data/bases/vlm").mkdir(parents=True)
+shutil.copy(pathlib.Path(source) / "config.json", "data/bases/vlm")
+pathlib.Path("data/bases/vlm/source.txt").write_text(source)
+"""
+
+PIPELINE = """
+stages:
+  base:
+    foreach: [vlm]
+    do:
+      cmd: exec docker/run base
+      deps: [stages/base.py]
+      outs: ["data/provenance/base@${item}.json", "data/bases/${item}"]
+  train:
+    foreach: ${recipes}
+    do:
+      cmd: exec docker/run train
+      params: ["recipes.${key}"]
+      deps: [data/bases/vlm, "data/runs/${key}/plan.yaml", stages/train.py]
+      outs:
+        - data/provenance/detection/train@${key}.json
+        - data/runs/${key}/trained
+        - data/runs/${key}/training
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With r1-llm-only trained by the launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("OMP_", "DVC_")):
+                patch.delenv(name)
+        patch.setenv("BAKEOFF_ENGINE", "process")
+        place = tmp_path_factory.mktemp("trained") / "a workspace"
+        workspace = small_checkout(place, pipeline=PIPELINE, train=TRAIN, base=BASE)
+        launch(workspace, "train", "r1-llm-only")
+        yield workspace
+
+
+@pytest.fixture
+def workspace(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "a moved workspace", symlinks=True))
+
+
+def launch(workspace: Path, *args: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([workspace / "docker/run", *args], cwd=workspace, env=environment, check=True, capture_output=True)
+
+
+def everything(workspace: Path) -> dict[str, bytes]:
+    kept = (path for path in workspace.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(workspace)): path.read_bytes() for path in kept if ".venv" not in path.parts}
+
+
+def test_a_stage_comes_out_the_same_and_the_workspace_stays_as_it_was(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_ROOT", "not this one")
+    before = everything(workspace)
+    again = rerun(workspace, NAME)
+    assert again.comparison.different == {}
+    assert again.comparison.equal == (
+        "data/runs/r1-llm-only/trained/weights.bin",
+        "data/runs/r1-llm-only/training/trace.csv",
+    )
+    assert again.comparison.measured == ("data/runs/r1-llm-only/training/training.json",)
+    assert again.unlike == ()
+    assert everything(workspace) == before
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_the_first_step_that_came_out_otherwise_is_named_and_what_it_may_come_from(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_SHIFT", "0.25")
+    with (workspace / "stages/train.py").open("a") as file:
+        file.write("# changed")
+    again = rerun(workspace, NAME)
+    (trace, where), *others = again.comparison.different.items()
+    assert trace == "data/runs/r1-llm-only/training/trace.csv"
+    third = 1 / 3
+    assert where == (
+        f"step 3 of 5: loss 0.333333333 against 0.583333333 ({third.hex()} against {(third + 0.25).hex()})"
+    )
+    assert dict(others) == {
+        "data/runs/r1-llm-only/trained/weights.bin": (
+            "line 1: '[1.0, 0.5, 0.3333333333333333, 0.25, 0.2]' against '[1.0, 0.5, 0.5833333333333333, 0.5, 0.45]'"
+        ),
+        "data/runs/r1-llm-only/training/training.json": "final_loss: 0.2 against 0.45",
+    }
+    assert again.unlike == ("the code of the stage", "variables of the environment")
+
+
+def test_the_command_ends_with_1_where_bytes_differ(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+    same = CliRunner().invoke(main, ["--rerun", NAME])
+    assert same.exit_code == 0, same.output
+    assert same.output.startswith(f"{NAME} came out the same again, byte for byte: 3 files, ")
+    assert same.output.rstrip().endswith("but for times and memory: data/runs/r1-llm-only/training/training.json")
+    monkeypatch.setenv("OMP_SHIFT", "0.25")
+    different = CliRunner().invoke(main, ["--rerun", NAME])
+    assert different.exit_code == 1
+    first, second, *_ = different.output.splitlines()
+    assert first.startswith(f"{NAME} came out DIFFERENT: 3 of 3 files, ")
+    assert second.startswith("  data/runs/r1-llm-only/training/trace.csv: step 3 of 5: loss ")
+    assert "the two runs were not alike: variables of the environment" in different.output
+
+
+def test_a_file_that_was_damaged_after_a_training_is_told_from_a_training_that_went_otherwise(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "data/runs/r1-llm-only/trained/weights.bin").write_text("damaged")
+    monkeypatch.chdir(workspace)
+    different = CliRunner().invoke(main, ["--rerun", NAME])
+    assert different.exit_code == 1
+    assert "DIFFERENT: 1 of 3 files" in different.output
+    assert "the training itself took the same course, step by step" in different.output
+    assert "the two runs were alike in all that is recorded of them" in different.output
+
+
+def test_a_stage_that_fails_when_it_is_run_again_is_no_comparison(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_FAILS", "1")
+    with pytest.raises(UserError, match=f"{NAME} failed when it was run again, with exit code 3"):
+        rerun(workspace, NAME)
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_who_ends_it_ends_the_stage_and_nothing_is_left(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_SLEEPS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-P", "-m", "tools.verify", "--rerun", NAME]
+    process = subprocess.Popen(command, cwd=workspace, stderr=subprocess.PIPE, text=True)
+    while not (asleep := [*workspace.glob(".bakeoff/verify/*/workspace/asleep")]) or not asleep[0].read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    stage = int(asleep[0].read_text())
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"{NAME} failed when it was run again, with exit code 143" in " ".join(said.split())
+    assert not psutil.pid_exists(stage)
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_who_ends_it_while_no_stage_runs_leaves_nothing_either(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.verify.rerun.compare_outputs", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        rerun(workspace, NAME)
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(workspace: Path) -> None:
+    left = workspace / ".bakeoff/verify/train-left"
+    (left / "workspace").mkdir(parents=True)
+    (left / ".lock").touch()
+    stage = find_stage(workspace, NAME)
+    with workspace_aside(workspace, stage) as first:
+        assert not left.exists()
+        with workspace_aside(workspace, stage) as second:
+            assert first.exists()
+            assert second.exists()
+    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+
+
+def test_a_damaged_record_is_refused_before_anything_runs(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_FAILS", "1")
+    (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
+    with pytest.raises(UserError, match=r"train@r1-llm-only\.json is damaged: .*dvc checkout"):
+        rerun(workspace, NAME)
+
+
+def test_what_is_not_here_cannot_be_compared(workspace: Path) -> None:
+    (workspace / "data/runs/r1-llm-only/training/trace.csv").unlink()
+    (workspace / "data/runs/r1-llm-only/training/training.json").unlink()
+    (workspace / "data/runs/r1-llm-only/training").rmdir()
+    with pytest.raises(
+        UserError, match=r"(?s)these are not here:\n  data/runs/r1-llm-only/training\n.*dvc repro train@r1"
+    ):
+        rerun(workspace, NAME)
+
+
+def test_outside_of_a_workspace_there_is_nothing_to_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"dvc\.yaml is missing; run from the top"):
+        rerun(tmp_path, NAME)
+
+
+def test_an_unknown_stage_is_refused_and_the_nearest_named(workspace: Path) -> None:
+    with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean train@r1-llm-only\?\)"):
+        rerun(workspace, "train@r1-llm-onyl")
+
+
+@pytest.mark.parametrize("place", ["photos", "../photos", "../../photos"])
+def test_a_source_beside_the_workspace_is_found_by_the_name_that_it_has(workspace: Path, place: str) -> None:
+    """The name is part of the result: a lineage has it."""
+    source = Path(os.path.normpath(workspace / place))
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "config.json").write_text("{}")
+    params = workspace / "params.yaml"
+    params.write_text(params.read_text().replace("folder:data/tiny/qwen2-vl", f"folder:{place}", 1))
+    for path in (workspace / "data/bases/vlm").iterdir():
+        path.unlink()
+    (workspace / "data/bases/vlm").rmdir()
+    launch(workspace, "base", "vlm")
+    again = rerun(workspace, "base@vlm")
+    assert (len(again.comparison.equal), again.comparison.different, again.unlike) == (2, {}, ())
+
+
+def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
+    params = workspace / "params.yaml"
+    params.write_text(params.read_text().replace("wandb: false", "wandb: true", 1))
+    with workspace_aside(workspace, find_stage(workspace, NAME)) as aside:
+        name = "data/bases/vlm/config.json"
+        assert (aside / name).samefile(workspace / name)
+        assert not (aside / "params.yaml").samefile(params)
+        assert "wandb: false" in (aside / "params.yaml").read_text()
+        assert (aside / ".bakeoff/gpus").samefile(workspace / ".bakeoff/gpus")
+        assert not (aside / "data/runs/r1-llm-only/trained").exists()
+    assert not aside.exists()
+    assert "wandb: true" in params.read_text()

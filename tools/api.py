@@ -1,0 +1,125 @@
+"""Bakeoff from a notebook or a script.
+
+Three calls: `predict_memory` says whether a recipe fits a GPU, `read_run` reads what came of a run, and `compare_runs`
+compares the runs of a task, as `make plan` and `make report` do. They write nothing, need no GPU and no network, and
+read the checkout that is the working directory. A user's fault raises stages.kit.errors.UserError.
+
+    >>> from tools.api import compare_runs, predict_memory, read_run, table_text
+
+Does r1-llm-only fit a card of 24 GB, and how is it run there?
+
+    >>> answer = predict_memory("r1-llm-only", profile="qwen2-vl-7b-48gb", memory_gb=24)
+    >>> answer.memory.verdict, answer.memory.total_gib < answer.usable_gib
+    ('fits', True)
+    >>> print(answer.command)
+    dvc exp run --temp -S profile=qwen2-vl-7b-48gb -S profiles.qwen2-vl-7b-48gb.device.memory_gb=24 evaluate@r1-llm-only
+
+A run has its metrics, and the scores of each sample as arrays:
+
+    >>> run = read_run("r1-llm-only")
+    >>> run.columns["iou"].shape == (len(run.sample_ids),)
+    True
+    >>> bool(abs(run.columns["iou"].mean() - run.metrics["mean_iou"]) < 1e-6)
+    True
+
+Is it better than its base, and which is best?
+
+    >>> comparison = compare_runs("detection")
+    >>> comparison.best.value == max(each.value for each in comparison.evaluated)
+    True
+    >>> next(each.words for each in comparison.insights if each.topic == "r1-llm-only against its base")
+    'r1-llm-only is better than base-vlm by ...'
+    >>> print(table_text(comparison))
+    Model ...
+
+Importing this is quick; the first call loads torch or numpy. Like every module below `stages` it sets
+TORCHDYNAMO_DISABLE=1 where that is not set (stages/__init__.py), which switches torch.compile off.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.kit.errors import UserError
+from stages.kit.files.documents import nearest
+from stages.kit.params.load import load_params
+
+if TYPE_CHECKING:
+    from stages.kit.params.schema import BaselineParams, RecipeParams
+    from stages.kit.reporting.comparison import Comparison
+    from stages.kit.reporting.runs import Run
+    from tools.plan.recipe_memory import RecipeMemory
+
+__all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
+
+
+def predict_memory(
+    recipe: str, *, profile: str | None = None, memory_gb: float | None = None, exact: bool = False
+) -> RecipeMemory:
+    """Predicted memory of a recipe's training and evaluation on one device, in 10 to 20 seconds.
+
+    profile: of params.yaml; None for the active one.
+    memory_gb: a GPU's size in GB, as cards are sold; None for the profile's own device.
+    exact: record every layer of the model, not a few, which takes longer.
+    Returns the fields of tools/plan/recipe_memory.py, which `make plan JSON=1` prints; amounts are in GiB.
+    Raises UserError for an unknown recipe or profile, for a base of unknown geometry, and for a memory_gb where the
+    profile runs on a CPU.
+    """
+    from tools.plan.__main__ import refuse_cpu
+    from tools.plan.preview import Previews
+
+    in_file = load_params()
+    params = in_file.on(profile) if profile else in_file
+    params.recipe(recipe)
+    if memory_gb is not None:
+        refuse_cpu(params)
+    size = params.active.device.memory_gb if memory_gb is None else memory_gb
+    return Previews(params=params, in_file=in_file.profile, exact=exact).recipe_memory(recipe, size)
+
+
+def read_run(name: str) -> Run:
+    """The last evaluation of a recipe or a baseline, with the fields of stages/kit/reporting/runs.py.
+
+    `metrics` is metrics.json; `columns` has an array (samples,) for each score of a sample that its task compares by,
+    in the order of `sample_ids`; `plan`, `training` and `loss` say how it was trained, and are None for a baseline.
+    Raises UserError for an unknown name, where the model has not been evaluated, and where its files are damaged.
+    """
+    from stages.compare import load_report, read_task_run
+    from stages.kit.reporting.runs import evaluation_stage
+
+    params = load_params()
+    models: dict[str, BaselineParams | RecipeParams] = {**params.baselines, **params.recipes}
+    if name not in models:
+        raise UserError(
+            f"no recipe or baseline is called {name!r}{nearest(name, models)}; there are: {', '.join(models)}"
+        )
+    task = models[name].task
+    run = read_task_run(params, task, name, load_report(params, task), Path("data"))
+    if run is None:
+        stage = evaluation_stage(name, trained=name in params.recipes)
+        raise UserError(f"{name} has not been evaluated; run: dvc repro {stage}")
+    return run
+
+
+def compare_runs(task: str) -> Comparison:
+    """The comparison of a task's models as they were last evaluated, with the fields of reporting/comparison.py.
+
+    `contenders` has each model's `value` of the primary metric and its 95% `interval`, in the order of params.yaml;
+    both are None where it was not run, and `evaluated` leaves those models out. `best` is the best one, `answer` says
+    whether the evidence is enough to call it that, and `insights` answers the task's questions.
+    Raises UserError where nothing was run, or where the runs do not compare.
+    """
+    from stages.compare import load_report, read_contenders
+    from stages.kit.reporting.comparison import compare
+
+    params = load_params()
+    report = load_report(params, task)
+    return compare(report, read_contenders(params, task, report, Path("data")))
+
+
+def table_text(comparison: Comparison) -> str:
+    """The table of a comparison and what follows from it, as data/report/TASK/table.txt has them."""
+    from stages.kit.reporting.texts import comparison_table, comparison_text
+
+    return comparison_text(comparison, comparison_table(comparison)).strip() + "\n"

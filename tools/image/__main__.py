@@ -1,0 +1,241 @@
+"""Makes the images that stages run in: `make image`, `make wheelhouse` and `make base-image` end here.
+
+Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
+network in the build only for cuda: its compiler is Debian's, and flash-attn's build wants one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from stages.kit.errors import UserError
+from stages.kit.launcher import images
+from stages.kit.launcher.client import Client
+from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins
+from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
+
+WORKSPACE_DIR = Path(__file__).resolve().parents[2]
+
+MACHINES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
+"""What engines and operating systems call them, to what wheels do."""
+
+DEBIAN_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+BUILD_ENVIRONMENT = {
+    "DOCKER_BUILDKIT": "1",
+    # A signed statement of when and where an image was built would make each build another image.
+    "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
+}
+
+
+def known_machine(name: str) -> str:
+    """x86_64 or aarch64. Raises UserError for what the locks have no wheels for."""
+    if name.lower() not in MACHINES:
+        raise UserError(f"containers run on {name} here; the locked packages are published for x86_64 and aarch64")
+    return MACHINES[name.lower()]
+
+
+def machine_of(client: Client) -> str:
+    """What its containers run on: x86_64 or aarch64. Raises UserError where it does not answer."""
+    if problem := client.problem():
+        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
+    if client.is_podman:
+        return known_machine(client.ask("info", "--format", "{{.Host.Arch}}").stdout.strip())
+    return known_machine(client.ask("version", "--format", "{{.Server.Arch}}").stdout.strip())
+
+
+def find_client(program: str | None) -> Client:
+    """The engine that is asked for, else docker, else podman. Raises UserError where there is none."""
+    for candidate in [program] if program else ["docker", "podman"]:
+        if shutil.which(candidate):
+            return Client(candidate)
+    raise UserError(
+        f"found no container engine: {program or 'neither docker nor podman'} is on the PATH. "
+        f"Install one, or name it: make image ENGINE=/path/to/docker"
+    )
+
+
+def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
+    """The client to build with, of those of that name on the PATH, and its command for it.
+
+    docker's client builds by itself before version 23, and with its plugin buildx since. Raises UserError where none
+    of them does.
+    """
+    if client.is_podman:
+        return client, ("build", "--timestamp", SOURCE_DATE_EPOCH, "--pull=never")
+    paths = [shutil.which(client.program), *(shutil.which(client.program, path=path) for path in os.get_exec_path())]
+    candidates = [Client(path) for path in dict.fromkeys(filter(None, paths))]
+    for candidate in candidates:
+        if candidate.answers("buildx", "version"):
+            return candidate, ("buildx", "build", "--load")
+        if int(candidate.ask("version", "--format", "{{.Client.Version}}").stdout.partition(".")[0]) < 23:
+            return candidate, ("build",)
+    raise UserError(
+        f"{' and '.join(candidate.program for candidate in candidates)} cannot build: the plugin buildx is missing. "
+        f"Install it (Debian: apt install docker-buildx; Docker's own packages: docker-buildx-plugin), "
+        f"or: make image ENGINE=podman"
+    )
+
+
+def choose_base(client: Client, pins: Pins) -> Base:
+    """The pinned base where the engine has it or can pull it, else the stand-in. Raises UserError without either."""
+    if client.image_id(pins.python.reference):
+        return pins.python
+    say(f"pulling {pins.python.title}")
+    if client.show("pull", "--quiet", pins.python.reference):
+        return pins.python
+    if client.image_id(pins.stand_in.reference):
+        say(f"using the stand-in {pins.stand_in.title}: {pins.python.title} is not here and cannot be pulled")
+        return pins.stand_in
+    raise UserError(
+        f"{pins.python.title} is not on this machine and cannot be pulled, for the reason above. Load it "
+        f"(docker load) or make a stand-in from Debian's packages: make base-image"
+    )
+
+
+def wheelhouse_dir(target: str) -> Path:
+    """Where docker/Dockerfile finds the wheelhouse of `target`."""
+    return WORKSPACE_DIR / ".bakeoff/wheelhouse" / target
+
+
+def build_wheelhouse(target: str, pins: Pins, base: Base, machine: str) -> None:
+    """Make the wheelhouse of `target`'s image on `base`."""
+    folder = wheelhouse_dir(target)
+    names = [target, "installer", *(["flash-attn"] if images.has_flash_attn(target, pins, base) else [])]
+    wheel_platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=machine)
+    made = make_wheelhouse(
+        folder,
+        [WORKSPACE_DIR / f"docker/{name}.lock" for name in names],
+        images.cpu_torch(WORKSPACE_DIR) if target == "cpu" else None,
+        wheel_platform,
+    )
+    files = [path.stat().st_size for path in folder.iterdir()]
+    say(
+        f"the wheelhouse of {target}, {len(files)} files, {sum(files) / 1e9:.1f} GB, for Python "
+        f"{wheel_platform.python_minor} on {machine}, {'is complete' if made else 'was complete already'}"
+    )
+
+
+def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[str]:
+    """What the build of `target`'s image on `base` is told: the pins, and what is written on the image."""
+    flash_attn = images.has_flash_attn(target, pins, base)
+    reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
+    arguments = {
+        "PYTHON_IMAGE": base.reference,
+        "CUDA_DEVEL_IMAGE": pins.cuda_devel,
+        "FLASH_ATTN": str(int(flash_attn)),
+        "MAX_JOBS": str(max_jobs),
+        "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH,
+    }
+    labels = {
+        "org.opencontainers.image.title": f"bakeoff {target}",
+        "org.opencontainers.image.version": reference.rpartition(":")[2],
+        "org.opencontainers.image.base.name": base.title,
+        "bakeoff.inputs": json.dumps(images.image_inputs(WORKSPACE_DIR, target, pins, base), sort_keys=True),
+        "bakeoff.wheelhouse": wheelhouse_digest(wheelhouse_dir(target)),
+    }
+    if not base.is_stand_in:
+        labels["org.opencontainers.image.base.digest"] = base.reference.rpartition("@")[2]
+    return [
+        *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
+        *(() if target == "cuda" else ("--network", "none")),
+        *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
+        *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
+    ]
+
+
+@click.group()
+def main() -> None:
+    """Make the images that stages run in."""
+
+
+engine_option = click.option("--engine", envvar="ENGINE", help="docker or podman; not given: the first there is.")
+target_option = click.option(
+    "--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="Whose packages."
+)
+
+
+@main.command()
+@engine_option
+@target_option
+@click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
+def image(engine: str | None, target: str, max_jobs: int) -> None:
+    """Build the image of this tree, unless it is built already."""
+    client = find_client(engine)
+    machine = machine_of(client)
+    for reference in images.image_references(WORKSPACE_DIR, target):
+        if client.image_id(reference):
+            say(f"{reference} is built already")
+            return
+    builder, command = find_builder(client)
+    pins = images.read_pins(WORKSPACE_DIR)
+    base = choose_base(client, pins)
+    build_wheelhouse(target, pins, base, machine)
+    reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
+    say(f"building {reference} on {base.title}")
+    options = build_options(target, pins, base, max_jobs)
+    if not builder.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
+        without = "; without flash-attn: flash_attn: false in docker/images.yaml" if "FLASH_ATTN=1" in options else ""
+        raise UserError(f"{reference} was not built, for the reason above{without}")
+    size = int(client.ask("image", "inspect", "--format", "{{.Size}}", reference).stdout)
+    say(f"{reference} is built, {size / 1e9:.1f} GB")
+
+
+@main.command()
+@engine_option
+@target_option
+def wheelhouse(engine: str | None, target: str) -> None:
+    """Fetch every package of an image, for a machine without a package index."""
+    pins = images.read_pins(WORKSPACE_DIR)
+    try:
+        client = find_client(engine)
+        machine, base = machine_of(client), choose_base(client, pins)
+    except UserError as error:
+        if engine:
+            raise
+        machine, base = known_machine(platform.machine()), pins.python
+        say(f"choosing wheels for {base.title}, as there is no engine to ask: {error.message}")
+    build_wheelhouse(target, pins, base, machine)
+
+
+@main.command("base-image")
+@engine_option
+def base_image(engine: str | None) -> None:
+    """Make the stand-in for the pinned base, from Debian's packages, where no registry can be reached."""
+    client = find_client(engine)
+    stand_in = images.read_pins(WORKSPACE_DIR).stand_in
+    suite = stand_in.reference.rpartition(":")[2]
+    if not shutil.which("mmdebstrap"):
+        raise UserError(
+            "mmdebstrap is not installed (Debian, Ubuntu: apt install mmdebstrap). It needs root or unprivileged user "
+            f"namespaces, and a mirror of Debian {suite}"
+        )
+    with tempfile.TemporaryDirectory() as work_dir:
+        root_path = Path(work_dir, "root.tar")
+        command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.debian_packages)}"]
+        command += [f"--architectures={DEBIAN_MACHINES[machine_of(client)]}", suite, str(root_path)]
+        say(" ".join(command))
+        if subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, check=False).returncode:
+            raise UserError("mmdebstrap failed, for the reason above. It needs root or unprivileged user namespaces")
+        if not client.show("import", str(root_path), stand_in.reference):
+            raise UserError(f"{client.program} could not import what mmdebstrap made, for the reason above")
+    say(f"{stand_in.reference} is made; next: make image")
+
+
+def say(text: str) -> None:
+    """A fact, on standard error, where pip and the engine speak too."""
+    print(f"image: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tools.image")

@@ -1,0 +1,186 @@
+"""Let EleutherAI's lm-evaluation-harness score a model too, and show its figures beside those of `evaluate`.
+
+Reads   the model that `evaluate` scores and its certificate, the prepared data; what `evaluate` found, if it has run
+Writes  data/runs/RUN/lm_eval/: results.json, and the questions as the harness reads them
+Run     make lm-eval RUN=moe-finetune
+        make lm-eval RUN=base-dense
+
+No stage of the pipeline: nothing depends on it. Needs lm-eval (make setup EXTRAS=lm-eval), and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.errors import OutOfMemory, UserError
+from stages.kit.files.lineage import Lineage, read_lineage
+from stages.kit.files.publish import published
+from stages.kit.logs import configure_logging
+from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.models.certificate import certified_model
+from stages.kit.models.load import load_config, see_only
+from stages.kit.models.merged import load_certified
+from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of
+from stages.kit.params.load import load_params
+from stages.kit.params.schema import Params, ProfileParams
+from stages.kit.planning.plan import read_plan
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
+from stages.kit.reporting.runs import evaluation_stage, read_run
+from stages.kit.tables import Column, Row, Table, terminal_table
+from stages.tasks import load_task
+from tools.lm_eval.scoring import Figure, Score, harness_scores, require_lm_eval
+
+COLUMNS = (
+    Column("figure", "Figure"),
+    Column("lm_eval", "lm-eval", ".4f"),
+    Column("stderr", "Std. error", ".4f"),
+    Column("ours", "metrics.json", ".4f"),
+    Column("difference", "Difference", "+z.4f"),
+)
+Ours = Mapping[str, Any]
+
+
+@click.command(help=__doc__)
+@click.argument("name", metavar="RUN")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Answers at once.  [default: the profile's]")
+def main(name: str, batch_size: int | None) -> None:
+    configure_logging(f"lm-eval {name}")
+    installed = require_lm_eval()
+    params = load_params()
+    subject = params.baselines[name] if name in params.baselines else params.recipe(name)
+    task, samples = questions_of(subject.task), load_task(subject.task, "samples")
+    model_dir, lineage = certified_model(params, name)
+    target = subject.target if name in params.baselines else read_plan(name).target
+    samples.check(load_config(model_dir).model_type, target)
+    profile = params.active
+    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: profile.evaluation.max_samples]
+    batch_size = batch_size or profile.evaluation.batch_size
+    ours, why_not = own_metrics(params, name, lineage, [record.id for record in records])
+
+    run_dir = Path("data/runs") / name
+    with published(run_dir / "lm_eval") as folder:
+        documents = write_documents(task, records, profile, model_dir, folder)
+        figures = [figure for figure in task.FIGURES if figure.documents in documents]
+        try:
+            with recognised_out_of_memory():
+                scores = ask_harness(figures, profile, model_dir, task.TASKS_DIR, folder, batch_size=batch_size)
+        except OutOfMemory as error:  # no launcher is there to start it again
+            fewer = f"make lm-eval RUN={name} BATCH_SIZE={max(1, batch_size // 2)}"
+            raise UserError(f"{error.message}, with {batch_size} answers at once; try fewer: {fewer}") from error
+        results = {
+            "lm_eval": installed,
+            "model": lineage.digest,
+            "profile": params.profile,
+            "batch_size": batch_size,
+            "questions": documents,
+            "figures": [
+                {"task": figure.task, "metric": figure.metric, **vars(score), "metrics_json": ours.get(figure.ours)}
+                for figure, score in zip(figures, scores, strict=True)
+            ],
+        }
+        (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+    show(scores_table(figures, scores, ours), Console(highlight=False))
+    counts = " and ".join(f"{count:,} of {kind}" for kind, count in documents.items())
+    click.echo("\n".join([*([why_not] if why_not else []), f"{counts}; what was asked: {run_dir / 'lm_eval'}"]))
+
+
+def questions_of(task: str) -> ModuleType:
+    """The package beside this file that knows the task's questions. Raises UserError where there is none."""
+    try:
+        return import_module(f"tools.lm_eval.{task}")
+    except ModuleNotFoundError:
+        raise UserError(f"lm-evaluation-harness knows nothing like the task {task}; it scores those of moe") from None
+
+
+def write_documents(
+    task: Any, records: Sequence[Any], profile: ProfileParams, model_dir: Path, folder: Path
+) -> dict[str, int]:
+    """The questions, word for word as `evaluate` asks them: KIND.jsonl for each kind of them. How many of each."""
+    settings, processor = profile.evaluation, load_processor(model_dir, profile.images)
+    room = None if settings.max_length is None else settings.max_length - settings.max_new_tokens
+
+    def render(conversation: Conversation) -> str:
+        return rendered(processor, shortened(processor, conversation, room))
+
+    documents: dict[str, list[dict[str, Any]]] = task.documents(records, render)
+    for kind, found in documents.items():
+        text = "".join(f"{json.dumps(document)}\n" for document in found)
+        (folder / f"{kind}.jsonl").write_text(text, encoding="utf-8")
+    return {kind: len(found) for kind, found in documents.items()}
+
+
+def ask_harness(
+    figures: Sequence[Figure],
+    profile: ProfileParams,
+    model_dir: Path,
+    tasks_dir: Path,
+    documents_dir: Path,
+    *,
+    batch_size: int,
+) -> list[Score]:
+    """What the harness finds of the model, loaded as `evaluate` loads it."""
+    device, memory = profile.device.one(), profile.memory
+    see_only(device)
+    model = load_certified(model_dir, device=device, precision=memory.precision, attn=memory.attn).eval()
+    scores = harness_scores(
+        model,
+        tokenizer_of(load_processor(model_dir, profile.images)),
+        figures,
+        tasks_dir=tasks_dir,
+        documents_dir=documents_dir,
+        batch_size=batch_size,
+        max_new_tokens=profile.evaluation.max_new_tokens,
+    )
+    shutil.rmtree(documents_dir / ".cache", ignore_errors=True)  # the documents once more, as datasets keeps them
+    return scores
+
+
+def own_metrics(params: Params, name: str, lineage: Lineage, sample_ids: Sequence[str]) -> tuple[Ours, str]:
+    """What `evaluate` found of this model and these samples; or nothing, and why."""
+    trained = name in params.recipes
+    task = params.recipes[name].task if trained else params.baselines[name].task
+    card_dir = cards_dir(Path("data"), task) / name
+    run = read_run(card_dir, identity=("id",), columns=(), trained=trained)
+    mend = f"run: dvc repro {evaluation_stage(name, trained=trained)}"
+    if run is None:
+        return {}, f"{name} has not been evaluated yet, so there is nothing to compare with; {mend}"
+    if read_lineage(card_dir, name=MODEL_LINEAGE_FILE).digest != lineage.digest:
+        return {}, f"metrics.json is of what {name} was before, and left out; {mend}"
+    if run.sample_ids != tuple(sample_ids):
+        return {}, f"metrics.json is of other samples, and left out; {mend}"
+    return run.metrics, ""
+
+
+def scores_table(figures: Sequence[Figure], scores: Sequence[Score], ours: Ours) -> Table:
+    rows = []
+    for figure, score in zip(figures, scores, strict=True):
+        own = ours.get(figure.ours)
+        difference = None if own is None or score.value is None else score.value - own
+        note = figure.note if score.value is not None else "probabilities are too small for lm-eval to add them up"
+        rows.append(Row(cells=(figure.heading, score.value, score.stderr, own, difference), note=note))
+    return Table(columns=COLUMNS, rows=tuple(rows))
+
+
+def show(table: Table, console: Console) -> None:
+    console.print(terminal_table(table))
+    headings: dict[str, list[str]] = {}
+    for heading, note in table.notes:
+        headings.setdefault(note, []).append(heading)
+    for note, noted in headings.items():
+        console.print(Text(f"{' and '.join(noted)}: {note}", style="dim"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
