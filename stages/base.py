@@ -12,11 +12,13 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import short, write_lineage
-from stages.kit.files.publish import published
-from stages.kit.hub import fetch_snapshot
-from stages.kit.logs import configure_logging
+from stages.core.errors import UserError
+from stages.core.lineage import short, write_lineage
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
+from stages.core.publish import published
+from stages.kit.data.hub import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,
     check_model_folder,
@@ -25,8 +27,6 @@ from stages.kit.models.folders import (
     model_type,
 )
 from stages.kit.models.geometries import STAND_IN_DIR
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

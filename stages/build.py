@@ -16,11 +16,13 @@ from pathlib import Path
 import click
 from transformers import PreTrainedModel
 
+from stages.core.errors import UserError
+from stages.core.lineage import short, verified_lineage, write_lineage
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import ExpertParams, RecipeParams, made_by
+from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import short, verified_lineage, write_lineage
-from stages.kit.files.publish import published
-from stages.kit.logs import configure_logging
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
@@ -31,8 +33,6 @@ from stages.kit.mixture.routing import mean_hidden_states
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import ExpertParams, RecipeParams, made_by
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

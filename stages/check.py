@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from stages.kit.files.publish import publish_text
-from stages.kit.params.load import load_params
+from stages.core.params.load import load_params
+from stages.core.publish import publish_text
 
 
 @click.command(help=__doc__)

@@ -17,12 +17,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from stages.kit.errors import UserError
-from stages.kit.files.publish import publish_text
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params, made_by
+from stages.core.provenance import records_dir
+from stages.core.publish import publish_text
 from stages.kit.memory_use.stage_memory import stage_memory_path
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params, made_by
-from stages.kit.provenance import records_dir
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
 from stages.kit.reporting.page import render_page
@@ -33,6 +33,7 @@ from stages.kit.reporting.runs import (
     refuse_different_samples,
     refuse_random_beside_trained,
 )
+from stages.kit.reporting.tables import Table, csv_text
 from stages.kit.reporting.texts import (
     comparison_markdown,
     comparison_table,
@@ -41,7 +42,6 @@ from stages.kit.reporting.texts import (
     flat_metrics,
     print_comparison,
 )
-from stages.kit.tables import Table, csv_text
 from stages.tasks import load_task
 
 

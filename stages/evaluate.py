@@ -17,15 +17,15 @@ from pathlib import Path
 
 import click
 
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.publish import publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answering import load_answerer
 from stages.kit.evaluation.scored import score_answers
-from stages.kit.files.publish import publish_text, published
-from stages.kit.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.models.certificate import certified_model
-from stages.kit.params.load import load_params
 from stages.kit.planning.memory_record import beside_measured, read_memory_record
 from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.cards import cards_dir, write_card

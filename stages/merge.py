@@ -27,12 +27,14 @@ import click
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.lineage import combined_digest, require_base, short, write_lineage
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import made_by
+from stages.core.publish import published
 from stages.kit.evaluation.answering import Answerer, halved
 from stages.kit.evaluation.scored import Scored, score_answers
-from stages.kit.files.lineage import combined_digest, require_base, short, write_lineage
-from stages.kit.files.publish import published
-from stages.kit.logs import configure_logging
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
@@ -43,8 +45,6 @@ from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import load_trained, merge_trained
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import made_by
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.record import read_record
 from stages.tasks import load_task

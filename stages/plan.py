@@ -15,17 +15,17 @@ from pathlib import Path
 
 import click
 
-from stages.kit.logs import configure_logging
+from stages.core.cpu import instruction_set
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
 from stages.kit.memory.fit import Fit, decide, fit_of
 from stages.kit.memory.foresight import Foresight
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
-from stages.kit.params.load import load_params
 from stages.kit.planning.memory_record import write_memory_record
 from stages.kit.planning.plan import resolve_plan, write_plan
-from stages.kit.runtime.cpu import instruction_set
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task

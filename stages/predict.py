@@ -14,14 +14,14 @@ from pathlib import Path
 
 import click
 
+from stages.core.given_files import require_own
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.publish import publish_text
 from stages.kit.evaluation.answering import load_answerer
-from stages.kit.files.given_files import require_own
-from stages.kit.files.publish import publish_text
-from stages.kit.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_merge
 from stages.kit.models.folders import require_weights
-from stages.kit.params.load import load_params
 from stages.kit.planning.plan import read_plan
 from stages.tasks import load_task
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
-from stages.kit.logs import configure_logging
-from stages.kit.params.load import load_params
+from stages.core.errors import UserError
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

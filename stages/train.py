@@ -26,10 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from transformers import TrainerCallback
 
-from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.kit.files.lineage import short, verified_lineage, write_lineage
-from stages.kit.files.publish import published
-from stages.kit.logs import configure_logging
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.lineage import short, verified_lineage, write_lineage
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import made_by
+from stages.core.parent_death import end_with_own_parent
+from stages.core.publish import published
+from stages.core.signals import ENDING, GRACE_S, heeded
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
@@ -40,12 +44,8 @@ from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import made_by
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
-from stages.kit.runtime.parent_death import end_with_own_parent
-from stages.kit.runtime.signals import ENDING, GRACE_S, heeded
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.fingerprint import identity_of

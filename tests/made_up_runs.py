@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stages.kit.files.lineage import LINEAGE_FILE, write_lineage
+from stages.core.lineage import LINEAGE_FILE, write_lineage
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
+from stages.core.provenance import Machine, Provenance, records_dir, write_provenance
 from stages.kit.memory_use.stage_memory import Held, StageMemory, stage_memory_path
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params
 from stages.kit.planning.plan import resolve_plan, write_plan
-from stages.kit.provenance import Machine, Provenance, records_dir, write_provenance
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
 MIB = 2**20

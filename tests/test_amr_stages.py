@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.files.lineage import read_lineage
+from stages.core.lineage import read_lineage
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.amr.sources.corpora import read_blocks, read_lines

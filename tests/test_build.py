@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.data.parquet import write_rows
-from stages.kit.files.lineage import read_lineage, write_lineage
 from stages.tasks.amr.samples.records import SCHEMA, parse_record, to_row
 from tests.closure import ROOT
 from tests.kit.mixture.dense import save_base

@@ -13,8 +13,8 @@ from rich.console import Console
 from ruamel.yaml import YAML
 
 from stages.compare import compare_task, memory_by_stage
-from stages.kit.errors import UserError
-from stages.kit.params.schema import Params
+from stages.core.errors import UserError
+from stages.core.params.schema import Params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import evaluation_stage

@@ -10,7 +10,7 @@ import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from stages.kit.files.lineage import read_lineage
+from stages.core.lineage import read_lineage
 from tests.closure import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, refused, write_params

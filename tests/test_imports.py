@@ -14,17 +14,10 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
+    "stages/core",
     *(
         f"stages/kit/{name}"
         for name in (
-            "errors",
-            "hub",
-            "logs",
-            "provenance",
-            "tables",
-            "files",
-            "runtime",
-            "params",
             "planning",
             "data",
             "launcher",
@@ -85,7 +78,7 @@ def test_what_must_start_at_once_imports_nothing_heavy() -> None:
 
 
 def test_a_heavy_import_is_seen() -> None:
-    assert heavy_imports(["stages.kit.errors", "torch"])["torch"] == ["torch"]
+    assert heavy_imports(["stages.core.errors", "torch"])["torch"] == ["torch"]
 
 
 def test_a_typing_error_is_answered_without_torch() -> None:

@@ -23,12 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import stages.evaluate
 import stages.merge
 import stages.train
-from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
+from stages.core.params.load import load_params
 from stages.kit.evaluation import generation
 from stages.kit.launcher import launch
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.stage_run import Ended, StageRun
-from stages.kit.params.load import load_params
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
 from tests.closure import ROOT

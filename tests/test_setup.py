@@ -20,7 +20,7 @@ case "$(basename "$0") $*" in
   *"sys.version_info"*) [ -z "${FAKE_VERSION:-}" ] ;;
   *ensurepip*) [ -z "${FAKE_WITHOUT_VENV:-}" ] ;;
   *"-m venv "*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/uv ;;
-  *stages.kit.runtime.compiler*) echo "${FAKE_PROBLEM:-}" ;;
+  *stages.kit.training.compiler*) echo "${FAKE_PROBLEM:-}" ;;
   *importlib.metadata*) cat torch-version ;;
   python*pip*install*) echo "pip ${*: -1}" >>asked
     [[ -z "${PIP_LACKS:-}" || "${*: -1}" != *"$PIP_LACKS"* ]]

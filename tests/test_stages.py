@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from stages.kit.files.lineage import read_lineage, true_base, verified_lineage, write_lineage
+from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import read_certificate, write_certificate
 from stages.kit.models.folders import remove_weights

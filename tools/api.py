@@ -2,7 +2,7 @@
 
 Three calls: `predict_memory` says whether a recipe fits a GPU, `read_run` reads what came of a run, and `compare_runs`
 compares the runs of a task, as `make plan` and `make report` do. They write nothing, need no GPU and no network, and
-read the checkout that is the working directory. A user's fault raises stages.kit.errors.UserError.
+read the checkout that is the working directory. A user's fault raises stages.core.errors.UserError.
 
     >>> from tools.api import compare_runs, predict_memory, read_run, table_text
 
@@ -41,12 +41,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import nearest
-from stages.kit.params.load import load_params
+from stages.core.documents import nearest
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
 
 if TYPE_CHECKING:
-    from stages.kit.params.schema import BaselineParams, RecipeParams
+    from stages.core.params.schema import BaselineParams, RecipeParams
     from stages.kit.reporting.comparison import Comparison
     from stages.kit.reporting.runs import Run
     from tools.plan.recipe_memory import RecipeMemory

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import click
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 HIDDEN = r"^(data|stages)/.*|^(docker|params\.yaml)$|.*_(low|high)$"
 """Columns left out: digests of files, and the ends of intervals."""

@@ -1,7 +1,7 @@
 """Say whether a task's table is the published one, to the digit: `python -m tools.published detection`.
 
 The published tables are docs/tables/TASK.txt, which the documents show. The tiny profile made them on an AMD CPU held
-to AVX2 (stages/kit/runtime/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true.
+to AVX2 (stages/core/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
-from stages.kit.provenance import PROVENANCE_DIR, Provenance, read_provenance
+from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 
 TABLES_DIR = Path("docs/tables")
 ARITHMETIC = "AuthenticAMD avx2"
-"""What the published tables were computed by (stages/kit/runtime/cpu.py)."""
+"""What the published tables were computed by (stages/core/cpu.py)."""
 
 
 @click.command(help=__doc__)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import nearest
-from stages.kit.params.load import load_params
-from stages.kit.provenance import PROVENANCE_DIR, read_provenance
+from stages.core.documents import nearest
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.provenance import PROVENANCE_DIR, read_provenance
 
 
 @click.command(help=__doc__)

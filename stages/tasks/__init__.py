@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 MODULES = ("sources", "samples", "scoring", "report", "predictions")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.params.load import load_params
+from stages.core.params.load import load_params
 from stages.kit.planning.plan import resolve_plan, write_plan
 
 ROOT = Path(__file__).parents[2]

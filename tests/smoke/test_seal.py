@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.kit.runtime.signals import ENDING
+from stages.core.signals import ENDING
 from tests.smoke.conftest import ENGINE, SECRETS, client, containers, environment, wait_until
 
 pytestmark = pytest.mark.engine

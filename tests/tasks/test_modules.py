@@ -1,6 +1,6 @@
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks import load_task
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks import load_task
 from stages.tasks.amr.samples.records import parse_record
 from tests.damage import damaged_bytes, quick

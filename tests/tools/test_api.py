@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
-from stages.kit.params.load import load_params
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.texts import comparison_table
 from tests.closure import ROOT

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
-from stages.kit.files.publish import publish_text
+from stages.core.errors import UserError
+from stages.core.logs import configure_logging
+from stages.core.publish import publish_text
 from stages.kit.launcher.gpus import leased_gpus
-from stages.kit.logs import configure_logging
 from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
 from tools.calibrate.children import Children
 from tools.calibrate.measured import DeviceFacts

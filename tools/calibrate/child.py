@@ -14,8 +14,8 @@ from typing import Any
 import click
 from pydantic import TypeAdapter
 
-from stages.kit.errors import UserError
-from stages.kit.logs import configure_logging
+from stages.core.errors import UserError
+from stages.core.logs import configure_logging
 from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import depth_of, predict, with_depth

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.environment import stage_environment
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.parent_death import end_with_parent
 from stages.kit.launcher.triton_cache import triton_dir
-from stages.kit.runtime.environment import stage_environment
-from stages.kit.runtime.parent_death import end_with_parent
 
 TIMEOUT_S = 480
 

@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.memory.step import mark_phases, one_batch_trainer
 from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe

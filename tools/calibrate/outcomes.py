@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.planning.prediction import Prediction
 from tools.calibrate.measured import DeviceFacts, Measured
 from tools.lines import append_line, complete_lines

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import Attention, DeviceParams, LoraParams, Optimizer, PartsParams
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor
 from stages.kit.models.random_weights import take_token_ids
-from stages.kit.params.schema import Attention, DeviceParams, LoraParams, Optimizer, PartsParams
 from stages.kit.planning.plan import Plan, Schedule
 
 Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
-from stages.kit.errors import OutOfMemory
+from stages.core.errors import OutOfMemory
 from tools.calibrate.children import ChildFailed, Children, Task
 from tools.calibrate.measured import DeviceFacts, Measured
 from tools.calibrate.outcomes import Forecast, Outcome, Session

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError, counted
-from stages.kit.files.publish import publish_text
+from stages.core.errors import UserError, counted
+from stages.core.logs import configure_logging
+from stages.core.publish import publish_text
 from stages.kit.launcher.gpus import leased_gpus, read_gpus
 from stages.kit.launcher.machine import cuda_of_torch, usable_cores
-from stages.kit.logs import configure_logging
 from tools.calibrate.children import Children
 from tools.gpu.page import page
 from tools.gpu.pieces import Device, catalogue

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from stages.kit.logs import configure_logging
+from stages.core.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 
 JOBS = {

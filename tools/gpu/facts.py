@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.kit.launcher.gpus import driver_version
-from stages.kit.runtime.compiler import compiler_problem
+from stages.kit.training.compiler import compiler_problem
 from stages.kit.training.seed import seed_everything
 from tools.calibrate.measured import device_facts
 from tools.gpu.flops import peak_tflops

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import PARTS, Part
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, is_idle, part_of
-from stages.kit.params.schema import PARTS, Part
 from stages.kit.planning.plan import Plan
 
 PEAKS: tuple[tuple[str, float, str], ...] = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stages.kit.errors import bytes_text
-from stages.kit.tables import Cell, Column, Row, Table, escape_markdown, markdown, seconds_text
+from stages.core.errors import bytes_text
+from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, markdown, seconds_text
 from tools.gpu.pieces import STEPS, Device, Piece, Step
 from tools.gpu.results import Result, Results
 

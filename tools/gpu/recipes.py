@@ -18,10 +18,10 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.kit.files.lineage import combined_digest, file_digest
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.lineage import combined_digest, file_digest
+from stages.core.parent_death import end_with_parent
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
-from stages.kit.runtime.parent_death import end_with_parent
 from tools.gpu.pieces import Kind
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
-from stages.kit.errors import OutOfMemory
-from stages.kit.tables import seconds_text
+from stages.core.errors import OutOfMemory
+from stages.kit.reporting.tables import seconds_text
 from tools.calibrate.children import ChildFailed, Children
 from tools.gpu.pieces import Device, Piece
 from tools.gpu.results import Result, Results

@@ -12,10 +12,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import check_device, resolve_attention
-from stages.kit.params.schema import DeviceParams
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from tools.calibrate.measured import MAX_STEPS, random_model, random_trainer, with_contents

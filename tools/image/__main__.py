@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher import images
 from stages.kit.launcher.client import Client
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins

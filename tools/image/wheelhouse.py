@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 SOURCE_ONLY = ("antlr4-python3-runtime", "flash-attn")
 """Packages that are published without a wheel; the image build makes theirs."""

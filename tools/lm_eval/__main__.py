@@ -22,22 +22,22 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from stages.core.errors import OutOfMemory, UserError
+from stages.core.lineage import Lineage, read_lineage
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params, ProfileParams
+from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import OutOfMemory, UserError
-from stages.kit.files.lineage import Lineage, read_lineage
-from stages.kit.files.publish import published
-from stages.kit.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_config, see_only
 from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params, ProfileParams
 from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
 from stages.kit.reporting.runs import evaluation_stage, read_run
-from stages.kit.tables import Column, Row, Table, terminal_table
+from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from stages.tasks import load_task
 from tools.lm_eval.scoring import Figure, Score, harness_scores, require_lm_eval
 

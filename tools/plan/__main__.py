@@ -24,17 +24,17 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from stages.kit.errors import UserError, bytes_text
-from stages.kit.files.documents import shown
-from stages.kit.logs import configure_logging
-from stages.kit.memory.budget import MatrixCell, budget_table, matrix_table
+from stages.core.documents import shown
+from stages.core.errors import UserError, bytes_text
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
 from stages.kit.memory.fit import advice, sharded_advice, sharded_fit
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params
 from stages.kit.planning.disk import comparison_text
 from stages.kit.planning.ladder import settings
-from stages.kit.tables import terminal_table
+from stages.kit.reporting.tables import terminal_table
 from tools.plan.available_inputs import base_at_hand, trainable_recipes
+from tools.plan.drawing import MatrixCell, budget_table, matrix_table
 from tools.plan.recipe_memory import RecipeMemory
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.core.errors import UserError
+from stages.core.lineage import LINEAGE_FILE, read_lineage
+from stages.core.params.schema import BuildParams, DatasetParams, Params
 from stages.kit.data.origin import STATS_FILE, Part, read_origin
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import LINEAGE_FILE, read_lineage
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params.schema import BuildParams, DatasetParams, Params
 
 
 @dataclass(frozen=True, kw_only=True)

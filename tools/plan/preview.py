@@ -13,13 +13,13 @@ from functools import partial
 import transformers
 from rich.console import Console
 
+from stages.core.params.schema import Params
 from stages.kit.memory.fit import Fit, cheapest_fit, fit_of
 from stages.kit.memory.foresight import Foresight
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor
-from stages.kit.params.schema import Params
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import lowered_batch_size, settings
 from stages.kit.planning.memory_record import in_gib

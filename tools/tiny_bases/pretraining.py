@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stages.kit.files.publish import published
+from stages.core.publish import published
 from stages.kit.models.processors import Processor
 from stages.kit.training.seed import seed_everything
 from tools.tiny_bases.architecture import save_model

@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from stages.kit.errors import UserError, bytes_text, counted, end_plainly_on_a_full_disk
+from stages.core.errors import UserError, bytes_text, counted, end_plainly_on_a_full_disk
 from tools.verify.rerun import Rerun, rerun
 from tools.verify.verify import Verification, restore, verify
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 
 def require_dvc_at_rest(workspace_dir: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import LINEAGE_FILE, Lineage, combined_digest, digested_files, read_lineage
+from stages.core.errors import UserError
+from stages.core.lineage import LINEAGE_FILE, Lineage, combined_digest, digested_files, read_lineage
+from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from tools.verify.hashing import Algorithm, FileDigests, hash_files
 from tools.verify.store import Recorded, Store, read_listing
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import LINEAGE_FILE, Lineage, short
+from stages.core.errors import UserError
+from stages.core.lineage import LINEAGE_FILE, Lineage, short
 from stages.kit.mixture.certificate import read_build_certificate
 from stages.kit.models.certificate import read_certificate
 from tools.verify.damage import Damages

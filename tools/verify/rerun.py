@@ -17,15 +17,15 @@ from tempfile import TemporaryDirectory
 
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError, listed
+from stages.core.errors import UserError, listed
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
+from stages.core.provenance import Provenance, read_provenance
+from stages.core.signals import heeded
 from stages.kit.launcher.launch import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.witness import SEEN_BY_STAGES
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params
-from stages.kit.provenance import Provenance, read_provenance
-from stages.kit.runtime.signals import heeded
 from tools.verify.differences import Comparison, compare_outputs
 
 ASIDE_DIR = Path(".bakeoff/verify")

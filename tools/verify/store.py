@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 
 _OBJECT = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}(\.dir)?")

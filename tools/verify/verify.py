@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.errors import UserError, counted
-from stages.kit.files.lineage import Lineage
+from stages.core.errors import UserError, counted
+from stages.core.lineage import Lineage
 from tools.verify.at_work import require_dvc_at_rest
 from tools.verify.damage import Damage, Damages
 from tools.verify.holdings import Holdings

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import read_json
-from stages.kit.params.load import load_params
+from stages.core.documents import read_json
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
 
 STATS_FILE = "stats.json"
 

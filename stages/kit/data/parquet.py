@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.core.errors import UserError
 from stages.kit.data.origin import preparing_stage
 from stages.kit.data.pictures import DECODING_ERRORS
-from stages.kit.errors import UserError
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64

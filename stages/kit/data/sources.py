@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from stages.kit.errors import UserError, counted
-from stages.kit.files.given_files import given_files
+from stages.core.errors import UserError, counted
+from stages.core.given_files import given_files
 
 READ_ON = "README.md says more under Your own data"
 MAX_FILES, MAX_NAMED = 10_000, 3

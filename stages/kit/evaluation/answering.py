@@ -9,14 +9,14 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
+from stages.core.errors import UserError
+from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.models.load import see_only
 from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import Processor, load_processor
-from stages.kit.params.schema import EvaluationParams, ProfileParams
 from stages.kit.planning.ladder import lowered_batch_size
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from stages.core.errors import counted
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import counted
 from stages.kit.models.processors import Processor, encode, tokenizer_of
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,10 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from stages.kit.errors import UserError
+from stages.core.environment import TMP_DIR, container_environment
+from stages.core.errors import UserError
+from stages.core.provenance import Machine
+from stages.core.signals import GRACE_S
 from stages.kit.launcher.client import Client
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.mounts import make_places, mounts
@@ -24,9 +27,6 @@ from stages.kit.launcher.outputs import Outputs, outputs_aside
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.stage_run import Ended, StageRun
-from stages.kit.provenance import Machine
-from stages.kit.runtime.environment import TMP_DIR, container_environment
-from stages.kit.runtime.signals import GRACE_S
 
 CLIENTS = ("docker", "podman")
 

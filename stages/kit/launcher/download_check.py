@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import Params
 from stages.kit.launcher.gpus import GpuState, leasable, read_gpus
 from stages.kit.launcher.machine import cuda_of_torch
 from stages.kit.launcher.pipeline import Pipeline
-from stages.kit.params.schema import Params
 
 FETCHING = ("base", "prepare", "mix")
 """Stages that need no GPU, nor anything that a GPU has to make first."""

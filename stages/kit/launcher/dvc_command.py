@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from stages.kit.files.publish import publish_text
+from stages.core.publish import publish_text
 
 KEPT_LINES = 30
 """Lines remembered, of the last commands; several may run side by side."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.container import CLIENTS, ContainerEngine, NotUsable
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import Ended, StageRun

@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 IDLE_BYTES = 256 * 2**20
 """In use on a GPU where nothing runs: the driver's own, a few MiB. A CUDA context on a large GPU takes more."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 TARGETS = ("cpu", "cuda")
 

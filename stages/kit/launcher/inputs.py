@@ -6,10 +6,10 @@ DVC takes a file whose time and size it knows for what it was. The launcher's ow
 from collections.abc import Iterable
 from pathlib import Path
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import content_digest
+from stages.core.errors import UserError
+from stages.core.lineage import content_digest
+from stages.core.provenance import read_provenance
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline
-from stages.kit.provenance import read_provenance
 
 
 def recorded_inputs(workspace_dir: Path, pipeline: Pipeline, stage: DeclaredStage) -> dict[str, str]:

@@ -14,11 +14,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from stages.kit.errors import OUT_OF_MEMORY
+from stages.core.errors import OUT_OF_MEMORY
+from stages.core.signals import GRACE_S
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.oom_kills import OF_THIS_CONTAINER, oom_kills
 from stages.kit.launcher.process import forwarded_signals, run_stage
-from stages.kit.runtime.signals import GRACE_S
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""

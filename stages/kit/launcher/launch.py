@@ -17,7 +17,10 @@ from pathlib import Path
 
 import click
 
-from stages.kit.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
+from stages.core.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams, Params
+from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.cache import cache_dir, share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
 from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left, said_path
@@ -29,13 +32,10 @@ from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.launcher.triton_cache import triton_dir
 from stages.kit.launcher.witness import Witness
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams, Params
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rungs
 from stages.kit.planning.memory_record import read_memory_record
 from stages.kit.planning.plan import read_plan
-from stages.kit.runtime.parent_death import end_with_own_parent
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stages.kit.provenance import Machine
-from stages.kit.runtime.cpu import arithmetic, cpu_model
+from stages.core.cpu import arithmetic, cpu_model
+from stages.core.provenance import Machine
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:

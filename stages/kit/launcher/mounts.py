@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.errors import UserError
-from stages.kit.files.given_files import DVC_OBJECT, stays_inside
+from stages.core.environment import CERTIFICATES
+from stages.core.errors import UserError
+from stages.core.given_files import DVC_OBJECT, stays_inside
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
 from stages.kit.launcher.outputs import Outputs
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.stage_run import StageRun
-from stages.kit.runtime.environment import CERTIFICATES
 
 CODE = ("params.yaml", "stages")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage
 
 ASIDE_DIR = Path("data/.outputs")

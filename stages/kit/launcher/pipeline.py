@@ -10,8 +10,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
-from stages.kit.provenance import PROVENANCE_DIR
+from stages.core.errors import UserError
+from stages.core.provenance import PROVENANCE_DIR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from stages.kit.errors import OUT_OF_MEMORY
+from stages.core.environment import stage_environment
+from stages.core.errors import OUT_OF_MEMORY
+from stages.core.parent_death import end_with_parent
+from stages.core.signals import SAME_WISH_S, heeded
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
-from stages.kit.runtime.environment import stage_environment
-from stages.kit.runtime.parent_death import end_with_parent
-from stages.kit.runtime.signals import SAME_WISH_S, heeded
 
 
 class Receiver(Protocol):

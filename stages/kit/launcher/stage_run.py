@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.core.provenance import Machine
 from stages.kit.launcher.pipeline import Pipeline
-from stages.kit.provenance import Machine
 
 STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
 

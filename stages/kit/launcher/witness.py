@@ -1,4 +1,4 @@
-"""What the launcher can testify of a stage: its provenance (stages/kit/provenance.py).
+"""What the launcher can testify of a stage: its provenance (stages/core/provenance.py).
 
 Imports nothing heavy: it is on the way of every stage.
 """
@@ -16,18 +16,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import combined_digest, file_digest
+from stages.core.environment import numeric_settings
+from stages.core.errors import UserError
+from stages.core.lineage import combined_digest, file_digest
+from stages.core.params.schema import Params
+from stages.core.provenance import Provenance, write_provenance
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
 from stages.kit.launcher.inputs import digests, recorded_inputs
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.stage_run import Ended, StageRun
-from stages.kit.params.schema import Params
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
-from stages.kit.provenance import Provenance, write_provenance
-from stages.kit.runtime.environment import numeric_settings
 
 SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml")
 """Whatever else is changed in a checkout, dvc.lock by every stage, is no part of a run."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.kit.files.documents import problems, read_settings, refusal
+from stages.core.documents import problems, read_settings, refusal
 
 ASSUMED = "assumed"
 SHIPPED_PATH = Path(__file__).with_name("calibration.yaml")

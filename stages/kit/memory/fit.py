@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, verdict
 from stages.kit.planning.ladder import rungs, settings, sharded_over
 from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, in_gib

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.memory.budget import usable_bytes
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import predict, predict_answers
@@ -16,7 +17,6 @@ from stages.kit.memory_use.resident import free_and_total_bytes
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import DeviceParams, EvaluationParams
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Prediction
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.allocator import Allocation, Event, Free, replay
 from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration
@@ -25,7 +26,6 @@ from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import ImageParams
 from stages.kit.models.geometries import STAND_IN_DIR
 from stages.kit.models.processors import Processor, load_processor, tokenizer_of
-from stages.kit.params.schema import ImageParams
 
 
 def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
 from stages.kit.memory.recording import Recording
@@ -26,7 +27,6 @@ from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.models.sharding import local, shard
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
 from stages.kit.training.contract import StartContract

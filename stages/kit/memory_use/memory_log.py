@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory_use.resident import free_and_total_bytes, resident_bytes
 from stages.kit.memory_use.stage_memory import Held, StageMemory
 from stages.kit.models.load import check_count, local_device
-from stages.kit.params.schema import DeviceParams
 
 log = logging.getLogger("stages")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
-from stages.kit.errors import OutOfMemory
+from stages.core.errors import OutOfMemory
 
 _SIGNS = (
     # torch.OutOfMemoryError, "CUDA error: out of memory" of a kernel, NCCL, bitsandbytes.

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.kit.files.publish import publish_text
+from stages.core.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True)
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stages.kit.files.documents import read_json
-from stages.kit.files.publish import publish_text
+from stages.core.documents import read_json
+from stages.core.publish import publish_text
 
 # How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
 # the expert's. Only the order of additions differs; every bound is a small multiple of the dtype's rounding.

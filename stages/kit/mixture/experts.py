@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import Lineage, short
+from stages.core.errors import UserError
+from stages.core.lineage import Lineage, short
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor, tokenizer_of

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.mixture.certificate import Change
 from stages.kit.mixture.experts import check_models, dense_config
 from stages.kit.models.folders import copy_model_files

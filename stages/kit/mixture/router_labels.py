@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.models.sharding import whole
 from stages.kit.training.collators import IGNORED
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.mixture.certificate import RoutingByLayer
 from stages.kit.models.processors import Processor, encode
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import read_json
-from stages.kit.files.lineage import Lineage, short, verified_lineage
-from stages.kit.files.publish import publish_text
-from stages.kit.params.schema import Params, made_by
+from stages.core.documents import read_json
+from stages.core.errors import UserError
+from stages.core.lineage import Lineage, short, verified_lineage
+from stages.core.params.schema import Params, made_by
+from stages.core.publish import publish_text
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import shown
-from stages.kit.files.given_files import given_files
+from stages.core.documents import shown
+from stages.core.errors import UserError
+from stages.core.given_files import given_files
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""

@@ -20,10 +20,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.models.folders import read_config
 from stages.kit.models.modules import EXPERTS, replace_modules
-from stages.kit.params.schema import DeviceParams
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import combined_digest, read_lineage, require_base, short
+from stages.core.errors import UserError
+from stages.core.lineage import combined_digest, read_lineage, require_base, short
+from stages.core.params.schema import DeviceParams
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.folders import has_weights
 from stages.kit.models.load import load_model
 from stages.kit.models.probes import weight_digests
 from stages.kit.models.trained import load_trained, merge_trained
-from stages.kit.params.schema import DeviceParams
 
 log = logging.getLogger(__name__)
 

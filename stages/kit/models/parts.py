@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.kit.errors import UserError
-from stages.kit.params.schema import PARTS, LoraParams, Part, PartsParams
+from stages.core.errors import UserError
+from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
 
 # Where a part lives, as regular expressions over full module names; the first that matches decides, and what matches
 # none is the language model. In Qwen2-VL, Qwen2.5-VL and Qwen3-VL the projector is the vision tower's merger

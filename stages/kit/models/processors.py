@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
+from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_config, read_from
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
-from stages.kit.params.schema import ImageParams
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from tqdm import tqdm
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 INDEX_FILE = "model.safetensors.index.json"
 

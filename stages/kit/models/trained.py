@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.models.parts import plain_name
 from stages.kit.models.sharding import whole
 

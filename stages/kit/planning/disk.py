@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.kit.errors import UserError, bytes_text, counted
-from stages.kit.params.schema import Params
+from stages.core.errors import UserError, bytes_text, counted
+from stages.core.params.schema import Params
 from stages.kit.planning.plan import Plan
 
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

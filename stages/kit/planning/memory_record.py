@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.kit.files.documents import read_json
-from stages.kit.files.publish import publish_text
+from stages.core.documents import read_json
+from stages.core.publish import publish_text
 from stages.kit.planning.prediction import PHASES, Budget, Phase
 
 GIB = 2**30

@@ -14,10 +14,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import Unreadable, damaged, problems, read_yaml, shown
-from stages.kit.files.publish import publish_text
-from stages.kit.params.schema import (
+from stages.core.documents import Unreadable, damaged, problems, read_yaml, shown
+from stages.core.errors import UserError
+from stages.core.params.schema import (
     PARTS,
     Attention,
     DeviceParams,
@@ -32,6 +31,7 @@ from stages.kit.params.schema import (
     Rate,
     Seed,
 )
+from stages.core.publish import publish_text
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

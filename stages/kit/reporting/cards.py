@@ -8,8 +8,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from stages.kit.files.lineage import LINEAGE_FILE
-from stages.kit.files.publish import published
+from stages.core.lineage import LINEAGE_FILE
+from stages.core.publish import published
 
 MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. Not under its own name: that would say what is in the card."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.reporting.runs import Run, evaluation_stage
 from stages.kit.statistics.intervals import (
     Difference,

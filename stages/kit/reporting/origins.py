@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from stages.kit.files.lineage import short
-from stages.kit.provenance import Provenance
+from stages.core.lineage import short
+from stages.core.provenance import Provenance
 from stages.kit.reporting.runs import Run
-from stages.kit.tables import Column, Row, Table
+from stages.kit.reporting.tables import Column, Row, Table
 
 MAX_FILES_SHOWN = 5
 

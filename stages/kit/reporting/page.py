@@ -14,8 +14,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stages.core.errors import UserError
 from stages.kit.data.pictures import DECODING_ERRORS
-from stages.kit.errors import UserError
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.origins import origin_warnings, origins_table
@@ -30,7 +30,7 @@ from stages.kit.reporting.settings import (
     split_settings,
     trainable_table,
 )
-from stages.kit.tables import Table, cell_text
+from stages.kit.reporting.tables import Table, cell_text
 
 TEMPLATE = "page.html"
 MAX_PICTURE_WIDTH = 512

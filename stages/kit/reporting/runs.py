@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from stages.kit.errors import UserError
-from stages.kit.files.documents import read_json
-from stages.kit.files.lineage import read_lineage
+from stages.core.documents import read_json
+from stages.core.errors import UserError
+from stages.core.lineage import read_lineage
+from stages.core.provenance import Provenance, provenance_of_run
 from stages.kit.memory_use.stage_memory import StageMemory
 from stages.kit.models.certificate import Certificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
-from stages.kit.provenance import Provenance, provenance_of_run
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.statistics.intervals import Floats
 from stages.kit.training.record import TrainingRecord, read_record

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stages.kit.params.schema import PARTS
+from stages.core.params.schema import PARTS
 from stages.kit.planning.plan import Plan
 from stages.kit.reporting.comparison import Metric
 from stages.kit.reporting.runs import Run
-from stages.kit.tables import ABSENT, Column, Row, Table
+from stages.kit.reporting.tables import ABSENT, Column, Row, Table
 
 MEMORY_OF_STAGES = (
     "Each stage is a process of its own: before it loads a model it holds nothing on a GPU, and on a CPU only Python, "

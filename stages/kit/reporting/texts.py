@@ -22,7 +22,7 @@ from stages.kit.reporting.settings import (
     quantization_table,
     split_settings,
 )
-from stages.kit.tables import Cell, Column, Row, Table, escape_markdown, in_parts, markdown, terminal_table
+from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, in_parts, markdown, terminal_table
 
 TEXT_WIDTH = 120
 """Characters, of a table that is kept as text."""

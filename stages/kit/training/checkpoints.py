@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import file_digest
-from stages.kit.files.publish import publish_text
+from stages.core.errors import UserError
+from stages.core.lineage import file_digest
+from stages.core.publish import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
 

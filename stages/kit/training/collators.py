@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
 
 if TYPE_CHECKING:
-    from stages.kit.params.schema import Loss
+    from stages.core.params.schema import Loss
     from stages.kit.planning.plan import Plan
 
 IGNORED = -100

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.models.load import check_placement
 from stages.kit.models.parts import count_trainable, part_of
 from stages.kit.models.sharding import whole

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 import stages
-from stages.kit.files.lineage import Lineage, file_digest
-from stages.kit.params.schema import DeviceParams
+from stages.core.cpu import arithmetic
+from stages.core.lineage import Lineage, file_digest
+from stages.core.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan
-from stages.kit.runtime.cpu import arithmetic
 from stages.kit.training.fused_loss import LossKernels
 
 ARITHMETIC = (

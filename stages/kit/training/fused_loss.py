@@ -15,8 +15,8 @@ import torch
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
-from stages.kit.params.schema import DeviceParams
-from stages.kit.runtime.compiler import compiler_problem
+from stages.core.params.schema import DeviceParams
+from stages.kit.training.compiler import compiler_problem
 
 log = logging.getLogger("stages")
 

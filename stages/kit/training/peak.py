@@ -13,7 +13,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from stages.kit.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages.kit.errors import UserError
-from stages.kit.params.schema import CheckpointParams
-from stages.kit.runtime.signals import SAME_WISH_S, heeded
+from stages.core.errors import UserError
+from stages.core.params.schema import CheckpointParams
+from stages.core.signals import SAME_WISH_S, heeded
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.resumable import ResumableTrainer
 from stages.kit.training.trace import StepBits

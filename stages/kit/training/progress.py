@@ -13,7 +13,7 @@ from dvclive import Live
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from stages.kit.params.schema import TrackingParams
+from stages.core.params.schema import TrackingParams
 
 log = logging.getLogger(__name__)
 

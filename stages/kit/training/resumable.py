@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
+from stages.core.signals import ENDING
 from stages.kit.models.sharding import local, whole
-from stages.kit.runtime.signals import ENDING
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.seed import random_state, set_random_state
 from stages.kit.training.states import SUFFIXES, load_state, save_state

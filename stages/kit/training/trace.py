@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stages.kit.errors import UserError
-from stages.kit.files.publish import publish_text
+from stages.core.errors import UserError
+from stages.core.publish import publish_text
 
 TRACE_FILE = "trace.csv"
 

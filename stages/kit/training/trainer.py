@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig
 
+from stages.core.params.schema import Part
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import Part
 from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal

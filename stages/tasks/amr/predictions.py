@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.core.errors import UserError, counted
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.markup import markup_problem
-from stages.kit.errors import UserError, counted
 from stages.tasks.amr.samples.graphs import Node, penman_lines
 from stages.tasks.amr.samples.questions import question
 from stages.tasks.amr.samples.targets import decode, repaired

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from stages.core.errors import UserError
 from stages.kit.data import parquet as tables
 from stages.kit.data.parquet import ROW_GROUP, missing_columns, read_rows, write_rows
-from stages.kit.errors import UserError
 
 SCHEMA = pa.schema([("n", pa.int64())])
 

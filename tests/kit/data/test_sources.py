@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.core.errors import UserError
 from stages.kit.data.sources import about_invalid, holds, split_files
-from stages.kit.errors import UserError
 
 
 def test_split_files_prefers_the_data_folder_and_sorts(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import EvaluationParams
 from stages.kit.evaluation.answering import load_answerer
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import EvaluationParams
 from stages.tasks import load_task
 from tests.closure import ROOT
 from tests.tiny import table_conversation

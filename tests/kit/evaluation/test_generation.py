@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import encode, load_processor
-from stages.kit.params.schema import DeviceParams
 
 
 def question(index: int) -> Conversation:

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.evaluation import likelihood
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.models.processors import encode

@@ -6,8 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from stages.kit.files.lineage import write_lineage
-from stages.kit.params.load import load_params
+from stages.core.lineage import write_lineage
+from stages.core.params.load import load_params
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests.closure import ROOT, import_closure
 

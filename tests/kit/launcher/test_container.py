@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.provenance import Machine
+from stages.core.signals import ENDING
 from stages.kit.launcher import inside
 from stages.kit.launcher.container import ContainerEngine, NotUsable
 from stages.kit.launcher.engines import choose_engine
@@ -24,8 +26,6 @@ from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import StageRun
-from stages.kit.provenance import Machine
-from stages.kit.runtime.signals import ENDING
 from tests.kit.launcher.small_checkout import copy_launcher
 
 ROOT = Path(__file__).parents[3]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
 from stages.kit.launcher.download_check import fetches_only, refuse_download_without_gpus
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.pipeline import Pipeline
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params
 from tests.closure import ROOT
 from tests.kit.launcher.small_checkout import copy_launcher
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.gpus import POLL_S, SETTLE_S, Gpu, GpuProcess, GpuState, leased_gpus
 from tests.kit.launcher.fake_nvml import (
     DRIVER_MISMATCH,

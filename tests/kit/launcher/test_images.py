@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.client import Client
 from stages.kit.launcher.images import image_references, read_pins
 from tools.image import __main__ as build

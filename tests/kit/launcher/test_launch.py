@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams, Params
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
 from stages.kit.launcher.pipeline import Pipeline
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams, Params
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.launcher.small_checkout import copy_launcher

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.mounts import Mount, make_places, mounts
 from stages.kit.launcher.outputs import outputs_aside
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline

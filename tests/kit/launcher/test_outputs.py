@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.outputs import Outputs, outputs_aside, run_alone
 from stages.kit.launcher.pipeline import DeclaredStage
 

@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from stages.kit.errors import OUT_OF_MEMORY
+from stages.core.errors import OUT_OF_MEMORY
+from stages.core.params.load import load_params
+from stages.core.signals import ENDING
 from stages.kit.launcher import process
 from stages.kit.launcher.oom_kills import oom_kills
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import StageRun
-from stages.kit.params.load import load_params
 from stages.kit.planning.plan import resolve_plan, write_plan
-from stages.kit.runtime.signals import ENDING
 from tests.kit.launcher.small_checkout import copy_launcher
 
 ROOT = Path(__file__).parents[3]

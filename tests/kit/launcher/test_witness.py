@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import content_digest
+from stages.core.cpu import pinned_instructions
+from stages.core.errors import UserError
+from stages.core.lineage import content_digest
+from stages.core.params.load import load_params
+from stages.core.provenance import Provenance, provenance_of_run, read_provenance
 from stages.kit.launcher import machine
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.launcher.witness import code_digest, git_state, used_params
-from stages.kit.params.load import load_params
 from stages.kit.planning.plan import read_plan
-from stages.kit.provenance import Provenance, provenance_of_run, read_provenance
-from stages.kit.runtime.cpu import pinned_instructions
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.launcher.small_checkout import small_checkout
 
@@ -116,13 +116,13 @@ def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
 
 
 def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Path) -> None:
-    (workspace / "stages/kit/errors.py").open("a").write("# changed")
+    (workspace / "stages/core/errors.py").open("a").write("# changed")
     (workspace / "stages/thử nghiệm.py").write_text("new")
     (workspace / "dvc.lock").write_text("written by every stage")
     (workspace / "notes.txt").write_text("a note")
     record = train(workspace)
     assert record is not None
-    assert record.changed == ["stages/kit/errors.py", "stages/thử nghiệm.py"]
+    assert record.changed == ["stages/core/errors.py", "stages/thử nghiệm.py"]
     assert record.changed_code == record.changed
     record = train(workspace)  # the stage has edited params.yaml meanwhile
     assert record is not None

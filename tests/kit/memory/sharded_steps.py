@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel, TrainerCallback
 
+from stages.core.params.schema import DeviceParams, LoraParams
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import new_model
@@ -28,7 +29,6 @@ from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
-from stages.kit.params.schema import DeviceParams, LoraParams
 from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
 from stages.kit.memory.predict import Depth, with_depth
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.load import load_config
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams, LoraParams, Params, PartsParams
 from stages.kit.planning.plan import Plan, resolve_plan
 
 TINY = Path("data/tiny/qwen2-vl")

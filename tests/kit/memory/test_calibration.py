@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
 
 REPOSITORY = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
 from stages.kit.planning.ladder import rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record

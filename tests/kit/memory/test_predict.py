@@ -11,12 +11,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import Depth, depth_of, predict, sample_depths, with_depth
 from stages.kit.memory.step import pretended_processes, record_step
 from stages.kit.models.load import meta_model
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Prediction
 from stages.kit.training.peak import cpu_peak

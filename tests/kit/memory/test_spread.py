@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.fit import decide, fit_of
 from stages.kit.memory.predict import predict
@@ -20,7 +21,6 @@ from stages.kit.memory.step import record_step
 from stages.kit.models.load import meta_model
 from stages.kit.models.placement import balanced_gpus, gpu_of
 from stages.kit.models.processors import Processor
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES, Prediction
 from tests.kit.memory.small import ALL, FULL, R1, R2, R4, batch_of, config_of, plan_of

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory_use import memory_log
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.stage_memory import Held, StageMemory, stage_memory_path, write_stage_memory
-from stages.kit.params.schema import DeviceParams
 
 MIB, GIB = 2**20, 2**30
 CPU = DeviceParams(kind="cpu")

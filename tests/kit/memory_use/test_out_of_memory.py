@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
-from stages.kit.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.balance import LoadBalance
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.trainer import BalancedTrainer, make_trainer
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
-from stages.kit.params.schema import DeviceParams, PartsParams
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer

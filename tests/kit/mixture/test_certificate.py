@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
@@ -24,7 +25,6 @@ from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_routing
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import Processor, encode, load_processor
-from stages.kit.params.schema import DeviceParams
 from tests.kit.mixture.dense import conversation, save_base, save_expert
 
 PROBES = {

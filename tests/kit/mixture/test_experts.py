@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import read_lineage, write_lineage
+from stages.core.errors import UserError
+from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.mixture.experts import check_lineages, check_models
 from tests.kit.mixture.dense import save_base, save_expert
 

@@ -9,13 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.mixture import merge
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import routed_to
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.load import load_model
-from stages.kit.params.schema import DeviceParams
 from tests.kit.mixture.dense import save_base, save_expert
 
 TOKENS = torch.arange(3, 60)[None]

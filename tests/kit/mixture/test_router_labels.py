@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.router_labels import RouterLabels
 from stages.kit.mixture.routing import outputs_of
@@ -17,7 +18,6 @@ from stages.kit.mixture.trainer import BalancedTrainer, RouterTrainer, make_trai
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import Processor, load_processor
-from stages.kit.params.schema import DeviceParams, PartsParams
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import IGNORED, ConversationCollator, experts_of
 from stages.kit.training.rehearsal import largest_batch

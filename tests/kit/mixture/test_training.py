@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.models.load import load_config, load_model, meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable, part_of, trained_modules
 from stages.kit.models.trained import load_trained, merge_trained, save_trained
-from stages.kit.params.schema import DeviceParams, LoraParams, PartsParams
 from tests.kit.mixture.dense import save_base, save_expert
 
 CPU = DeviceParams(kind="cpu")

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from torch import nn
 
+from stages.core.errors import UserError
+from stages.core.lineage import Lineage, write_lineage
+from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import Lineage, write_lineage
 from stages.kit.models.certificate import Certificate, require_certificate, write_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
-from stages.kit.params.schema import ImageParams
 from tests.damage import damaged_bytes, damaged_tree, quick
 
 GOOD = Certificate(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.models.folders import check_model_folder, copy_model_files, link_model_files
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.geometries import GEOMETRIES_DIR, geometry_config_path, geometry_names
 from stages.kit.models.load import load_config, meta_model

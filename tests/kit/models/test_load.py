@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.models.load import (
     expand_segments,
     load_config,
@@ -21,7 +22,6 @@ from stages.kit.models.load import (
     see_only,
 )
 from stages.kit.models.processors import load_processor
-from stages.kit.params.schema import DeviceParams
 from tests.damage import damaged_tree, quick
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)

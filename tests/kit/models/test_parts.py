@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import BuildParams, LoraParams, PartsParams
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.parts import (
@@ -16,8 +18,6 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import BuildParams, LoraParams, PartsParams
 from tools.plan.available_inputs import root_base, trainable_recipes
 
 ROOT = Path(__file__).parents[3]

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
 from stages.kit.models import random_weights
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import auto_class, load_config, load_model
 from stages.kit.models.random_weights import TOKEN_IDS, build_random_model, write_random_weights
-from stages.kit.params.schema import DeviceParams
 
 TOKENIZER_DIR = Path(__file__).parents[3] / "data/tiny/qwen2-vl"
 TINY = ("qwen2-vl-tiny", "qwen2.5-tiny", "qwen1.5-moe-tiny")

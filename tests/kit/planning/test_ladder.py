@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams
 from stages.kit.planning.ladder import (
     batch_size_changes,
     lowered,

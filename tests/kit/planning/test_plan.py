@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from stages.kit.errors import UserError
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import Params, made_by
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params, made_by
 from stages.kit.planning.plan import read_plan, resolve_plan, write_plan
 from tests.damage import damaged_bytes, damaged_tree, quick
 

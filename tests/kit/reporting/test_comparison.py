@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.reporting.comparison import (
     UNAVAILABLE,
     Comparison,
@@ -19,9 +19,9 @@ from stages.kit.reporting.comparison import (
 )
 from stages.kit.reporting.page import _differences
 from stages.kit.reporting.runs import Run
+from stages.kit.reporting.tables import ABSENT, cell_text
 from stages.kit.reporting.texts import comparison_table, flat_metrics
 from stages.kit.statistics.intervals import Difference, Floats, Interval
-from stages.kit.tables import ABSENT, cell_text
 
 REPORT = TaskReport(
     title="A task",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.kit.provenance import records_dir
+from stages.core.provenance import records_dir
 from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run, read_run
 from tests.made_up_runs import project_params, write_made_up_record, write_made_up_run

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
 from stages.kit.reporting.settings import cost_table, memory_table, plan_settings, trainable_table
-from stages.kit.tables import markdown
+from stages.kit.reporting.tables import markdown
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training.checkpoints import (
     FINISHED,

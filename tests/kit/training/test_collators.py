@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.models.processors import Processor, load_processor, tokenizer_of
 from stages.kit.training.collators import IGNORED, ConversationCollator
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
 from tools.plan.available_inputs import root_base

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stages
-from stages.kit.files.lineage import Lineage
+from stages.core.lineage import Lineage
 from stages.kit.planning.plan import Plan
 from stages.kit.training import fingerprint
 from stages.kit.training.checkpoints import digest_of

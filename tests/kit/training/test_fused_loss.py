@@ -18,8 +18,8 @@ import torch
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.params.schema import DeviceParams
 from stages.kit.training import fused_loss
 from stages.kit.training.fused_loss import GuardedKernel, prepare_fused_loss
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.training.record import TrainingRecord, read_record, write_record
 from tests.damage import damaged_bytes, damaged_tree, quick
 

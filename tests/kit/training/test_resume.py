@@ -21,13 +21,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParams
+from stages.core.signals import ENDING
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
-from stages.kit.params.schema import CheckpointParams, DeviceParams, PartsParams
 from stages.kit.planning.plan import Plan
-from stages.kit.runtime.signals import ENDING
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import preemption, resumable
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints

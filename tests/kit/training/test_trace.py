@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.training.trace import HEADER, StepBits, read_trace, write_trace
 
 FLOATS = st.floats(width=32)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, count_trainable, part_of
 from stages.kit.models.processors import load_processor
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import ContractBreach

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from stages.core.params.schema import CheckpointParams, DeviceParams
 from stages.kit.models.load import auto_class
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard
-from stages.kit.params.schema import CheckpointParams, DeviceParams
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
 from stages.kit.training.contract import StartContract

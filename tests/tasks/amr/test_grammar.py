@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.amr.samples.graphs import penman_lines, read_graph
 from stages.tasks.amr.sources.grammar import WORDS, Node, distinct, generate
 from stages.tasks.amr.sources.lexicon import NUMBERS, vocabulary

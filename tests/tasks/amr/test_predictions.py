@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.amr.predictions import EMPTY, read_inputs, submission
 from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
 from stages.tasks.amr.samples.targets import TARGETS, decode, encode

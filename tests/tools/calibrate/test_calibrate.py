@@ -15,7 +15,7 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 
-from stages.kit.errors import OutOfMemory, UserError
+from stages.core.errors import OutOfMemory, UserError
 from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
 from stages.kit.planning.prediction import Prediction
 from tools.calibrate import __main__ as calibrate

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.training.seed import seed_everything
 from tests.closure import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stages.kit.errors import OutOfMemory
+from stages.core.errors import OutOfMemory
 from tools.calibrate.children import ChildFailed
 from tools.calibrate.settings import Setting
 from tools.gpu import results as results_module

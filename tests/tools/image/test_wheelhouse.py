@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from tools.image.wheelhouse import SOURCE_ONLY, WheelPlatform, make_wheelhouse, read_lock
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 
+from stages.core.lineage import write_lineage
 from stages.kit.data.parquet import write_rows
-from stages.kit.files.lineage import write_lineage
 from stages.kit.models.processors import load_processor
 from stages.tasks.moe.samples.records import SCHEMA, Record, to_row
 from stages.tasks.moe.sources.generated import generate

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import write_lineage
+from stages.core.errors import UserError
+from stages.core.lineage import write_lineage
+from stages.core.params.load import load_params
+from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from stages.kit.params.load import load_params
-from stages.kit.params.schema import BuildParams, ExpertParams, Params
 from tools.plan.available_inputs import base_at_hand, data_at_hand, root_base, same_source, trainable_recipes
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"

@@ -17,10 +17,10 @@ import numpy as np
 from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
-from stages.kit.files.lineage import content_digest, verified_lineage, write_lineage
-from stages.kit.files.publish import published
+from stages.core.lineage import content_digest, verified_lineage, write_lineage
+from stages.core.provenance import Machine, Provenance, write_provenance
+from stages.core.publish import published
 from stages.kit.models.certificate import Certificate, write_certificate
-from stages.kit.provenance import Machine, Provenance, write_provenance
 from tests.closure import ROOT
 
 PIPELINE = """

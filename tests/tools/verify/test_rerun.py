@@ -15,7 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from tests.closure import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
 from tools.verify.__main__ import main

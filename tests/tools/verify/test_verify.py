@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zc.lockfile import LockFile
 
-from stages.kit.errors import UserError
-from stages.kit.files.lineage import read_lineage, write_lineage
+from stages.core.errors import UserError
+from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer, write_build_certificate
 from stages.kit.models.certificate import read_certificate, write_certificate
 from tests.closure import ROOT

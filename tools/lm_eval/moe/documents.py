@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 

@@ -20,9 +20,9 @@ import click
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from stages.core.logs import configure_logging
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
-from stages.kit.logs import configure_logging
 from stages.kit.training.collators import ConversationCollator
 from tools.tiny_bases import pretraining
 from tools.tiny_bases.amr.exercises import FULL_LENGTH_FROM, corpus, exercise

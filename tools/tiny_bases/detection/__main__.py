@@ -22,9 +22,9 @@ import click
 import torch
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
+from stages.core.logs import configure_logging
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
-from stages.kit.logs import configure_logging
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import reading_order
 from stages.tasks.detection.scoring.metrics import pairwise_iou

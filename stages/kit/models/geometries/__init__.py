@@ -6,7 +6,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 
 GEOMETRIES_DIR = Path(__file__).parent
 

@@ -6,8 +6,8 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.tasks.amr.samples.graphs import Node, read_graph
 from stages.tasks.amr.samples.records import Record
 from stages.tasks.amr.samples.targets import TARGETS, complete, encode

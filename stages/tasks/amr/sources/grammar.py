@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.amr.samples import graphs
 from stages.tasks.amr.sources import lexicon
 

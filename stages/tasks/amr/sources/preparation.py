@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stages.core.errors import UserError, counted, listed
+from stages.core.given_files import given_files
+from stages.core.params.schema import GenerateParams
+from stages.core.publish import published
 from stages.kit.data.markup import markup_problem
 from stages.kit.data.parquet import write_rows
 from stages.kit.data.sources import READ_ON, about_invalid, holds
 from stages.kit.data.splits import leaks
-from stages.kit.errors import UserError, counted, listed
-from stages.kit.files.given_files import given_files
-from stages.kit.files.publish import published
-from stages.kit.params.schema import GenerateParams
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record, to_row
 from stages.tasks.amr.samples.targets import TARGETS, encode

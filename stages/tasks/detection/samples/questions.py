@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from PIL import Image, ImageDraw
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import PROMPT, TARGET, Box, DetectionRecord
 

@@ -20,9 +20,9 @@ from typing import Any
 import pyarrow as pa
 from PIL import Image, ImageOps
 
+from stages.core.documents import cut, shown
 from stages.kit.data.parquet import PreparedRow, read_prepared
 from stages.kit.data.pictures import DECODING_ERRORS, open_picture
-from stages.kit.files.documents import cut, shown
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""

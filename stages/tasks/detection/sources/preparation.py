@@ -18,14 +18,14 @@ from typing import Any, get_args
 
 from tqdm import tqdm
 
+from stages.core.errors import UserError, counted, listed
+from stages.core.params.schema import GenerateParams
+from stages.core.publish import published
+from stages.kit.data.hub import fetch_snapshot
 from stages.kit.data.markup import markup_problem
 from stages.kit.data.parquet import RowAt, count_rows, missing_columns, read_rows, write_rows
 from stages.kit.data.sources import about_invalid, split_files
 from stages.kit.data.splits import leaks
-from stages.kit.errors import UserError, counted, listed
-from stages.kit.files.publish import published
-from stages.kit.hub import fetch_snapshot
-from stages.kit.params.schema import GenerateParams
 from stages.tasks.detection.samples.records import (
     COLUMNS,
     MAX_IMAGE_PIXELS,

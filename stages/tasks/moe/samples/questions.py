@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.tasks.moe.samples.records import DOMAINS, Domain, Record
 
 PROMPT = "Answer the question truthfully.\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.kit.models.folders import check_model_folder
 
 CHECKPOINT = Path("data/bleurt")

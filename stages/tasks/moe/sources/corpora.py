@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stages.core.documents import SURROGATE, dotted, shown
+from stages.core.errors import UserError
 from stages.kit.data.markup import markup_problem
-from stages.kit.errors import UserError
-from stages.kit.files.documents import SURROGATE, dotted, shown
 from stages.tasks.moe.samples.records import Domain, Record
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")

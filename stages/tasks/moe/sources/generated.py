@@ -12,7 +12,7 @@ import itertools
 import random
 from typing import Literal
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.moe.samples.records import DOMAINS, Domain, Record
 
 Knowledge = Domain | Literal["folklore", "hearsay"]

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stages.core.errors import UserError, counted, listed
+from stages.core.given_files import given_files
+from stages.core.params.schema import GenerateParams, LimitParams
+from stages.core.publish import published
 from stages.kit.data.origin import read_origin
 from stages.kit.data.parquet import write_rows
 from stages.kit.data.sources import READ_ON, about_invalid, holds
 from stages.kit.data.splits import leaks
-from stages.kit.errors import UserError, counted, listed
-from stages.kit.files.given_files import given_files
-from stages.kit.files.publish import published
-from stages.kit.params.schema import GenerateParams, LimitParams
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split, to_row
 from stages.tasks.moe.sources.corpora import SUFFIXES, Corpus, Place, domain_of, read_corpus, unknown_form
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.amr.samples import check, completion, conversation, probes, read_split
 from stages.tasks.amr.samples.records import parse_record
 from stages.tasks.amr.samples.targets import TARGETS, decode

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 
-from stages.kit.errors import UserError
-from stages.kit.params.schema import GenerateParams
+from stages.core.errors import UserError
+from stages.core.params.schema import GenerateParams
 from stages.tasks.amr.samples.records import SCHEMA, read_split
 from stages.tasks.amr.sources.corpora import read_blocks
 from stages.tasks.amr.sources.grammar import generate

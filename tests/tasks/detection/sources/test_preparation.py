@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 import stages.prepare
-from stages.kit.errors import UserError
-from stages.kit.params.schema import GenerateParams
+from stages.core.errors import UserError
+from stages.core.params.schema import GenerateParams
 from stages.tasks.detection.samples.questions import conversation
 from stages.tasks.detection.samples.records import SCHEMA, read_split
 from stages.tasks.detection.sources import preparation

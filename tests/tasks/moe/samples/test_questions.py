@@ -1,6 +1,6 @@
 import pytest
 
-from stages.kit.errors import UserError
+from stages.core.errors import UserError
 from stages.tasks.moe.samples import check, conversation, probes
 from stages.tasks.moe.samples.records import DOMAINS
 from tests.tasks.moe.made_up import fact, meeting

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
-from stages.kit.errors import UserError
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
 from stages.tasks.moe.samples.records import Record

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.kit.errors import UserError
-from stages.kit.params.schema import GenerateParams, LimitParams
+from stages.core.errors import UserError
+from stages.core.params.schema import GenerateParams, LimitParams
 from stages.tasks.moe.samples import read_split
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.sources import prepare

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.errors import UserError
 from stages.kit.models.processors import rendered
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.scoring import PREDICTIONS, candidates

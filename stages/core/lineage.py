@@ -1,0 +1,223 @@
+"""Lineage by content: what a model folder holds, and what it was really made from.
+
+Every model folder carries `lineage.json`: the digest of its files; for each parent, the parent's own lineage, down to a
+hub revision or a local folder; and a digest of all that. Parents are found by paths relative to the folder, so a moved
+or cloned workspace still resolves; they are believed only where their digest agrees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from stages.core.documents import damaged, problems
+from stages.core.errors import UserError
+
+LINEAGE_FILE = "lineage.json"
+
+_strict = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    kind: str
+    """base, trained, merged or built."""
+    name: str
+    """The base's, the recipe's or the build's name."""
+    digest: str
+    """Of the folder's files, lineage.json left out."""
+    source: dict[str, str] = field(default_factory=dict)
+    """Where a base came from: {"hub": id, "revision": commit}, {"folder": path} or, for random weights,
+    {"random": geometry, "seed": number}; empty for what was made here."""
+    parents: dict[str, Parent] = field(default_factory=dict)
+    """By role: base, trained, and expert/NAME for each expert of what was built from several."""
+
+    __pydantic_config__ = _strict
+
+    def bases(self) -> Iterator[Lineage]:
+        """Itself, its base, the base of that, and so on."""
+        yield self
+        if "base" in self.parents:
+            yield from self.parents["base"].lineage.bases()
+
+    def root(self) -> Lineage:
+        """The base at the end of the chain."""
+        *_, last = self.bases()
+        return last
+
+    def of_random_weights(self) -> bool:
+        """Whether it descends, at any depth, from random weights."""
+        return "random" in self.source or any(parent.lineage.of_random_weights() for parent in self.parents.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    path: Annotated[str, Field(pattern=r"^(\.\./){1,3}[^./\\\x00][^/\\\x00]*(/[^./\\\x00][^/\\\x00]*)*$")]
+    """Relative to the folder that holds the lineage.json, and within its workspace: no model folder lies less than
+    three levels deep in it."""
+    lineage: Lineage
+
+    __pydantic_config__ = _strict
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sealed(Lineage):
+    """As a file holds it."""
+
+    seal: str | None = None
+    """Digest of all the rest: of what a file says of other folders, nothing else would tell whether it is still what
+    was written. None where somebody else wrote it."""
+
+    def opened(self) -> Lineage:
+        """Raises ValueError where it is not what was sealed."""
+        lineage = Lineage(**{each.name: getattr(self, each.name) for each in fields(Lineage)})
+        if self.seal not in (None, _seal(lineage)):
+            raise ValueError("no longer that of the rest")
+        return lineage
+
+
+def _seal(lineage: Lineage) -> str:
+    return hashlib.sha256(json.dumps(asdict(lineage), sort_keys=True).encode()).hexdigest()
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of all files below a folder, lineage.json left out.
+
+    Independent of where the folder lies, of times and of modes. Raises UserError for a missing or empty folder.
+    """
+    files = digested_files(folder)
+    if not files:
+        raise UserError(f"{folder} is missing or empty")
+    return combined_digest({path.relative_to(folder).as_posix(): file_digest(path) for path in files})
+
+
+def digested_files(folder: Path) -> list[Path]:
+    """The files that a folder's digest is over."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != LINEAGE_FILE]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of what it holds."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def combined_digest(files: Mapping[str, str]) -> str:
+    """A folder's digest from its files': SHA-256 by path below the folder, slashes between its parts."""
+    total = hashlib.sha256()
+    for name in sorted(files, key=PurePosixPath):
+        total.update(f"{name}\0{files[name]}\n".encode())
+    return total.hexdigest()
+
+
+def content_digest(path: Path) -> str:
+    """Of a file or a folder. A model folder's is its lineage's, which whoever reads the model compares with the files.
+
+    Raises UserError for a missing or empty folder, or a damaged lineage.json.
+    """
+    if path.is_file():
+        return file_digest(path)
+    return read_lineage(path).digest if (path / LINEAGE_FILE).is_file() else folder_digest(path)
+
+
+def write_lineage(
+    folder: Path,
+    *,
+    kind: str,
+    name: str,
+    source: dict[str, str] | None = None,
+    parents: dict[str, tuple[Path, Lineage]] | None = None,
+) -> Lineage:
+    """Record what `folder` now holds. `parents` are (folder, lineage as verified when it was loaded), by role."""
+    lineage = Lineage(
+        kind=kind,
+        name=name,
+        digest=folder_digest(folder),
+        source=source or {},
+        parents={
+            role: Parent(path=Path(os.path.relpath(path, folder)).as_posix(), lineage=parent)
+            for role, (path, parent) in (parents or {}).items()
+        },
+    )
+    sealed = {**asdict(lineage), "seal": _seal(lineage)}
+    (folder / LINEAGE_FILE).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
+    return lineage
+
+
+def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, mend: str = "dvc repro") -> Lineage:
+    """The recorded lineage, not yet compared with the files. Raises UserError where there is none.
+
+    name: of the file, where it is a copy that tells of another folder. mend: the command that rebuilds the folder, for
+    the message.
+    """
+    path = folder / name
+    try:
+        return TypeAdapter(_Sealed).validate_json(path.read_bytes()).opened()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+    except ValidationError as error:
+        raise damaged(path, problems(error, _Sealed), mend=mend) from None
+    except ValueError as error:
+        raise damaged(path, {"seal": str(error)}, mend=mend) from None
+
+
+def verified_lineage(folder: Path, *, mend: str) -> Lineage:
+    """The recorded lineage, after the files were compared with it.
+
+    mend: the command that rebuilds the folder, for the message of the UserError raised where they differ.
+    """
+    lineage = read_lineage(folder, mend=mend)
+    try:
+        found = folder_digest(folder)
+    except (OSError, UnicodeEncodeError) as error:  # the latter for a file whose name is no text
+        raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {mend}") from None
+    if found != lineage.digest:
+        raise UserError(
+            f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(found)}; "
+            f"rebuild it with: {mend}"
+        )
+    return lineage
+
+
+def require_base(
+    trained_dir: Path, base_dir: Path, *, mend: str, mend_base: str | None = None
+) -> tuple[Lineage, Lineage]:
+    """(trained, base) lineages, once it is certain that `trained_dir` was trained on what `base_dir` holds.
+
+    This refuses the accident of evaluating an adapter on another base than its own. Raises UserError naming both
+    digests where the contents differ.
+
+    mend_base: the command that rebuilds the base where that itself is damaged; not given: `mend`.
+    """
+    trained = verified_lineage(trained_dir, mend=mend)
+    base = verified_lineage(base_dir, mend=mend_base or mend)
+    if "base" not in trained.parents:
+        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}; rebuild it with: {mend}")
+    wanted = trained.parents["base"].lineage
+    if wanted.digest != base.digest:
+        raise UserError(
+            f"{trained.name} was trained on base {short(wanted.digest)} ({true_base(trained_dir)}), "
+            f"but {base_dir} holds {short(base.digest)}; rebuild it with: {mend}"
+        )
+    return trained, base
+
+
+def true_base(trained_dir: Path) -> Path:
+    """The folder of the base that `trained_dir` was trained on, as its lineage names it."""
+    lineage = read_lineage(trained_dir)
+    if "base" not in lineage.parents:
+        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}")
+    return Path(os.path.normpath(trained_dir / lineage.parents["base"].path))
+
+
+def short(digest: str) -> str:
+    return digest[:12]

@@ -1,0 +1,25 @@
+"""params.yaml as a test changes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.core.params.schema import Params
+
+SHIPPED = Path(__file__).parents[3] / "params.yaml"
+
+
+def load(raw: Any, tmp_path: Path) -> Params:
+    path = tmp_path / "params.yaml"
+    path.write_text(json.dumps(raw), encoding="utf-8")  # which is YAML too
+    return load_params(path)
+
+
+def refusal(raw: Any, tmp_path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load(raw, tmp_path)
+    return error.value.message

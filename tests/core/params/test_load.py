@@ -1,0 +1,202 @@
+import copy
+import io
+import json
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.kit.planning.plan import resolve_plan
+from tests.core.params.files import SHIPPED, refusal
+from tests.damage import at, damaged_text, damaged_tree, quick
+
+
+def test_the_shipped_file_loads() -> None:
+    params = load_params(SHIPPED)
+    assert params.profile == "tiny"
+    assert {"r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint"} <= params.recipes.keys()
+
+
+def test_the_original_experiments_numbers_are_kept() -> None:
+    recipe = load_params(SHIPPED).recipe("r4-joint")
+    assert recipe.lora is not None
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (64, 128, 0.1)
+    assert (recipe.learning_rate, recipe.effective_batch, recipe.epochs, recipe.seed) == (1e-4, 16, 3, 42)
+
+
+def test_every_hub_source_is_pinned_to_a_commit() -> None:
+    profiles = load_params(SHIPPED).profiles.values()
+    sources = [source for profile in profiles for source in profile.bases.values()]
+    sources += [dataset.source for profile in profiles for dataset in profile.datasets.values()]
+    pinned = [source for source in sources if source.startswith("hub:")]
+    assert pinned
+    assert all(re.fullmatch(r"hub:[^@]+@[0-9a-f]{8,40}", source) for source in pinned)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["recipes"]["r1-llm-only"]["lora"]["rnak"] = 8
+    raw["recipes"]["r1-llm-only"]["epoch"] = 8
+    message = refusal(raw, tmp_path)
+    assert "recipes.r1-llm-only.lora.rnak: unknown key (did you mean 'rank'?)" in message
+    assert "recipes.r1-llm-only.epoch: unknown key (did you mean 'epochs'?)" in message
+
+
+def test_all_problems_are_reported_at_once_with_their_paths(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["recipes"]["r1-llm-only"]["lora"]["rank"] = 0
+    raw["recipes"]["r2-vision-only"]["learning_rate"] = "fast"
+    raw["profiles"]["tiny"]["memory"]["precision"] = "fp8"
+    del raw["profiles"]["tiny"]["device"]
+    message = refusal(raw, tmp_path)
+    assert "has 4 problems" in message
+    for path in (
+        "recipes.r1-llm-only.lora.rank",
+        "recipes.r2-vision-only.learning_rate",
+        "profiles.tiny.memory.precision",
+        "profiles.tiny.device: missing",
+    ):
+        assert path in message
+
+
+def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
+    text = SHIPPED.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 1e-05")
+    (tmp_path / "params.yaml").write_text(text)
+    assert load_params(tmp_path / "params.yaml").recipe("r1-llm-only").learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "profile: tiny\nprofile: tiny\n", "42", "\0"])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(UserError):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_a_missing_file_says_where_to_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="top of the repository"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    params = load_params(SHIPPED)
+    with pytest.raises(UserError, match=r"no recipe is called 'r1-llm' \(did you mean 'r1-llm-only'"):
+        params.recipe("r1-llm")
+    with pytest.raises(UserError, match="no base of profile tiny is called 'text'"):
+        params.base_source("text")
+    with pytest.raises(UserError, match="no entry of predictions is called 'example'"):
+        params.prediction("example")
+
+
+def small(raw: dict[str, Any]) -> dict[str, Any]:
+    """Enough of the shipped file for every kind of entry, and read ten times as fast."""
+    chained = ("r1-llm-only", "r3-stage1", "r3-stage2")
+    recipes = (*chained, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
+    return {
+        **raw,
+        "baselines": {"base-moe": raw["baselines"]["base-moe"]},
+        "recipes": {name: raw["recipes"][name] for name in recipes},
+        "builds": {"moe": raw["builds"]["moe"]},
+        "profiles": {"tiny": raw["profiles"]["tiny"], "two-gpus": raw["profiles"]["qwen2-vl-7b-2x48gb"]},
+    }
+
+
+SMALL = small(YAML(typ="safe").load(SHIPPED))
+SMALL_TEXT = io.StringIO()
+YAML().dump(SMALL, SMALL_TEXT)
+STEP = r"""(?:[\w/@+-]+|['"].*)"""
+A_REFUSAL = re.compile(rf"\S+ is not YAML: .+|\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+")
+"""Every line but the first is a problem with its path."""
+
+
+@given(
+    content=damaged_tree(SMALL).map(lambda tree: json.dumps(tree).replace("NaN", ".nan").replace("Infinity", ".inf"))
+    | damaged_text(
+        SMALL_TEXT.getvalue(),
+        [*"\t\n:-&*[]{}'\"#", "\n  ", "<<: ", "- ", "*a", "&a ", "~", "1e9", "9" * 400, "\0", "\\ud800"],
+    )
+)
+@quick(80)
+def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(content: str, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    path.write_text(content, encoding="utf-8")
+    try:
+        params = load_params(path)
+    except UserError as error:
+        assert A_REFUSAL.fullmatch(error.message)
+        return
+    for name in params.recipes:
+        with suppress(UserError):
+            assert resolve_plan(params, name, train_samples=7).schedule.num_steps
+
+
+MISTAKES = [
+    (("profile",), "tinny", "profile"),
+    (("tracking", "wandb"), "yes", "tracking.wandb"),
+    (("more",), {}, "more"),
+    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base"),
+    (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank"),
+    (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch"),
+    (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data"),
+    (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base"),
+    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate"),
+    (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization"),
+    (("recipes", "amr-ptr", "parts", "vision"), "lora", "recipes.amr-ptr.lora.targets.vision"),
+    (("recipes", "amr-ptr", "base"), "bases/lm", "recipes.amr-ptr.base"),
+    (("recipes", "moe-gate-labels", "base"), "bases/dense", "recipes.moe-gate-labels.base"),
+    (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
+    (("builds", "moe", "experts"), [{"recipe": "moe-expert-truthfulqa"}, {"recipe": "nobody"}], "builds.moe.experts"),
+    (("builds", "moe", "top_k"), 7, "builds.moe.top_k"),
+    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
+    (("predictions", "example-sentences", "recipe"), "amr", "predictions.example-sentences.recipe"),
+    (("predictions", "example-sentences", "inputs"), "data/../x", "predictions.example-sentences.inputs"),
+    (("profiles", "tiny", "images", "min_pixels"), 10**9, "profiles.tiny.images.min_pixels"),
+    (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
+    (("profiles", "tiny", "memory", "optimizer"), "adamw_8bit", "profiles.tiny.memory"),
+    (
+        ("profiles", "tiny", "datasets", "both-domains", "mix", "ohter"),
+        1,
+        "profiles.tiny.datasets.both-domains.mix.ohter",
+    ),
+    (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement"),
+]
+
+
+@given(mistakes=st.lists(st.sampled_from(MISTAKES), unique_by=lambda mistake: mistake[2], min_size=2))
+@example(mistakes=MISTAKES)
+@quick(25)
+def test_of_several_mistakes_of_any_kind_none_hides_another(mistakes: list[Any], tmp_path_factory: Any) -> None:
+    raw = copy.deepcopy(SMALL)
+    for (*above, key), value, _ in mistakes:
+        at(raw, tuple(above))[key] = value
+    message = refusal(raw, tmp_path_factory.getbasetemp())
+    assert all(f"\n  {path}: " in message for _, _, path in mistakes)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("profile: other", "profile: set twice, in lines 4 and 5"),
+        ("2024: x", "2024: a key has to be text; put it in quotes"),
+        ("[a, b]: x", "the file: a key that is a list or a mapping, in line 5"),
+        ("more: &a [*a]", "more.0.0.0: lists and mappings are nested more than 50 deep"),
+    ],
+)
+def test_what_yaml_allows_and_we_do_not_is_refused_with_its_path(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(SHIPPED.read_text(encoding="utf-8").replace("profile: tiny\n", f"profile: tiny\n{text}\n", 1))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        load_params(path)
+
+
+def test_a_recipe_may_take_its_settings_from_another_by_an_alias(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    text = SHIPPED.read_text(encoding="utf-8").replace("  r1-llm-only:\n", "  r1-llm-only: &r1\n", 1)
+    path.write_text(text.replace("  r2-vision-only:\n", "  r1-wide: {<<: *r1, epochs: 9}\n  r2-vision-only:\n", 1))
+    params = load_params(path)
+    assert params.recipe("r1-wide") == replace(params.recipe("r1-llm-only"), epochs=9)
