@@ -13,7 +13,7 @@ from stages.core.lineage import read_lineage
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.amr.sources.corpora import read_blocks, read_lines
-from tests.closure import ROOT
+from tests import ROOT
 from tests.test_stages import done, refused, write_params
 
 pytestmark = pytest.mark.pipeline

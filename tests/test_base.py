@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 import stages.base
-from tests.closure import ROOT
+from tests import ROOT
 from tests.test_stages import write_params
 
 

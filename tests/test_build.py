@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.data.parquet import write_rows
 from stages.tasks.amr.samples.records import SCHEMA, parse_record, to_row
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, refused, run, write_params
 

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from stages.core.lineage import read_lineage
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, refused, write_params
 

@@ -7,9 +7,8 @@ one like any other, and those are just what keeps these modules fast.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 

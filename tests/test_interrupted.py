@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.closure import ROOT
+from tests import ROOT
 from tests.test_running_out import change_plan
 from tests.test_stages import done, small_params, write_params
 

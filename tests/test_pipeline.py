@@ -18,7 +18,8 @@ from stages.core.params.load import load_params
 from stages.kit.data.parquet import read_prepared
 from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, declared_stages
-from tests.closure import ROOT, import_closure, task_modules
+from tests import ROOT
+from tests.closure import import_closure, task_modules
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")

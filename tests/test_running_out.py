@@ -31,7 +31,7 @@ from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
-from tests.closure import ROOT
+from tests import ROOT
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline

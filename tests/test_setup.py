@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has one build of torch and no choice to make")
 

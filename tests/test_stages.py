@@ -24,7 +24,7 @@ from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import read_certificate, write_certificate
 from stages.kit.models.folders import remove_weights
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
-from tests.closure import ROOT
+from tests import ROOT
 
 pytestmark = pytest.mark.pipeline
 

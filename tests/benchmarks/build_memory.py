@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.closure import ROOT
+from tests import ROOT
 
 MAX_HELD_MB = 256
 """Whatever the size of the models."""

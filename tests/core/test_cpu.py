@@ -6,7 +6,7 @@ import pytest
 
 from stages.core import cpu
 from stages.core.cpu import AVX2, arithmetic, instruction_set, pinned_instructions
-from tests.closure import ROOT
+from tests import ROOT
 
 TRAINING = """
 import hashlib, sys

@@ -18,8 +18,7 @@ from ruamel.yaml import YAML
 
 from stages.core.params.load import load_params
 from stages.kit.planning.plan import resolve_plan, write_plan
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 ENGINE = os.environ.get("ENGINE") or ("docker" if shutil.which("docker") else "podman")
 

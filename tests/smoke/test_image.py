@@ -11,7 +11,8 @@ from packaging.utils import canonicalize_name
 
 from stages.kit.launcher.container import ContainerEngine
 from stages.kit.launcher.images import cpu_torch
-from tests.smoke.conftest import ENGINE, ROOT, client
+from tests import ROOT
+from tests.smoke.conftest import ENGINE, client
 from tools.image.wheelhouse import WheelPlatform, read_lock
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.kit.launcher.pipeline import declared_stages
-from tests.smoke.conftest import ENGINE, ROOT, commit, copy_of_checkout, dvc, git, wait_until
+from tests import ROOT
+from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git, wait_until
 
 # The whole pipeline is run by the first test that looks at it.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

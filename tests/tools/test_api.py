@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.texts import comparison_table
-from tests.closure import ROOT
+from tests import ROOT
 from tests.made_up_runs import made_up_ious, write_made_up_run
 from tools import api
 

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance, write_provenance
-from tests.closure import ROOT
+from tests import ROOT
 from tests.made_up_runs import write_made_up_record
 from tools.published import ARITHMETIC, TABLES_DIR, differing_lines, main, why_it_may_differ
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.closure import ROOT
+from tests import ROOT
 from tests.made_up_runs import write_made_up_record
 from tools.report import main
 

@@ -65,7 +65,7 @@ def params_left(command: DvcCommand, caller: Mapping[str, str], workspace_dir: P
     if not (experiment and command.sets_params()):
         return None  # with --temp and in the queue it works in a clone, which it throws away
     try:
-        git = ["git", "diff", "--quiet", "--", "params.yaml"]
+        git = ["git", "diff", "--quiet", "HEAD", "--", "params.yaml"]  # DVC may have staged it
         changed = subprocess.run(git, cwd=workspace_dir, capture_output=True, check=False).returncode == 1
     except OSError:
         return None

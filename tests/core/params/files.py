@@ -9,8 +9,9 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
+from tests import ROOT
 
-SHIPPED = Path(__file__).parents[3] / "params.yaml"
+SHIPPED = ROOT / "params.yaml"
 
 
 def load(raw: Any, tmp_path: Path) -> Params:

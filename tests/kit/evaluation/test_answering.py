@@ -8,7 +8,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import EvaluationParams
 from stages.kit.evaluation.answering import load_answerer
 from stages.tasks import load_task
-from tests.closure import ROOT
+from tests import ROOT
 from tests.tiny import table_conversation
 
 DETECTION = load_task("detection", "samples")

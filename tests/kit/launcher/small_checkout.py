@@ -9,7 +9,8 @@ from pathlib import Path
 from stages.core.lineage import write_lineage
 from stages.core.params.load import load_params
 from stages.kit.planning.plan import resolve_plan, write_plan
-from tests.closure import ROOT, import_closure
+from tests import ROOT
+from tests.closure import import_closure
 
 
 def copy_launcher(workspace: Path) -> None:

@@ -12,7 +12,7 @@ from stages.kit.launcher import cache
 from stages.kit.launcher.cache import MIN_BYTES, cache_dir, share_with_cache
 from stages.kit.launcher.launch import kept_inputs
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline
-from tests.closure import ROOT
+from tests import ROOT
 
 CONTENT = os.urandom(MIN_BYTES)
 

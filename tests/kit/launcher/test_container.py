@@ -26,9 +26,8 @@ from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import StageRun
+from tests import ROOT
 from tests.kit.launcher.small_checkout import copy_launcher
-
-ROOT = Path(__file__).parents[3]
 
 # Answers as docker and as podman. `run` notes its arguments, writes the output FAKE_WRITES, and waits for a `kill`
 # where FAKE_WAITS is set.

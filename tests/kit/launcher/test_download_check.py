@@ -18,7 +18,7 @@ from stages.core.params.schema import Params
 from stages.kit.launcher.download_check import fetches_only, refuse_download_without_gpus
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.pipeline import Pipeline
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.launcher.small_checkout import copy_launcher
 
 HUB = "hub:Qwen/Qwen2-VL-7B-Instruct@eed1309"

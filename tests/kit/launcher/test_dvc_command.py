@@ -15,7 +15,8 @@ from ruamel.yaml import YAML
 from stages.kit.launcher.dvc_command import DvcCommand, params_left
 from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import item_of
-from tests.closure import ROOT, import_closure
+from tests import ROOT
+from tests.closure import import_closure
 from tests.kit.launcher.small_checkout import small_checkout
 
 # It fails where the seed is 13, after DVC has removed what it made before.

@@ -17,6 +17,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.kit.launcher.gpus import POLL_S, SETTLE_S, Gpu, GpuProcess, GpuState, leased_gpus
+from tests import ROOT
 from tests.kit.launcher.fake_nvml import (
     DRIVER_MISMATCH,
     DRIVER_NOT_LOADED,
@@ -27,8 +28,6 @@ from tests.kit.launcher.fake_nvml import (
     FakeNvml,
     build_fake_nvml,
 )
-
-ROOT = Path(__file__).parents[3]
 
 MIB = 2**20
 GIB = 2**30

@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.kit.launcher.client import Client
 from stages.kit.launcher.images import image_references, read_pins
+from tests import ROOT
 from tools.image import __main__ as build
 
-ROOT = Path(__file__).parents[3]
 IMAGES = YAML(typ="safe", pure=True).load((ROOT / "docker/images.yaml").read_text())
 
 

@@ -23,10 +23,9 @@ from stages.kit.launcher.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.planning.plan import resolve_plan, write_plan
+from tests import ROOT
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.launcher.small_checkout import copy_launcher
-
-ROOT = Path(__file__).parents[3]
 
 GPUS = tuple(
     GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=80 * 2**30)

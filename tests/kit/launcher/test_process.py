@@ -24,9 +24,8 @@ from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import StageRun
 from stages.kit.planning.plan import resolve_plan, write_plan
+from tests import ROOT
 from tests.kit.launcher.small_checkout import copy_launcher
-
-ROOT = Path(__file__).parents[3]
 
 STAGE = """
 import os, signal, subprocess, sys, time

@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
+from tests import ROOT
 
-REPOSITORY = Path(__file__).parents[3]
 MEASURED = "NVIDIA H200, 2026-12-01"
 DECISIVE = (
     *("context_mib", "allocated_error_low", "allocated_error_high"),
@@ -143,8 +143,8 @@ def test_the_file_says_what_the_class_holds(raw: dict[str, Any]) -> None:
 
 
 def test_packages_hold_every_file_that_is_read_beside_the_code() -> None:
-    patterns = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
-    below = (REPOSITORY / "stages").rglob("*.*")
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    below = (ROOT / "stages").rglob("*.*")
     files = [path for path in below if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert SHIPPED_PATH in files
     assert [path for path in files if not any(path.match(pattern) for pattern in patterns)] == []
@@ -155,5 +155,5 @@ def test_memory_is_reckoned_without_torch() -> None:
         "import sys; from stages.kit.memory import allocator, budget, calibration; calibration.load_calibration(); "
         "print(sorted({'torch', 'transformers', 'peft', 'scipy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -18,7 +18,7 @@ from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import resolve_plan
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.memory.small import batch_of, quantization_tensors, shipped_params
 
 

@@ -23,7 +23,7 @@ from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import predict
 from stages.kit.memory.step import forget_accelerator, pretended_processes, record_step
 from stages.kit.models.processors import Processor
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.memory.sharded_steps import PROCESSES, TRAINED, measured_bytes, sharded_plan, train
 from tests.kit.memory.small import ALL, FULL, LABELS, R1, R4, batch_of, config_of, peak_bytes, plan_of
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.memory_use.resident import free_and_total_bytes, resident_bytes
-from tests.closure import ROOT
+from tests import ROOT
 
 MIB = 2**20
 V2 = ("memory.max", "memory.current", "inactive_file")

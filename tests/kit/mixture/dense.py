@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.data.conversation import Conversation
+from tests import ROOT
 
-TOKENIZER_DIR = Path(__file__).parents[4] / "data/tiny/qwen2-vl"
+TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
 TOKENIZER_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

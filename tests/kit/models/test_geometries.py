@@ -1,5 +1,4 @@
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -8,8 +7,6 @@ from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.geometries import GEOMETRIES_DIR, geometry_config_path, geometry_names
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.parts import count_trainable
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
+from tests import ROOT
 from tools.plan.available_inputs import root_base, trainable_recipes
 
-ROOT = Path(__file__).parents[3]
 PARAMS = load_params(ROOT / "params.yaml")
 LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GEOMETRIES = {

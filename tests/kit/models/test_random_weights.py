@@ -17,8 +17,9 @@ from stages.kit.models.folders import check_model_folder
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import auto_class, load_config, load_model
 from stages.kit.models.random_weights import TOKEN_IDS, build_random_model, write_random_weights
+from tests import ROOT
 
-TOKENIZER_DIR = Path(__file__).parents[3] / "data/tiny/qwen2-vl"
+TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
 TINY = ("qwen2-vl-tiny", "qwen2.5-tiny", "qwen1.5-moe-tiny")
 """Of each family one."""
 

@@ -10,7 +10,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import ModelParams
 from stages.kit.planning.disk import DiskUse, comparison_text, disk_use, require_room
 from stages.kit.planning.plan import Plan, resolve_plan
-from tests.closure import ROOT
+from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
 LEAN = replace(PARAMS, models=ModelParams(keep_merged=False))

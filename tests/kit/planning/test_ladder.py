@@ -1,7 +1,6 @@
 """The ladder keeps what a recipe promises, goes down with each rung, and ends."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from stages.kit.planning.ladder import (
     sharded_over,
 )
 from stages.kit.planning.plan import Plan, resolve_plan
+from tests import ROOT
 
-PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
+PARAMS = load_params(ROOT / "params.yaml")
 PLANNED = resolve_plan(PARAMS, "r1-llm-only", train_samples=320)
 VISION_ONLY = resolve_plan(PARAMS, "r2-vision-only", train_samples=320)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit")

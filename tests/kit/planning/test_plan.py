@@ -13,9 +13,10 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params, made_by
 from stages.kit.planning.plan import read_plan, resolve_plan, write_plan
+from tests import ROOT
 from tests.damage import damaged_bytes, damaged_tree, quick
 
-PARAMS = load_params(Path(__file__).parents[2] / "params.yaml")
+PARAMS = load_params(ROOT / "params.yaml")
 
 
 def with_changes(recipe: dict[str, Any] | None = None, **memory: Any) -> Params:

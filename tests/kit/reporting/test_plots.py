@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from stages.kit.reporting import plots
 from stages.kit.reporting.plots import IntervalRow
 from stages.kit.reporting.runs import Curve
 from stages.kit.statistics.intervals import Interval
+from tests import ROOT
 
-REPOSITORY = Path(__file__).parents[3]
 CURVES = {
     "a": Curve(np.arange(20.0), np.linspace(2, 1, 20)),
     "b": Curve(np.arange(9.0), np.linspace(3, 1, 9)),
@@ -90,4 +89,4 @@ def test_smoothing_keeps_length_and_passes_over_gaps() -> None:
 def test_a_page_is_drawn_without_pyplot_and_without_torch() -> None:
     unwanted = "('matplotlib.pyplot', 'torch', 'transformers')"
     probe = f"import sys, stages.compare; sys.exit(any(name in sys.modules for name in {unwanted}))"
-    assert subprocess.run([sys.executable, "-c", probe], cwd=REPOSITORY, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode == 0

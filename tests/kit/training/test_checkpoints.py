@@ -25,7 +25,7 @@ from stages.kit.training.checkpoints import (
     kept_checkpoints,
     remove_finished,
 )
-from tests.closure import ROOT
+from tests import ROOT
 
 THIS, OTHER = {"code": "1", "data": "2"}, {"code": "9", "data": "2"}
 FILES = {"weights": b"0123456789" * 9, "state": b"{}", "empty": b""}

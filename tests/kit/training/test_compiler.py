@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.kit.training.compiler import compiler_problem
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 WITHOUT_HEADERS = """#!/bin/sh
 echo 'In file included from x:' >&2

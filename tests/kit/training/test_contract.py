@@ -13,9 +13,10 @@ from stages.kit.models.load import check_placement, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
+from tests import ROOT
 from tools.plan.available_inputs import root_base
 
-PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
+PARAMS = load_params(ROOT / "params.yaml")
 CPU = DeviceParams(kind="cpu")
 
 

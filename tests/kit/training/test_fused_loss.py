@@ -22,8 +22,8 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.training import fused_loss
 from stages.kit.training.fused_loss import GuardedKernel, prepare_fused_loss
+from tests import ROOT
 
-ROOT = Path(__file__).parents[3]
 CPU, GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
 SWAPPED = (
     (chunked_logprob, "_use_triton"),

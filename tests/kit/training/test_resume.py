@@ -38,7 +38,7 @@ from stages.kit.training.seed import seed_everything
 from stages.kit.training.states import save_state
 from stages.kit.training.trace import StepBits
 from stages.kit.training.trainer import RecipeTrainer
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.mixture.dense import conversation, save_base, save_expert
 from tests.kit.training.at_step import At
 from tests.kit.training.test_trainer import build, plan_for, weights

@@ -19,8 +19,9 @@ from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import ContractBreach
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
+from tests import ROOT
 
-PARAMS = load_params(Path(__file__).parents[3] / "params.yaml")
+PARAMS = load_params(ROOT / "params.yaml")
 
 
 def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: Any) -> Plan:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.closure import ROOT
+from tests import ROOT
 
 ONLY = ("facts", "end of memory", "answers: qwen1.5-moe")
 

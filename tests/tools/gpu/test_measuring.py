@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.training.seed import seed_everything
-from tests.closure import ROOT
+from tests import ROOT
 from tools.calibrate.measured import random_trainer, with_contents
 from tools.calibrate.settings import ACCUMULATION, Setting
 from tools.gpu import flops, recipes

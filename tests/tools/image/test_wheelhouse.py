@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
+from tests import ROOT
 from tools.image.wheelhouse import SOURCE_ONLY, WheelPlatform, make_wheelhouse, read_lock
 
-ROOT = Path(__file__).parents[3]
 PYTHON_312 = WheelPlatform(python="3.12.14", glibc="2.41", machine="x86_64")
 PYTHON_311_ARM = WheelPlatform(python="3.11.2", glibc="2.36", machine="aarch64")
 

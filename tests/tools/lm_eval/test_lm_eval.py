@@ -21,7 +21,7 @@ from stages.kit.data.parquet import write_rows
 from stages.kit.models.processors import load_processor
 from stages.tasks.moe.samples.records import SCHEMA, Record, to_row
 from stages.tasks.moe.sources.generated import generate
-from tests.closure import ROOT
+from tests import ROOT
 from tests.test_stages import done, write_params
 from tests.tiny import tiny_text_model
 from tools.lm_eval import __main__ as harness

@@ -25,7 +25,7 @@ from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES, Prediction
-from tests.closure import ROOT
+from tests import ROOT
 from tools.plan import __main__ as fit
 
 GPU_PROFILE = "qwen2-vl-2b-24gb"

@@ -21,7 +21,7 @@ from stages.core.lineage import content_digest, verified_lineage, write_lineage
 from stages.core.provenance import Machine, Provenance, write_provenance
 from stages.core.publish import published
 from stages.kit.models.certificate import Certificate, write_certificate
-from tests.closure import ROOT
+from tests import ROOT
 
 PIPELINE = """
 stages:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from stages.core.errors import UserError
-from tests.closure import ROOT
+from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
 from tools.verify.__main__ import main
 from tools.verify.rerun import find_stage, rerun, workspace_aside

@@ -23,7 +23,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer, write_build_certificate
 from stages.kit.models.certificate import read_certificate, write_certificate
-from tests.closure import ROOT
+from tests import ROOT
 from tests.tools.verify.made_up import ENVIRONMENT, make_workspace, run
 from tools.verify.damage import RESTORE
 from tools.verify.verify import restore, verify

@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import penman
 import pytest
@@ -20,11 +19,12 @@ from stages.kit.models.folders import check_model_folder
 from stages.kit.models.processors import load_processor
 from stages.tasks.amr.samples.targets import SEPARATOR
 from stages.tasks.amr.sources.grammar import generate
+from tests import ROOT
 from tools.tiny_bases.amr.__main__ import Settings, measure, model_card, train
 from tools.tiny_bases.amr.exercises import FULL_LENGTH_FROM, KINDS, LONGEST, SHORTEST, TREE_STYLES, corpus, exercise
 from tools.tiny_bases.architecture import SMALLEST_TEXT, build_tiny_qwen2
 
-BASE = Path(__file__).parents[3] / "data" / "tiny" / "qwen2"
+BASE = ROOT / "data" / "tiny" / "qwen2"
 RECORD = json.loads((BASE / "pretraining.json").read_text())
 TOKENIZER = AutoTokenizer.from_pretrained(BASE, local_files_only=True)
 

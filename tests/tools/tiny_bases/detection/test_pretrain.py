@@ -2,7 +2,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ from stages.kit.models.load import load_config
 from stages.kit.models.without_torchvision import PicturesOnlyProcessor
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import TARGET
+from tests import ROOT
 from tools.tiny_bases.architecture import SMALLEST, build_tiny_qwen2_vl
 from tools.tiny_bases.detection.__main__ import HELD_OUT_SEED, Settings, measure, model_card, train
 from tools.tiny_bases.detection.batches import coordinate_digits, corpus, make_batch, make_example, question
 from tools.tiny_bases.detection.pointing import IGNORED, grid_targets, merge_order
 
-BASE = Path(__file__).parents[3] / "data" / "tiny" / "qwen2-vl"
+BASE = ROOT / "data" / "tiny" / "qwen2-vl"
 THREE_LAYERS = dataclasses.replace(SMALLEST, num_layers=3)
 """The least that PointingLoss can look into."""
 RECORD = json.loads((BASE / "pretraining.json").read_text())
