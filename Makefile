@@ -63,6 +63,7 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
+	@$(if $(filter $(TASK),detection amr moe),,$(error no task is called $(TASK); there are: detection, amr, moe))
 	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
 		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)

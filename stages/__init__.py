@@ -7,6 +7,10 @@ import gc
 import logging
 import os
 
+from stages.core.errors import end_plainly
+
+end_plainly()
+
 # torch.compile compiles nothing here. bitsandbytes calls it when it is imported, for which torch loads all that it
 # compiles with: a second. Triton's own kernels, as in TRL's loss, do not pass through it and run all the same.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

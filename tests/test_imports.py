@@ -93,7 +93,7 @@ print([name for name in {HEAVY} if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["[]"]
-    assert result.stderr.count("Error: no ") == 3
+    assert result.stderr.count("Error: ") == 3
 
 
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
@@ -102,4 +102,5 @@ def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     installed = {name for name in result.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}
+    reads_params |= {"cython_runtime"}  # ruamel's parser in C
     assert installed <= {"click", "psutil", "stages", *reads_params}

@@ -55,18 +55,18 @@ __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
 
 
 def predict_memory(
-    recipe: str, *, profile: str | None = None, memory_gb: float | None = None, exact: bool = False
+    recipe: str, *, profile: str | None = None, memory_gb: float | str | None = None, exact: bool = False
 ) -> RecipeMemory:
     """Predicted memory of a recipe's training and evaluation on one device, in 10 to 20 seconds.
 
     profile: of params.yaml; None for the active one.
-    memory_gb: a GPU's size in GB, as cards are sold; None for the profile's own device.
+    memory_gb: a GPU's size in GB, as cards are sold, 24 or "24GB"; None for the profile's own device.
     exact: record every layer of the model, not a few, which takes longer.
     Returns the fields of tools/plan/recipe_memory.py, which `make plan JSON=1` prints; amounts are in GiB.
-    Raises UserError for an unknown recipe or profile, for a base of unknown geometry, and for a memory_gb where the
-    profile runs on a CPU.
+    Raises UserError for an unknown recipe or profile, for what is no size, for a base of unknown geometry, and for a
+    memory_gb where the profile runs on a CPU.
     """
-    from tools.plan.__main__ import refuse_cpu
+    from tools.plan.__main__ import gpu_size, refuse_cpu
     from tools.plan.preview import Previews
 
     in_file = load_params()
@@ -74,7 +74,7 @@ def predict_memory(
     params.recipe(recipe)
     if memory_gb is not None:
         refuse_cpu(params)
-    size = params.active.device.memory_gb if memory_gb is None else memory_gb
+    size = params.active.device.memory_gb if memory_gb is None else gpu_size(memory_gb)
     return Previews(params=params, in_file=in_file.profile, exact=exact).recipe_memory(recipe, size)
 
 

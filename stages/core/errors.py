@@ -72,16 +72,18 @@ def listed(lines: Sequence[str]) -> str:
     return "\n".join(shown)
 
 
-def end_plainly_on_a_full_disk() -> None:
-    """From now on this process ends with a message instead of a traceback where a write fails for want of room.
+def end_plainly() -> None:
+    """From now on this process ends with a message instead of a traceback on a full disk, and on Ctrl-C.
 
-    As a hook and not around each write: any may fail so, those of libraries too, and none can be mended here.
+    A hook, not a handler around each write: any may fail so, those of libraries too. Ctrl-C may come during imports.
     """
     sys.excepthook = _last_words
 
 
 def _last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if means_full_disk(error):
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif means_full_disk(error):
         reason = str(error).strip().partition("\n")[0]
         print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
     else:

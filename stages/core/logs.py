@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 
-from stages.core.errors import end_plainly_on_a_full_disk, printable
+from stages.core.errors import printable
 
 
 def configure_logging(stage: str, *, facts: bool = True) -> None:
@@ -16,7 +16,6 @@ def configure_logging(stage: str, *, facts: bool = True) -> None:
     """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger().handlers[0].setFormatter(_Printable("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    end_plainly_on_a_full_disk()
     # Libraries warn of each other's old names; nothing that whoever runs a stage could mend.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)

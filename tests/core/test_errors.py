@@ -3,14 +3,17 @@
 import errno
 import logging
 import os
+import signal
+import subprocess
 import sys
 
 import pyarrow as pa
 import pytest
 from safetensors import SafetensorError
 
-from stages.core.errors import UserError, end_plainly_on_a_full_disk, means_full_disk, printable
+from stages.core.errors import UserError, end_plainly, means_full_disk, printable
 from stages.core.logs import configure_logging
+from tests import ROOT
 
 WORDS = os.strerror(errno.ENOSPC)
 
@@ -33,12 +36,19 @@ def caused_by(cause: Exception) -> Exception:
 )
 def test_a_full_disk_is_told_plainly_whoever_wrote(error: Exception, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.excepthook", None)
-    end_plainly_on_a_full_disk()
+    end_plainly()
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
     assert said.startswith("Error: the disk is full: ")
     assert said.endswith("; make room, and type the same command again\n")
     assert "Traceback" not in said
+
+
+def test_ctrl_c_while_a_process_starts_ends_it_without_a_traceback() -> None:
+    code = "import os, signal, time, stages; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == "interrupted\n"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("full of disks")])

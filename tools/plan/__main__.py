@@ -45,22 +45,23 @@ GPU_SIZES = (16.0, 24.0, 40.0, 48.0, 80.0)
 
 
 class Sizes(click.ParamType[tuple[float, ...]]):
-    """Sizes of GPUs in GB, e.g. `24`, `24GB`, `24 GB`, `24GiB`, or several: `24 48`, `24GB,48GB`."""
+    """Sizes of GPUs, separated by blanks or commas: `24`, `24 48`, `24GB,48GB`."""
 
     name = "sizes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        # A card sold as 24 GB has about 24 GiB: both mean the same card.
-        size = r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?"
-        if not re.fullmatch(rf"\s*{size}(?:[\s,]+{size})*\s*", str(value), re.IGNORECASE):
-            self.fail(
-                f"{shown(value)} is no size of a GPU; expected GB as the card is sold by, e.g. 24, 24GB or, "
-                f"of several, '24 48'"
-            )
-        sizes = tuple(float(number) for number in re.findall(size, str(value), re.IGNORECASE))
-        if not all(1 <= size < 2**20 for size in sizes):
-            self.fail(f"{shown(value)} is no size of a GPU; expected GB, 1 or more")
-        return sizes
+        try:
+            return tuple(gpu_size(text) for text in re.split(r"\s*,\s*|\s+(?=\d)", str(value).strip()))
+        except UserError as error:
+            self.fail(error.message)
+
+
+def gpu_size(value: float | str) -> float:
+    """In GB: 24, "24", "24GB", "24 GiB"; a card sold as 24 GB has about 24 GiB. Raises UserError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?", str(value), re.IGNORECASE)
+    if not found or not 1 <= float(found[1]) < 2**20:
+        raise UserError(f"{shown(value)} is no size of a GPU; expected GB as the card is sold by, e.g. 24 or 24GB")
+    return float(found[1])
 
 
 @click.command(help=__doc__)

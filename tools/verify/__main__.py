@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from stages.core.errors import UserError, bytes_text, counted, end_plainly_on_a_full_disk
+from stages.core.errors import UserError, bytes_text, counted
 from tools.verify.rerun import Rerun, rerun
 from tools.verify.verify import Verification, restore, verify
 
@@ -31,7 +31,6 @@ from tools.verify.verify import Verification, restore, verify
 def main(stage: str | None, restores: bool) -> None:
     if stage is not None and restores:
         raise click.UsageError("--rerun and --restore are two things; ask for one")
-    end_plainly_on_a_full_disk()
     workspace_dir = Path.cwd()
     if not any((workspace_dir / name).exists() for name in ("dvc.yaml", "data")):
         raise UserError("there is neither dvc.yaml nor data here; run from the top of the repository")

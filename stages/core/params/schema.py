@@ -377,6 +377,9 @@ class Params:
         return f"{'mix' if is_mix else 'prepare'}@{dataset}"
 
     def base_source(self, name: str) -> str:
+        having = [profile for profile, found in self.profiles.items() if name in found.bases]
+        if having and self.profile not in having:
+            raise UserError(f"profile {self.profile} has no base {name}; these have one: {', '.join(having)}")
         return self.active.bases[self._known(name, self.active.bases, f"base of profile {self.profile}")]
 
     @staticmethod

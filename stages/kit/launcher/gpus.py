@@ -183,7 +183,7 @@ def leasable(states: Sequence[GpuState], *, visible: str | None, count: int, hol
     if not states:
         raise UserError(
             f"{holder} wants {_gpus(count)}, and this machine has none that NVIDIA's driver shows. "
-            f"See what it says to: nvidia-smi; or set another profile in params.yaml"
+            f"See what it says to: nvidia-smi; stages run without a GPU on a profile whose device.kind is cpu"
         )
     seen = list(states) if visible is None else _visible(states, visible)
     usable = [state for state in seen if not state.obstacle]

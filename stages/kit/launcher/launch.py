@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import OUT_OF_MEMORY, UserError, end_plainly_on_a_full_disk
+from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.parent_death import end_with_own_parent
@@ -46,7 +46,6 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
-    end_plainly_on_a_full_disk()
     if "DVC_STAGE" not in os.environ:
         sys.exit(launch(stage, args, command_line=(), say_once=say))
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second

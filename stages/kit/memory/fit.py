@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, verdict
-from stages.kit.planning.ladder import rungs, settings, sharded_over
+from stages.kit.planning.ladder import changes_between, rungs, settings, sharded_over
 from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
@@ -25,7 +25,7 @@ class Fit:
     capacity_bytes: int | None
     """What can be used of the device; None where that is not known, and so nothing is refused."""
     changes: tuple[str, ...] = ()
-    """What was taken from the plan that was asked for, in order."""
+    """What differs from the plan that was asked for, e.g. "micro_batch 16 -> 4"."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -77,7 +77,7 @@ def fit_of(plan: Plan, foresee: Foresee, capacity_bytes: int | None) -> Fit:
 
 def cheapest_fit(fit: Fit, foresee: Foresee) -> Fit:
     """The first plan down the ladder that fits; where none does, the first that might; else the last there is."""
-    might = None
+    asked, might = fit.plan, None
     for rung in rungs(fit.plan):
         if fit.verdict in (None, "fits"):
             return fit
@@ -87,7 +87,7 @@ def cheapest_fit(fit: Fit, foresee: Foresee) -> Fit:
             plan=rung.plan,
             prediction=foresee(rung.plan),
             capacity_bytes=fit.capacity_bytes,
-            changes=(*fit.changes, rung.change),
+            changes=changes_between(asked, rung.plan),
         )
     return fit if fit.verdict == "fits" else might or fit
 
@@ -114,8 +114,8 @@ def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:
         lines.append(sharded_advice(sharded))
     if cheapest.verdict != "does not fit":
-        lines.append(f"take that by: dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
-    lines.append(f"run it as it is by: dvc exp run -S profiles.{plan.profile}.memory.fit=off")
+        lines.append(f"take that: add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
+    lines.append(f"run it as it is: add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit=off")
     return "\n  ".join(lines)
 
 

@@ -70,6 +70,12 @@ def settings(plan: Plan) -> dict[str, str]:
     }
 
 
+def changes_between(before: Plan, after: Plan) -> tuple[str, ...]:
+    """For example ("micro_batch 16 -> 4", "grad_accumulation 1 -> 4")."""
+    pairs = zip(settings(before).items(), settings(after).values(), strict=True)
+    return tuple(f"{name} {old} -> {new}" for (name, old), new in pairs if old != new)
+
+
 def sharded_over(plan: Plan, count: int) -> Plan | None:
     """The plan sharded over so many devices, its effective batch kept. None where that does not divide, or it cannot.
 
@@ -84,9 +90,7 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
 
 
 def _rung(before: Plan, after: Plan, step_cost: float) -> Rung:
-    pairs = zip(settings(before).items(), settings(after).values(), strict=True)
-    change = ", ".join(f"{name} {old} -> {new}" for (name, old), new in pairs if old != new)
-    return Rung(plan=after, change=change, step_cost=step_cost)
+    return Rung(plan=after, change=", ".join(changes_between(before, after)), step_cost=step_cost)
 
 
 def _fuse_optimizer(plan: Plan) -> Rung | None:

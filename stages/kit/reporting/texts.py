@@ -122,7 +122,10 @@ def _section(heading: str, lead: str, table: Table) -> str:
 
 def fairness(comparison: Comparison) -> str:
     """In what the recipes differ, which is all that a difference between their results can come from."""
-    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in comparison.runs if run.plan})
+    recipes = {run.name: plan_settings(run.plan) for run in comparison.runs if run.plan}
+    if len(recipes) < 2:
+        return "No two recipes have been evaluated."
+    differing, _, shared = split_settings(recipes)
     names = ", ".join(str(row.cells[0]) for row in differing.rows)
     if not names:
         return "The recipes differ in no setting."

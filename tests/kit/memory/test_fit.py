@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
-from stages.kit.planning.ladder import rungs
+from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Prediction
@@ -24,8 +24,11 @@ from tests.kit.planning.test_ladder import plan_with
 
 GIB = 2**30
 PLAN = plan_with(4, 4, optimizer="adamw_torch_fused", may_quantize=True)
-CHANGES = tuple(rung.change for rung in rungs(PLAN))
-"""micro_batch to 2, to 1, checkpointing, 8-bit states, paged ones, nf4."""
+
+
+def changes_after(num_rungs: int) -> tuple[str, ...]:
+    """Micro_batch to 2, to 1, checkpointing, 8-bit states, paged ones, nf4."""
+    return changes_between(PLAN, [PLAN, *(rung.plan for rung in rungs(PLAN))][num_rungs])
 
 
 def predicted(gib: float) -> Prediction:
@@ -72,7 +75,7 @@ def test_the_cheapest_fit_is_the_first_rung_that_fits_else_the_first_that_might(
     capacity_gib: float | None, num_changes: int, verdict: str | None
 ) -> None:
     cheapest = cheapest_fit(start(capacity_gib), FALLING)
-    assert cheapest.changes == CHANGES[:num_changes]
+    assert cheapest.changes == changes_after(num_changes)
     assert cheapest.verdict == verdict
     assert cheapest.prediction == FALLING(cheapest.plan)
 
@@ -109,7 +112,7 @@ def test_a_plan_with_nothing_left_to_give_up_is_what_it_is() -> None:
     ],
 )
 def test_what_is_run_is_what_was_asked_for(capacity_gib: float | None, how: str, num_changes: int) -> None:
-    assert decide(start(capacity_gib), FALLING, how).changes == CHANGES[:num_changes]
+    assert decide(start(capacity_gib), FALLING, how).changes == changes_after(num_changes)
 
 
 def test_a_plan_that_fits_nowhere_down_the_ladder_but_might_as_it_is_is_run_as_it_is() -> None:
@@ -126,9 +129,9 @@ def test_a_refusal_names_the_budget_and_what_would_mend_it() -> None:
         "W weights        20.00 GiB",
         "usable    12.00 GiB",
         "verdict   does not fit",
-        f"it fits with {', '.join(CHANGES[:3])}: 10.00 GiB",
-        "take that by: dvc exp run -S profiles.tiny.memory.fit=auto",
-        "run it as it is by: dvc exp run -S profiles.tiny.memory.fit=off",
+        "it fits with micro_batch 4 -> 1, grad_accumulation 4 -> 16, gradient_checkpointing off -> on: 10.00 GiB",
+        "take that: add to the command, as in dvc exp run -S profiles.tiny.memory.fit=auto",
+        "run it as it is: add to the command, as in dvc exp run -S profiles.tiny.memory.fit=off",
     ):
         assert line in message, line
 
@@ -171,11 +174,11 @@ def test_a_refusal_names_how_many_gpus_would_do_where_nothing_else_does(capacity
 
 @pytest.mark.parametrize("capacity_gib", [None, 12])
 def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_path: Path) -> None:
-    record = replace(start(capacity_gib), changes=CHANGES[:1]).record(start(capacity_gib))
+    record = replace(start(capacity_gib), changes=changes_after(1)).record(start(capacity_gib))
     write_memory_record(record, tmp_path / "memory.json")
     assert read_memory_record(tmp_path / "memory.json") == record
     assert record.verdict == ("unknown" if capacity_gib is None else "does not fit")
-    assert (record.total_gib, record.usable_gib, record.changes) == (20, capacity_gib, [CHANGES[0]])
+    assert (record.total_gib, record.usable_gib, record.changes) == (20, capacity_gib, list(changes_after(1)))
     assert (record.evaluation_gib, record.evaluation_verdict) == (20, record.verdict)
     assert json.loads((tmp_path / "memory.json").read_text())["budget_gib"] == {"weights": 20, "overhead": 0}
 

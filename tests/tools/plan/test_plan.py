@@ -338,7 +338,7 @@ def test_a_narrow_terminal_without_utf_8_shows_it_all(
         (["--all"], "profile tiny runs on a CPU"),
         ([], "name a recipe, or take --all (make: RECIPE=, or ALL=1); profile tiny can train: r1-llm-only, r2"),
         (["r1-llm-only", "--gpu-gb", "24", "--gpu-gb", "48"], "at most one --gpu-gb, or take --all"),
-        (["r1-llm-only", "--gpu-gb", "0"], "'0' is no size of a GPU; expected GB, 1 or more"),
+        (["r1-llm-only", "--gpu-gb", "0"], "'0' is no size of a GPU; expected GB as the card is sold by"),
         (
             ["r1-llm-only", "--gpu-gb", "24TB"],
             "'24TB' is no size of a GPU; expected GB as the card is sold by, e.g. 24",
