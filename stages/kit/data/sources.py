@@ -11,7 +11,7 @@ from pathlib import Path
 from stages.core.errors import UserError, counted
 from stages.core.given_files import given_files
 
-READ_ON = "README.md says more under Your own data"
+READ_ON = "docs/data.md says more"
 MAX_FILES, MAX_NAMED = 10_000, 3
 _HEAD_BYTES = 65_536
 _COCO = (b'"images"', b'"annotations"', b'"categories"')

@@ -94,7 +94,7 @@ def test_missing_column_names_file_and_column(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         prepare(f"folder:{source}", out_dir=tmp_path / "prepared")
     assert "Nothing of train is valid, so data.skip_invalid is no help" in raised.value.message
-    assert "README.md" in raised.value.message
+    assert "docs/data.md" in raised.value.message
     assert "2 invalid rows" in raised.value.message
     assert "train-00000-of-00001.parquet: column objects.bbox is missing, for all 2 rows" in raised.value.message
 
@@ -133,7 +133,7 @@ def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, 
         (tmp_path / "off/1.jpg").write_bytes(picture())
     if content == "coco":
         (tmp_path / "off/all.json").write_text('{"images": [], "annotations": []}')
-    with pytest.raises(UserError, match=r"Expected: parquet files with the columns image_id.*README\.md") as refused:
+    with pytest.raises(UserError, match=r"Expected: parquet files with the columns image_id.*docs/data\.md") as refused:
         prepare(f"folder:{tmp_path}/off", out_dir=tmp_path / "prepared")
     found = {"empty": "it is empty", "photos": "it holds 1 .jpg file", "coco": "annotations of COCO"}
     assert {name for name, said in found.items() if said in refused.value.message} >= {content}

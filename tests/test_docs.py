@@ -1,0 +1,76 @@
+"""README.md, CONTRIBUTING.md and docs/: what they link to and name exists."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+CHECKED_DIRS = ("stages/", "tools/", "tests/", "docker/", "docs/", ".ci/", "data/tiny")
+"""Paths of other folders are those of results."""
+WRITTEN_LATER = {"docs/gpu/DEVICE.md"}
+PLACEHOLDER = re.compile(r"\b[A-Z][A-Z]+\b")
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+def code(text: str) -> Iterator[str]:
+    """The lines of fenced blocks, comments left out, and the code spans outside them."""
+    for block in FENCED.findall(text):
+        yield from (line.partition("#")[0] for line in block.splitlines()[1:-1])
+    yield from re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text)):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        file = path.parent / target if target else path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+@every_document
+def test_every_path_that_is_named_exists(path: Path) -> None:
+    """NAME, TASK and the like stand for any name."""
+    words = {each.split()[0] for each in code(path.read_text(encoding="utf-8")) if each.strip()}
+    named = {word for word in words if word.startswith(CHECKED_DIRS)} - WRITTEN_LATER
+    assert [name for name in sorted(named) if not any(ROOT.glob(PLACEHOLDER.sub("*", name)))] == []
+
+
+@every_document
+def test_every_make_target_and_module_that_is_named_exists(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    commands = list(code(path.read_text(encoding="utf-8")))
+    called = [
+        name for each in commands for names in re.findall(r"\bmake((?: [a-z-]+\b)+)", each) for name in names.split()
+    ]
+    assert [name for name in called if name not in targets] == []
+    modules = [
+        name.replace(".", "/") for each in commands for name in re.findall(r"-m ((?:stages|tests|tools)[\w.]*)", each)
+    ]
+    assert [name for name in modules if not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 13_000
+
+
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in DOCUMENTS[2:] if f"(docs/{page.name})" not in readme] == []
