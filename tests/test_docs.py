@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 CHECKED_DIRS = ("stages/", "tools/", "tests/", "docker/", "docs/", ".ci/", "data/tiny")
