@@ -81,7 +81,7 @@ lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup 
 	@$(offline) $(python) -m tools.lm_eval $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 .PHONY: verify
-verify: setup ## Look whether all is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 mends DVC's cache)
+verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache)
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
 
 .PHONY: experiments
@@ -131,7 +131,7 @@ lint: setup-dev ## Check style, format and which part may import which
 	@PYTHONPATH=. $(python) .venv/bin/lint-imports
 
 .PHONY: format
-format: setup-dev ## Mend what the linter can mend itself
+format: setup-dev ## Fix what the linter can fix itself
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
 
