@@ -91,7 +91,7 @@ def refusal_commands(ended: Ended, damaged: Sequence[str]) -> list[str]:
 
 def verify_commands(ended: Ended) -> list[str]:
     """Those that `make verify` names, from the top of the pipeline down."""
-    return re.findall(r"^  mend it with: (.*?)(?:  #.*)?$", ended.said, flags=re.MULTILINE)
+    return re.findall(r"^  fix it with: (.*?)(?:  #.*)?$", ended.said, flags=re.MULTILINE)
 
 
 def last_words(ended: Ended) -> str:
@@ -103,7 +103,7 @@ def last_words(ended: Ended) -> str:
 def _commands(said: str) -> Iterator[str]:
     """`dvc repro -f -s STAGE` and its like."""
     command = r"(?:rm -f [\w@./-]+ && )?dvc (?:repro|checkout)[\w@./ -]*"
-    for match in re.finditer(rf"(?:rebuild it with|mend it with|run): ({command})", said):
+    for match in re.finditer(rf"(?:rebuild it with|fix it with|run): ({command})", said):
         yield re.sub(r" (?:ERROR|Error).*", "", match[1]).strip()
 
 

@@ -5,20 +5,16 @@ Writes  nothing; with --restore, to DVC's cache what is damaged there and intact
 Run     make verify
         make verify RERUN=train@r1-llm-only
 
-Names what is damaged, each with the command that mends it, and ends with 1; with 0 where nothing is.
+Names what is damaged, each with the command that fixes it, and ends with 1; with 0 where nothing is.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from stages.core.errors import UserError, bytes_text, counted
 from tools.verify.rerun import Rerun, rerun
@@ -26,7 +22,7 @@ from tools.verify.verify import Verification, restore, verify
 
 
 @click.command(help=__doc__)
-@click.option("--rerun", "stage", help="Run this stage again, aside, and compare what comes out: train@r1-llm-only.")
+@click.option("--rerun", "stage", help="Run this stage again, in a folder of its own, and compare: train@r1-llm-only.")
 @click.option("--restore", "restores", is_flag=True, help="Put back into DVC's cache what is intact in the workspace.")
 def main(stage: str | None, restores: bool) -> None:
     if stage is not None and restores:
@@ -36,39 +32,36 @@ def main(stage: str | None, restores: bool) -> None:
         raise UserError("there is neither dvc.yaml nor data here; run from the top of the repository")
     if stage is not None:
         sys.exit(report_rerun(rerun(workspace_dir, stage)))
-    verification, seconds = timed(workspace_dir)
+    started = time.monotonic()
+    verification = verify(workspace_dir)
     if restores and verification.restorable:
         restore(verification.restorable)
         click.echo(f"put back into DVC's cache: {counted(len(verification.restorable), 'object')}")
-        verification, seconds = timed(workspace_dir)
-    sys.exit(report(verification, seconds))
-
-
-def timed(workspace_dir: Path) -> tuple[Verification, float]:
-    started = time.monotonic()
-    with progress() as (begin, advance):
-        return verify(workspace_dir, begin=begin, advance=advance), time.monotonic() - started
+        started = time.monotonic()
+        verification = verify(workspace_dir)
+    sys.exit(report(verification, time.monotonic() - started))
 
 
 def report(verification: Verification, seconds: float) -> int:
     """Print what was found; returns the exit code."""
-    for damage in verification.damages:
-        click.echo(damage.path)
-        for found in damage.found:
-            click.echo(f"  {found}")
-        click.echo(f"  mend it with: {damage.mend}\n")
+    for finding in verification.findings:
+        click.echo(finding.path)
+        for problem in finding.problems:
+            click.echo(f"  {problem}")
+        click.echo(f"  fix it with: {finding.fix}\n")
     if verification.absent:
         click.echo(
-            f"{counted(verification.absent, 'output')} of dvc.lock neither here nor in the cache, so not looked at: "
+            f"{counted(verification.absent, 'output')} of dvc.lock neither here nor in the cache, so not checked: "
             f"dvc pull, or dvc repro, brings them"
         )
     if not verification.has_cache:
-        click.echo("no cache of DVC's here: only the workspace was looked at")
-    looked_at = f"{bytes_text(verification.size_bytes)} in {seconds:.1f} s: {verification.tally() or 'nothing yet'}"
-    if verification.damages:
-        click.echo(f"DAMAGED: {counted(len(verification.damages), 'thing')}, to be mended from the top. {looked_at}")
+        click.echo("DVC has no cache here: only the workspace was checked")
+    tally = ", ".join(counted(count, what) for what, count in verification.checked.items() if count)
+    checked = f"{bytes_text(verification.size_bytes)} in {seconds:.1f} s: {tally or 'nothing yet'}"
+    if verification.findings:
+        click.echo(f"DAMAGED: {counted(len(verification.findings), 'thing')}, to be fixed from the top. {checked}")
         return 1
-    click.echo(f"all is as recorded. {looked_at}")
+    click.echo(f"all is as recorded. {checked}")
     return 0
 
 
@@ -91,16 +84,6 @@ def report_rerun(again: Rerun) -> int:
         click.echo("the two runs were alike in all that is recorded of them")
     click.echo("whether the workspace still holds what its run left, says: make verify")
     return 1
-
-
-@contextmanager
-def progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """(told how many bytes there are, told that so many more were read): a bar on a terminal, else nothing."""
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda total: bar.update(task, total=total), lambda count: bar.advance(task, count)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where two outputs differ first, in the terms of what they are: a training step, a tensor, a row, a key, a line."""
+"""Where two outputs differ first, in the terms of their format: a training step, a tensor, a row, a key, a line."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from tools.verify.measured import MEASURED, without_measured
 
 TRACE_COLUMNS = ("step", "loss", "grad_norm")
-"""Of a file that tells of a training step by step, its numbers bit for bit as float.hex() writes them."""
-
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+"""Columns of a training's trace, one row a step; its numbers are bit for bit as float.hex() writes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +25,21 @@ class Comparison:
     equal: tuple[str, ...]
     """Files that are the same, byte for byte."""
     measured: tuple[str, ...]
-    """Those that are but for what is measured."""
+    """Files that differ only in times and memory."""
     different: Mapping[str, str]
-    """What is first unlike in each other one; a trace of a training comes first."""
+    """The first difference of each other file; a trace of a training comes first."""
     same_trace: bool
-    """Whether a training took the same course to its last step, bit for bit; False for another stage too."""
+    """Whether a training took the same course to its last step, bit for bit; False for another stage."""
     size_bytes: int
-    """Of all that was compared, on one side."""
+    """Of all compared files, on one side."""
 
 
 def compare_outputs(
     ours: Path, theirs: Path, outputs: tuple[str, ...], *, names: tuple[str, str] = ("the first", "the second")
 ) -> Comparison:
-    """Compare the same outputs in two workspaces. What a message says first is of `ours`.
+    """Compare the same outputs in two workspaces. In messages `ours` comes first.
 
-    names: of the two, for what only one of them has.
+    names: of the two, for files that only one of them has.
     """
     equal, measured, different, size_bytes = [], [], {}, 0
     for name in sorted({file for folder in (ours, theirs) for output in outputs for file in _files(folder, output)}):
@@ -57,36 +54,37 @@ def compare_outputs(
             measured.append(name)
         else:
             different[name] = first_difference(one, other)
-    traces_first = dict(sorted(different.items(), key=lambda item: not is_trace(ours / item[0])))
     return Comparison(
         equal=tuple(equal),
         measured=tuple(measured),
-        different=traces_first,
+        different=dict(sorted(different.items(), key=lambda item: not is_trace(ours / item[0]))),
         same_trace=any(is_trace(ours / name) for name in equal),
         size_bytes=size_bytes,
     )
 
 
 def first_difference(one: Path, other: Path) -> str:
-    """In words, of two files that differ; where either is not what its name says, by the byte."""
+    """The first difference of two files that are not equal; by the byte where either is not in its format."""
     try:
         if is_trace(one):
             return _in_trace(one, other)
         if one.suffix == ".safetensors":
             return _in_safetensors(one, other)
         if one.suffix == ".parquet":
-            return _in_parquet(one, other)
+            rows, against = (pq.read_table(path).to_pylist() for path in (one, other))
+            return next(_in_values(rows, against), "the same rows, written otherwise")
         if one.suffix == ".json":
-            return next(_in_json(without_measured(one), without_measured(other), ""), "spaces, or the order of keys")
+            return next(_in_values(without_measured(one), without_measured(other)), "spaces, or the order of keys")
         return _in_lines(one.read_bytes().decode("utf-8"), other.read_bytes().decode("utf-8"))
-    except (ValueError, KeyError, TypeError, OSError, csv.Error):  # pyarrow's errors are some of these
+    # pyarrow's errors are some of these.
+    except (ValueError, KeyError, TypeError, OSError, csv.Error, SafetensorError):
         return _in_bytes(one, other)
 
 
 def is_trace(path: Path) -> bool:
     if path.suffix != ".csv" or not path.is_file():
         return False
-    with path.open(encoding="utf-8", errors="replace") as file:  # of a damaged file, csv may refuse the first line
+    with path.open(encoding="utf-8", errors="replace") as file:  # csv may refuse the first line of a damaged file
         return set(TRACE_COLUMNS) <= set(file.readline().rstrip("\n").split(","))
 
 
@@ -99,78 +97,49 @@ def _in_trace(one: Path, other: Path) -> str:
             bits = row[name], against[name]
             if bits[0] != bits[1]:
                 decimal = bits if name == "step" else tuple(f"{float.fromhex(text):.9g}" for text in bits)
-                said = f"{decimal[0]} against {decimal[1]} ({bits[0]} against {bits[1]})"
-                return f"step {row['step']} of {len(ours)}: {name} {said}"
+                values = f"{decimal[0]} against {decimal[1]} ({bits[0]} against {bits[1]})"
+                return f"step {row['step']} of {len(ours)}: {name} {values}"
     return "the same steps, written otherwise"
 
 
 def _in_safetensors(one: Path, other: Path) -> str:
-    (ours, our_data), (theirs, their_data) = _tensors(one), _tensors(other)
-    if alone := sorted(ours.keys() ^ theirs.keys()):
-        return f"tensor {alone[0]} is only in one of the two"
-    for name in sorted(ours, key=lambda name: ours[name]["data_offsets"]):
-        kinds = [f"{tensor['dtype']} {tensor['shape']}" for tensor in (ours[name], theirs[name])]
-        if kinds[0] != kinds[1]:
-            return f"tensor {name}: {kinds[0]} against {kinds[1]}"
-        values, against = (
-            data[slice(*tensors[name]["data_offsets"])] for data, tensors in ((our_data, ours), (their_data, theirs))
-        )
-        if not np.array_equal(values, against):
-            return f"tensor {name}: {_in_tensor(values, against, ours[name])}"
+    import torch
+
+    with safe_open(one, framework="pt") as ours, safe_open(other, framework="pt") as theirs:
+        if alone := sorted({*ours.keys()} ^ {*theirs.keys()}):
+            return f"tensor {alone[0]} is only in one of the two"
+        for name in ours.offset_keys():
+            kinds = [
+                f"{file.get_slice(name).get_dtype()} {file.get_slice(name).get_shape()}" for file in (ours, theirs)
+            ]
+            if kinds[0] != kinds[1]:
+                return f"tensor {name}: {kinds[0]} against {kinds[1]}"
+            values, against = ours.get_tensor(name), theirs.get_tensor(name)
+            # By their bytes: a NaN equals itself, and -0.0 is not 0.0.
+            bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (values, against)]
+            unlike = (bits[0] != bits[1]).any(dim=1)
+            if unlike.any():
+                first = int(unlike.int().argmax())
+                index = ", ".join(str(int(part)) for part in torch.unravel_index(torch.tensor(first), values.shape))
+                shown = [f"{tensor.flatten()[first].item():.9g}" for tensor in (values, against)]
+                count = f"{int(unlike.sum()):,} of {values.numel():,} values"
+                return f"tensor {name}: {count}, first [{index}], {shown[0]} against {shown[1]}"
     return "the header"
 
 
-def _tensors(path: Path) -> tuple[dict[str, dict[str, Any]], NDArray[np.uint8]]:
-    """(what the header says of each tensor, the bytes after it), as safetensors' format.md has it."""
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    length = int.from_bytes(content[:8].tobytes(), "little")
-    header = json.loads(content[8 : 8 + length].tobytes())
-    header.pop("__metadata__", None)
-    if header and max(tensor["data_offsets"][1] for tensor in header.values()) != content.size - 8 - length:
-        raise ValueError("not a whole file")
-    return header, content[8 + length :]
-
-
-def _in_tensor(values: NDArray[np.uint8], against: NDArray[np.uint8], tensor: dict[str, Any]) -> str:
-    count = int(np.prod(tensor["shape"], dtype=np.int64))
-    unlike = (values.reshape(count, -1) != against.reshape(count, -1)).any(axis=1)
-    first = int(unlike.argmax())
-    index = ", ".join(str(int(part)) for part in np.unravel_index(first, tensor["shape"])) if tensor["shape"] else ""
-    shown = [_value(side.reshape(count, -1)[first], tensor["dtype"]) for side in (values, against)]
-    return f"{int(unlike.sum()):,} of {count:,} values, first [{index}], {shown[0]} against {shown[1]}"
-
-
-def _value(raw: NDArray[np.uint8], dtype: str) -> str:
-    if dtype == "BF16":  # the upper half of a float32
-        return f"{np.concatenate([np.zeros(2, np.uint8), raw]).view(np.float32)[0]:.9g}"
-    return f"{raw.view(_FLOATS[dtype])[0]:.9g}" if dtype in _FLOATS else f"0x{raw[::-1].tobytes().hex()}"
-
-
-def _in_parquet(one: Path, other: Path) -> str:
-    ours, theirs = (pq.read_table(path) for path in (one, other))
-    if ours.schema != theirs.schema or ours.num_rows != theirs.num_rows:
-        return f"{ours.num_rows} rows of {ours.column_names} against {theirs.num_rows} of {theirs.column_names}"
-    for name in ours.column_names:
-        rows = zip(ours[name].to_pylist(), theirs[name].to_pylist(), strict=True)
-        for number, (value, against) in enumerate(rows):
-            if repr(value) != repr(against):  # a NaN is like another
-                return f"row {number}, column {name}: {_short(value)} against {_short(against)}"
-    return "the same rows, written otherwise"
-
-
-def _in_json(one: Any, other: Any, path: str) -> Iterator[str]:
-    """Dotted path and values of what differs; of two that JSON takes for one, such as 1 and 1.0, too."""
+def _in_values(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    """Dotted path and values of each difference; 1 and 1.0 differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             place = f"{path}.{key}" if path else str(key)
             if key in one and key in other:
-                yield from _in_json(one[key], other[key], place)
+                yield from _in_values(one[key], other[key], place)
             else:
                 yield f"{place} is only in one of the two"
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for index, (value, against) in enumerate(zip(one, other, strict=True)):
-            yield from _in_json(value, against, f"{path}[{index}]")
-    elif json.dumps(one) != json.dumps(other):
+            yield from _in_values(value, against, f"{path}[{index}]")
+    elif repr(one) != repr(other):  # a NaN equals itself
         yield f"{path or 'all of it'}: {_short(one)} against {_short(other)}"
 
 
@@ -182,15 +151,14 @@ def _in_lines(one: str, other: str) -> str:
 
 
 def _in_bytes(one: Path, other: Path) -> str:
+    sizes = f"{one.stat().st_size:,} bytes against {other.stat().st_size:,}"
     with one.open("rb") as ours, other.open("rb") as theirs:
         position = 0
-        while True:
-            chunk, against = ours.read(2**20), theirs.read(2**20)
-            if chunk != against:
-                same = next((at for at, (a, b) in enumerate(zip(chunk, against, strict=False)) if a != b), None)
-                at = position + (min(len(chunk), len(against)) if same is None else same)
-                return f"byte {at:,}; {one.stat().st_size:,} bytes against {other.stat().st_size:,}"
+        while (chunk := ours.read(2**20)) == (against := theirs.read(2**20)) and chunk:
             position += len(chunk)
+    pairs = enumerate(zip(chunk, against, strict=False))
+    place = next((place for place, (a, b) in pairs if a != b), min(len(chunk), len(against)))
+    return f"byte {position + place:,}; {sizes}"
 
 
 def _short(value: Any) -> str:

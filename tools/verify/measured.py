@@ -1,6 +1,6 @@
-"""What may differ between two runs of the same, and all that may: what was measured of the machine, not of the model.
+"""The only values that may differ between two runs of the same stage: times and memory, which the stage measured.
 
-A stage writes nothing else that depends on when or where it ran; its record of provenance is no output of its own.
+A stage writes nothing else that depends on when or where it ran; its record of provenance is the launcher's output.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-_HELD = ("before_load", "after_load", "end")
-
 MEASURED = {
     "training.json": ("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
     "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
-    # What a stage held, below data/report/TASK/memory. A certificate of the same name has none of these keys.
-    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), _HELD),
+    # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
+    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), ("before_load", "after_load", "end")),
 }
 """Keys of JSON files by the file's name, wherever a stage writes it."""
 
 SHOWN = ("comparison.md", "index.html")
-"""Of a report: pages that show some of that between what else the report holds, which lies in files beside them too."""
+"""Pages of a report that show measured values between others, all of which are also in files beside them."""
 
 
 def without_measured(path: Path) -> Any:
-    """What a JSON file holds beside that. Raises ValueError where it holds no JSON."""
+    """The content of a JSON file without measured values. Raises ValueError where it is not JSON."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         return content

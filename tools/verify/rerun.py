@@ -1,4 +1,4 @@
-"""A stage run again, aside: the same launcher, code and inputs, in a workspace of its own that is thrown away."""
+"""Runs a stage again with the same launcher, code and inputs, in a temporary workspace, and compares the outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
-from stages.core.params.schema import Params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.signals import heeded
 from stages.kit.launcher.launch import source_of
@@ -28,26 +27,26 @@ from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.witness import SEEN_BY_STAGES
 from tools.verify.differences import Comparison, compare_outputs
 
-ASIDE_DIR = Path(".bakeoff/verify")
-"""In the workspace: on the file system of the inputs, so that they need no copy."""
+RERUN_DIR = Path(".bakeoff/verify")
+"""In the workspace: on the file system of the inputs, so that they can be linked."""
 
-_KEEP_OUT = ("DVC_ROOT", "PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH")
-"""Of the caller's environment: what would lead the launcher away from where it is."""
+_MISLEADING = ("DVC_ROOT", "PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH")
+"""Variables of the caller that would lead the launcher to another workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rerun:
     stage: str
     comparison: Comparison
-    """What the workspace has first, what came out now second."""
+    """The workspace's outputs first, those of the new run second."""
     unlike: tuple[str, ...]
-    """In what the two runs were not the same, by their records: what a difference may come from."""
+    """What differs between the records of the two runs, and may be the reason for a difference."""
 
 
 def rerun(workspace_dir: Path, name: str) -> Rerun:
-    """Run the stage of that name (train@r1-llm-only) once more, and compare what comes out with what is here.
+    """Run the stage of that name (train@r1-llm-only) again, and compare its outputs with those in the workspace.
 
-    Raises UserError where there is no such stage, where its inputs or outputs are not here, or where it fails.
+    Raises UserError where there is no such stage, where its inputs or outputs are missing, or where it fails.
     """
     stage = find_stage(workspace_dir, name)
     missing = [path for path in (*stage.inputs("data"), *stage.written) if not (workspace_dir / path).exists()]
@@ -56,16 +55,14 @@ def rerun(workspace_dir: Path, name: str) -> Rerun:
             f"{name} cannot be compared: of its inputs and outputs these are not here:\n{listed(missing)}\n"
             f"bring them with: dvc checkout; or make them with: dvc repro {name}"
         )
-    before = _record(workspace_dir, stage)  # first: whether it is damaged is to be known before hours have passed
-    with _ending_as_after_ctrl_c(), workspace_aside(workspace_dir, stage) as aside_dir:
-        _, *arguments = stage.command.split()
-        code = _launch(aside_dir, arguments, stage)
+    before = _record(workspace_dir, stage)  # refused now where it is damaged, not after hours
+    with _signals_interrupt(), temporary_workspace(workspace_dir, stage) as folder:
+        code = _launch(folder, stage)
         if code != 0:
             raise UserError(f"{name} failed when it was run again, with exit code {code}; its own message is above")
         names = ("the workspace", "what came out now")
-        comparison = compare_outputs(workspace_dir, aside_dir, stage.written, names=names)
-        now = _record(aside_dir, stage)
-    return Rerun(stage=name, comparison=comparison, unlike=tuple(unlike(before, now)))
+        comparison = compare_outputs(workspace_dir, folder, stage.written, names=names)
+        return Rerun(stage=name, comparison=comparison, unlike=tuple(unlike(before, _record(folder, stage))))
 
 
 def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
@@ -81,45 +78,49 @@ def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
 
 
 @contextmanager
-def workspace_aside(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]:
-    """The code, the settings and the stage's inputs as they are here, in a folder of their own for as long as it takes.
+def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]:
+    """A workspace with the code, the settings and the stage's inputs, removed in the end.
 
-    Inputs are hard links where that can be: stages replace files, and never write into one.
+    Inputs are hard links where possible: stages replace files, and never write into one.
     """
     params = load_params(workspace_dir / "params.yaml")
-    source = _folder_source(stage, params)
-    with _folder_aside(workspace_dir / ASIDE_DIR, stage.name) as root:
-        # A source may be named as `../photographs`, and the name is part of the result: so it has to lead there.
-        ups = os.path.normpath(source).split("/").count("..")
-        aside_dir = root.joinpath(*("up" for _ in range(ups)), "workspace")
-        aside_dir.mkdir(parents=True)
+    _, kind, *args = stage.command.split()
+    source = source_of(kind, tuple(args), params).partition("folder:")[2]
+    with _temporary_folder(workspace_dir / RERUN_DIR, stage.name) as root:
+        # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
+        is_relative = source != "" and not Path(source).is_absolute()
+        levels_up = os.path.normpath(source).split("/").count("..") if is_relative else 0
+        folder = root.joinpath(*("up" for _ in range(levels_up)), "workspace")
+        folder.mkdir(parents=True)
         for name in SEEN_BY_STAGES:
-            _link_or_copy(workspace_dir / name, aside_dir / name, copy=True)
+            _copy(workspace_dir / name, folder / name)
         for path in stage.inputs("data"):
-            _link_or_copy(workspace_dir / path, aside_dir / path)
-        if source and not os.path.lexists(place := Path(os.path.normpath(aside_dir / source))):
+            _copy(workspace_dir / path, folder / path, link=True)
+        if is_relative and not os.path.lexists(place := Path(os.path.normpath(folder / source))):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(Path(os.path.normpath(workspace_dir / source)))
-        # Who waits for a GPU waits for the stages of the workspace too.
-        for folder in (workspace_dir, aside_dir):
-            (folder / ".bakeoff").mkdir(exist_ok=True)
+        # The leases of GPUs are those of the workspace.
         (workspace_dir / ".bakeoff/gpus").mkdir(exist_ok=True)
-        (aside_dir / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
-        if params.tracking.wandb:
-            _switch_tracking_off(aside_dir / "params.yaml")
-        yield aside_dir
+        (folder / ".bakeoff").mkdir(exist_ok=True)
+        (folder / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
+        if params.tracking.wandb:  # a comparison does not belong among tracked runs
+            yaml = YAML()
+            raw = yaml.load(folder / "params.yaml")
+            raw["tracking"]["wandb"] = False
+            yaml.dump(raw, folder / "params.yaml")
+        yield folder
 
 
 @contextmanager
-def _folder_aside(aside_dir: Path, name: str) -> Iterator[Path]:
-    """A folder of its own, removed in the end; so is what killed runs left, whose locks nobody holds any more."""
-    aside_dir.mkdir(parents=True, exist_ok=True)
-    for lock_path in aside_dir.glob("*/.lock"):
+def _temporary_folder(parent_dir: Path, name: str) -> Iterator[Path]:
+    """A locked folder, removed in the end. Folders of killed runs, which nobody locks any more, are removed first."""
+    parent_dir.mkdir(parents=True, exist_ok=True)
+    for lock_path in parent_dir.glob("*/.lock"):
         with suppress(BlockingIOError, FileNotFoundError), lock_path.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_path.parent, ignore_errors=True)
     with (
-        TemporaryDirectory(dir=aside_dir, prefix=f"{name}-", ignore_cleanup_errors=True) as root,
+        TemporaryDirectory(dir=parent_dir, prefix=f"{name}-", ignore_cleanup_errors=True) as root,
         Path(root, ".locking").open("a") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -128,7 +129,7 @@ def _folder_aside(aside_dir: Path, name: str) -> Iterator[Path]:
 
 
 def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
-    """What two runs of a stage did not have in common, in words."""
+    """What differs between the records of two runs of a stage."""
     if before is None or now is None:
         yield "there is no record of how the workspace's own came about"
         return
@@ -141,22 +142,21 @@ def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
         "the image": (before.image_digest, now.image_digest),
         "variables of the environment": (before.environment, now.environment),
         "the machine": (before.machine, now.machine),
+        f"{before.engine} against {now.engine}": (before.engine, now.engine),
+        f"{before.device} against {now.device}": (before.device, now.device),
     }
     yield from (what for what, (one, other) in facts.items() if one != other)
-    for one, other in ((before.engine, now.engine), (before.device, now.device)):
-        if one != other:
-            yield f"{one} against {other}"
 
 
-def _launch(aside_dir: Path, arguments: list[str], stage: DeclaredStage) -> int:
-    """Run the stage by its launcher, to its end; who asks this process to end, asks the stage."""
-    environment = {name: value for name, value in os.environ.items() if name not in _KEEP_OUT}
-    # The launcher then ends with whoever called it, as with dvc.
+def _launch(folder: Path, stage: DeclaredStage) -> int:
+    """Run the stage with its launcher; returns its exit code. Signals to this process go to the stage."""
+    environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
+    # The launcher ends with this process, as it does with dvc.
     environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
     with forwarded_signals() as signals:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stages.kit.launcher.launch", *arguments],
-            cwd=aside_dir,
+            [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]],
+            cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             process_group=0,  # a Ctrl-C reaches it once, from here
@@ -166,8 +166,8 @@ def _launch(aside_dir: Path, arguments: list[str], stage: DeclaredStage) -> int:
 
 
 @contextmanager
-def _ending_as_after_ctrl_c() -> Iterator[None]:
-    """Whoever asks this process to end, and however: what it has put aside is removed first."""
+def _signals_interrupt() -> Iterator[None]:
+    """Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in heeded()}
     try:
         yield
@@ -181,36 +181,19 @@ def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
     return read_provenance(path) if path.is_file() else None
 
 
-def _folder_source(stage: DeclaredStage, params: Params) -> str:
-    """The relative path of the folder that a stage reads beside its declared inputs; "" for none."""
-    _, kind, *args = stage.command.split()
-    where = source_of(kind, tuple(args), params).partition("folder:")[2]
-    return "" if Path(where).is_absolute() else where
+def _copy(source: Path, place: Path, *, link: bool = False) -> None:
+    """A file or folder; nothing where the source is missing. link: by hard links, where the file system has them."""
 
-
-def _link_or_copy(source: Path, place: Path, *, copy: bool = False) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-
-    def put(file: str, target: str) -> str:
-        if not copy:
-            try:
+    def copy_file(file: str, target: str) -> None:
+        if link:
+            with suppress(OSError):
                 os.link(os.path.realpath(file), target)
-            except OSError:  # another file system, or one without links
-                pass
-            else:
-                return target
-        return shutil.copyfile(file, target)
+                return
+        shutil.copyfile(file, target)
 
+    place.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, place, copy_function=put, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(source, place, copy_function=copy_file, ignore=ignored, dirs_exist_ok=True)
     elif source.exists():
-        put(str(source), str(place))
-
-
-def _switch_tracking_off(path: Path) -> None:
-    """A comparison is no run that anybody would want to see among others."""
-    yaml = YAML()
-    raw = yaml.load(path)
-    raw["tracking"]["wandb"] = False
-    yaml.dump(raw, path)
+        copy_file(str(source), str(place))

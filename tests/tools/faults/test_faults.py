@@ -120,7 +120,7 @@ def test_a_refusal_names_what_is_damaged_and_a_command() -> None:
 
 
 def test_commands_of_verify_are_taken_from_the_top_and_without_their_comments() -> None:
-    said = "data/a\n  bad\n  mend it with: rm -rf data/a && dvc checkout data/a\n\ndata/b\n  mend it with: x y  # z\n"
+    said = "data/a\n  bad\n  fix it with: rm -rf data/a && dvc checkout data/a\n\ndata/b\n  fix it with: x y  # z\n"
     assert verify_commands(ended(said, code=1)) == ["rm -rf data/a && dvc checkout data/a", "x y"]
 
 

@@ -57,7 +57,7 @@ FILES = {
     "stages/__init__.py": "",
     "stages/train.py": STAGE,
     "stages/compare.py": STAGE,
-    "tools/verify/__main__.py": "print('  mend it with: rm -r .dvc/cache/runs')",
+    "tools/verify/__main__.py": "print('  fix it with: rm -r .dvc/cache/runs')",
     "data/.gitignore": "",
 }
 

@@ -19,7 +19,7 @@ from stages.core.errors import UserError
 from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
 from tools.verify.__main__ import main
-from tools.verify.rerun import find_stage, rerun, workspace_aside
+from tools.verify.rerun import find_stage, rerun, temporary_workspace
 
 NAME = "train@r1-llm-only"
 
@@ -111,78 +111,58 @@ def test_a_stage_comes_out_the_same_and_the_workspace_stays_as_it_was(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DVC_ROOT", "not this one")
+    monkeypatch.chdir(workspace)
     before = everything(workspace)
-    again = rerun(workspace, NAME)
-    assert again.comparison.different == {}
-    assert again.comparison.equal == (
-        "data/runs/r1-llm-only/trained/weights.bin",
-        "data/runs/r1-llm-only/training/trace.csv",
-    )
-    assert again.comparison.measured == ("data/runs/r1-llm-only/training/training.json",)
-    assert again.unlike == ()
+    same = CliRunner().invoke(main, ["--rerun", NAME])
+    assert same.exit_code == 0, same.output
+    assert same.output.startswith(f"{NAME} came out the same again, byte for byte: 3 files, ")
+    assert same.output.rstrip().endswith("but for times and memory: data/runs/r1-llm-only/training/training.json")
     assert everything(workspace) == before
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
 
 
-def test_the_first_step_that_came_out_otherwise_is_named_and_what_it_may_come_from(
+def test_the_first_different_step_is_named_and_possible_reasons(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_SHIFT", "0.25")
     with (workspace / "stages/train.py").open("a") as file:
         file.write("# changed")
     again = rerun(workspace, NAME)
-    (trace, where), *others = again.comparison.different.items()
-    assert trace == "data/runs/r1-llm-only/training/trace.csv"
     third = 1 / 3
-    assert where == (
-        f"step 3 of 5: loss 0.333333333 against 0.583333333 ({third.hex()} against {(third + 0.25).hex()})"
-    )
-    assert dict(others) == {
-        "data/runs/r1-llm-only/trained/weights.bin": (
-            "line 1: '[1.0, 0.5, 0.3333333333333333, 0.25, 0.2]' against '[1.0, 0.5, 0.5833333333333333, 0.5, 0.45]'"
+    assert list(again.comparison.different.items()) == [
+        (
+            "data/runs/r1-llm-only/training/trace.csv",
+            f"step 3 of 5: loss 0.333333333 against 0.583333333 ({third.hex()} against {(third + 0.25).hex()})",
         ),
-        "data/runs/r1-llm-only/training/training.json": "final_loss: 0.2 against 0.45",
-    }
+        (
+            "data/runs/r1-llm-only/trained/weights.bin",
+            "line 1: '[1.0, 0.5, 0.3333333333333333, 0.25, 0.2]' against '[1.0, 0.5, 0.5833333333333333, 0.5, 0.45]'",
+        ),
+        ("data/runs/r1-llm-only/training/training.json", "final_loss: 0.2 against 0.45"),
+    ]
     assert again.unlike == ("the code of the stage", "variables of the environment")
 
 
-def test_the_command_ends_with_1_where_bytes_differ(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workspace)
-    same = CliRunner().invoke(main, ["--rerun", NAME])
-    assert same.exit_code == 0, same.output
-    assert same.output.startswith(f"{NAME} came out the same again, byte for byte: 3 files, ")
-    assert same.output.rstrip().endswith("but for times and memory: data/runs/r1-llm-only/training/training.json")
-    monkeypatch.setenv("OMP_SHIFT", "0.25")
-    different = CliRunner().invoke(main, ["--rerun", NAME])
-    assert different.exit_code == 1
-    first, second, *_ = different.output.splitlines()
-    assert first.startswith(f"{NAME} came out DIFFERENT: 3 of 3 files, ")
-    assert second.startswith("  data/runs/r1-llm-only/training/trace.csv: step 3 of 5: loss ")
-    assert "the two runs were not alike: variables of the environment" in different.output
-
-
-def test_a_file_that_was_damaged_after_a_training_is_told_from_a_training_that_went_otherwise(
+def test_a_file_that_was_damaged_after_a_training_is_told_from_another_training(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workspace / "data/runs/r1-llm-only/trained/weights.bin").write_text("damaged")
     monkeypatch.chdir(workspace)
     different = CliRunner().invoke(main, ["--rerun", NAME])
     assert different.exit_code == 1
-    assert "DIFFERENT: 1 of 3 files" in different.output
+    assert different.output.startswith(f"{NAME} came out DIFFERENT: 1 of 3 files, ")
     assert "the training itself took the same course, step by step" in different.output
     assert "the two runs were alike in all that is recorded of them" in different.output
 
 
-def test_a_stage_that_fails_when_it_is_run_again_is_no_comparison(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_stage_is_not_compared(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_FAILS", "1")
     with pytest.raises(UserError, match=f"{NAME} failed when it was run again, with exit code 3"):
         rerun(workspace, NAME)
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
 
 
-def test_who_ends_it_ends_the_stage_and_nothing_is_left(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_SLEEPS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-P", "-m", "tools.verify", "--rerun", NAME]
@@ -199,67 +179,53 @@ def test_who_ends_it_ends_the_stage_and_nothing_is_left(workspace: Path, monkeyp
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
 
 
-def test_who_ends_it_while_no_stage_runs_leaves_nothing_either(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tools.verify.rerun.compare_outputs", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+def test_a_signal_while_no_stage_runs_leaves_nothing_either(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.verify.rerun._launch", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         rerun(workspace, NAME)
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(workspace: Path) -> None:
+def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_are_not(workspace: Path) -> None:
     left = workspace / ".bakeoff/verify/train-left"
     (left / "workspace").mkdir(parents=True)
     (left / ".lock").touch()
     stage = find_stage(workspace, NAME)
-    with workspace_aside(workspace, stage) as first:
+    with temporary_workspace(workspace, stage) as first:
         assert not left.exists()
-        with workspace_aside(workspace, stage) as second:
+        with temporary_workspace(workspace, stage) as second:
             assert first.exists()
             assert second.exists()
     assert list((workspace / ".bakeoff/verify").iterdir()) == []
 
 
-def test_a_damaged_record_is_refused_before_anything_runs(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_FAILS", "1")
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.verify.rerun._launch", None)
+    with pytest.raises(UserError, match=r"dvc\.yaml is missing; run from the top"):
+        rerun(tmp_path, NAME)
+    with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean train@r1-llm-only\?\)"):
+        rerun(workspace, "train@r1-llm-onyl")
     (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
     with pytest.raises(UserError, match=r"train@r1-llm-only\.json is damaged: .*dvc checkout"):
         rerun(workspace, NAME)
-
-
-def test_what_is_not_here_cannot_be_compared(workspace: Path) -> None:
-    (workspace / "data/runs/r1-llm-only/training/trace.csv").unlink()
-    (workspace / "data/runs/r1-llm-only/training/training.json").unlink()
-    (workspace / "data/runs/r1-llm-only/training").rmdir()
-    with pytest.raises(
-        UserError, match=r"(?s)these are not here:\n  data/runs/r1-llm-only/training\n.*dvc repro train@r1"
-    ):
+    shutil.rmtree(workspace / "data/runs/r1-llm-only/training")
+    missing = r"(?s)these are not here:\n  data/runs/r1-llm-only/training\n.*dvc repro train@r1"
+    with pytest.raises(UserError, match=missing):
         rerun(workspace, NAME)
 
 
-def test_outside_of_a_workspace_there_is_nothing_to_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"dvc\.yaml is missing; run from the top"):
-        rerun(tmp_path, NAME)
-
-
-def test_an_unknown_stage_is_refused_and_the_nearest_named(workspace: Path) -> None:
-    with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean train@r1-llm-only\?\)"):
-        rerun(workspace, "train@r1-llm-onyl")
-
-
-@pytest.mark.parametrize("place", ["photos", "../photos", "../../photos"])
-def test_a_source_beside_the_workspace_is_found_by_the_name_that_it_has(workspace: Path, place: str) -> None:
+@pytest.mark.parametrize("place", ["photos", "../../photos"])
+def test_a_relative_source_is_found_by_its_name(workspace: Path, place: str) -> None:
     """The name is part of the result: a lineage has it."""
     source = Path(os.path.normpath(workspace / place))
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text("{}")
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("folder:data/tiny/qwen2-vl", f"folder:{place}", 1))
-    for path in (workspace / "data/bases/vlm").iterdir():
-        path.unlink()
-    (workspace / "data/bases/vlm").rmdir()
+    shutil.rmtree(workspace / "data/bases/vlm")
     launch(workspace, "base", "vlm")
     again = rerun(workspace, "base@vlm")
     assert (len(again.comparison.equal), again.comparison.different, again.unlike) == (2, {}, ())
@@ -268,12 +234,11 @@ def test_a_source_beside_the_workspace_is_found_by_the_name_that_it_has(workspac
 def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("wandb: false", "wandb: true", 1))
-    with workspace_aside(workspace, find_stage(workspace, NAME)) as aside:
+    with temporary_workspace(workspace, find_stage(workspace, NAME)) as folder:
         name = "data/bases/vlm/config.json"
-        assert (aside / name).samefile(workspace / name)
-        assert not (aside / "params.yaml").samefile(params)
-        assert "wandb: false" in (aside / "params.yaml").read_text()
-        assert (aside / ".bakeoff/gpus").samefile(workspace / ".bakeoff/gpus")
-        assert not (aside / "data/runs/r1-llm-only/trained").exists()
-    assert not aside.exists()
+        assert (folder / name).samefile(workspace / name)
+        assert not (folder / "params.yaml").samefile(params)
+        assert "wandb: false" in (folder / "params.yaml").read_text()
+        assert (folder / ".bakeoff/gpus").samefile(workspace / ".bakeoff/gpus")
+        assert not (folder / "data/runs/r1-llm-only/trained").exists()
     assert "wandb: true" in params.read_text()
