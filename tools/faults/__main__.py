@@ -1,4 +1,4 @@
-"""Injects faults into a small pipeline, and looks whether it ends as if nothing had been, or refuses by name.
+"""Injects faults into a small pipeline, which has to end as if nothing had happened, or refuse by name.
 
 Reads   this checkout, as it is now
 Writes  to a temporary folder, which stays only where something was WRONG
@@ -20,9 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -32,15 +31,9 @@ from tools.faults.kinds import KINDS, NEEDS_A_SMALL_DISK, Trial
 from tools.faults.workspaces import CannotRun, Reference, build_reference
 
 TRIES = 5
-"""At moments that are drawn one after the other, until the fault meets what it is to disturb."""
+"""At moments drawn one after the other, until the fault comes in time."""
 OWN_MOUNTS = "BAKEOFF_FAULTS_OWN_MOUNTS"
-"""Set where this process has a view of its own of what is mounted: nothing of it outlives the process."""
-
-
-@dataclass(frozen=True)
-class Result:
-    kind: str
-    outcome: Outcome
+"""Set in a process whose mounts nobody else sees, and which end with it."""
 
 
 @click.command(help=__doc__)
@@ -51,50 +44,45 @@ class Result:
 def main(count: int, seed: int, only: int | None, kinds: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter_own_mounts()
-    can_mount = OWN_MOUNTS in os.environ
+    options = "".join(f" --kind {kind!r}" for kind in kinds)
     kinds = kinds or tuple(KINDS)
-    if not can_mount:
-        kinds = tuple(kind for kind in kinds if KINDS[kind] not in NEEDS_A_SMALL_DISK)
+    if OWN_MOUNTS not in os.environ:
+        kinds = tuple(kind for kind in kinds if kind not in NEEDS_A_SMALL_DISK)
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
     if not kinds:
         raise click.ClickException("nothing is left to do")
-    root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-")).resolve()  # processes are found by where they work
-    results: dict[int, Result] = {}
+    root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-")).resolve()  # processes are found by their folder
+    outcomes: dict[int, Outcome] = {}
     began = time.monotonic()
     try:
         click.echo("the undisturbed pipeline")
         reference = build_reference(root / "reference", click.echo)
-        numbers = [only] if only else range(1, count + 1)
-        dealt = list(deck(seed, max(numbers), kinds))
-        for number in numbers:
-            kind = dealt[number - 1]
-            results[number] = Result(kind, inflict(reference, root / f"fault-{number}", kind, seed, number))
+        for number in [only] if only else range(1, count + 1):
+            kind = kind_of(seed, number, kinds)
+            outcomes[number] = inflict(reference, root / f"fault-{number}", kind, seed, number)
     except CannotRun as error:
         raise click.ClickException(str(error)) from None
     finally:
-        wrong = [number for number, result in results.items() if result.outcome is Outcome.WRONG]
-        if results:
-            kept = sum(result.outcome in (Outcome.UNDISTURBED, Outcome.REFUSED) for result in results.values())
-            click.echo(tally(list(results.values())))
-            click.echo(f"{kept} of {len(results)} as promised, in {time.monotonic() - began:.0f} s")
-        chosen = "".join(f" --kind {kind!r}" for kind in kinds) if kinds != tuple(KINDS) else ""
-        for number in wrong:
-            again = f"make faults SEED={seed} ONLY={number}" + (f' ARGS="{chosen[1:]}"' if chosen else "")
+        tally = Counter(outcomes.values())
+        if outcomes:
+            counts = ", ".join(f"{tally[outcome]} {outcome}" for outcome in Outcome)
+            click.echo(f"{len(outcomes)} faults in {time.monotonic() - began:.0f} s: {counts}")
+        for number in (number for number, outcome in outcomes.items() if outcome is Outcome.WRONG):
+            again = f"make faults SEED={seed} ONLY={number}" + (f' ARGS="{options[1:]}"' if options else "")
             click.echo(f"{number}: kept in {root}/fault-{number}*; again: {again}")
-        if not wrong:
+        if not tally[Outcome.WRONG]:
             shutil.rmtree(root, ignore_errors=True)
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if tally[Outcome.WRONG] else 0)
 
 
-def deck(seed: int, count: int, kinds: Sequence[str]) -> Iterator[str]:
-    """At least so many of the kinds, in rounds: each once a round, in an order of its own."""
-    draw = random.Random(f"order {seed}")
-    for _ in range(0, count, len(kinds)):
-        yield from draw.sample(kinds, len(kinds))
+def kind_of(seed: int, number: int, kinds: Sequence[str]) -> str:
+    """Each kind comes once a round, in a random order."""
+    round_, place = divmod(number - 1, len(kinds))
+    return random.Random(f"round {seed} {round_}").sample(kinds, len(kinds))[place]
 
 
 def inflict(reference: Reference, folder: Path, kind: str, seed: int, number: int) -> Outcome:
-    """One fault, its line printed."""
+    """One fault; prints a line about it."""
     trial = Trial(reference, folder, random.Random(f"fault {seed} {number} {kind}"))
     began, outcome, why = time.monotonic(), Outcome.NEVER_CAME, ""
     for _ in range(TRIES):
@@ -117,24 +105,16 @@ def inflict(reference: Reference, folder: Path, kind: str, seed: int, number: in
 
 
 def _remove(folder: Path) -> None:
-    for path in folder.parent.glob(f"{folder.name}*"):
-        if path == folder or path.name.startswith(f"{folder.name}."):
-            shutil.rmtree(path, ignore_errors=True)
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-
-
-def tally(results: list[Result]) -> str:
-    counts = Counter((result.kind, result.outcome) for result in results)
-    total = Counter(result.outcome for result in results)
-    rows = [(kind, [counts[kind, outcome] for outcome in Outcome]) for kind in KINDS]
-    shown = [row for row in rows if any(row[1])] + [("all", [total[outcome] for outcome in Outcome])]
-    lines = [f"{'':<24}" + "".join(f"{outcome:>16}" for outcome in Outcome)]
-    return "\n".join(lines + [f"{kind:<24}" + "".join(f"{count:>16}" for count in each) for kind, each in shown])
+    """With the logs and temporary files beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in folder.parent.glob(f"{folder.name}.*"):
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def enter_own_mounts() -> None:
-    """Become a process that can mount a small disk which nobody else sees; stay as it is where that cannot be."""
+    """Become a process that can mount a small disk which nobody else sees; stay as it is where that is impossible."""
     if OWN_MOUNTS in os.environ:
         return
     for rights in ([], ["--map-root-user"]):

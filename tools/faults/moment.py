@@ -1,8 +1,8 @@
-"""Counts what a process changes on the disk, and has it end, or its clock set back, just before a given change.
+"""Counts the changes that a process makes on the disk, and kills it, or sets its clock back, before a given change.
 
-The tool's own environment has this as its sitecustomize: so it is in dvc, in the launcher and in the stage, none of
-which knows of it. Without an order for this kind of process it does nothing. Python tells of changes that are made in
-Python (sys.addaudithook); what safetensors and Arrow write by themselves lies between two of them.
+It is the sitecustomize of the tool's own environment, so dvc, the launcher and the stage run it without knowing of it.
+Without an order for this kind of process it does nothing. Python reports changes that are made in Python
+(sys.addaudithook); safetensors and Arrow write between two of them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 ORDER = Path(".bakeoff/fault.json")
-"""{"role": ..., "count": path} has each change written to a file. {"role": ..., "number": n, "act": ...} acts before
-that one: it sets the clock back, or sends a signal to the process that is so many "above" this one."""
+"""{"role": ..., "count": path} writes each change to a file. {"role": ..., "number": n, "act": ...} acts before that
+change: it sets the clock back, or sends a signal to the process that is so many "above" this one."""
 WATCHED = re.compile(r"(data|\.dvc/cache|\.bakeoff/checkpoints)/|dvc\.lock$")
 CHANGES = frozenset(f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "chmod"))
 SET_BACK_S = 3600.0
 
 
 def role_of(words: Sequence[str]) -> str:
-    """Of a process, by its command line: dvc, launcher, stage, or "" for another."""
+    """The kind of a process, by its command line: dvc, launcher, stage, or "" for another."""
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     if module in ("dvc", "stages.kit.launcher.launch"):
         return "dvc" if module == "dvc" else "launcher"
-    return "stage" if re.fullmatch(r"stages\.(?!verify)\w+", module) else ""
+    return "stage" if re.fullmatch(r"stages\.\w+", module) else ""
 
 
 class Watch:
@@ -49,21 +49,14 @@ class Watch:
             place = args[0]
         else:
             return
-        directory = args[-1] if event in ("os.remove", "os.rmdir") else -1
-        shown = self.shown(place, directory)
-        if WATCHED.match(shown):
-            self.before(event.removeprefix("os."), shown)
-
-    def shown(self, place: Any, directory: int) -> str:
-        """A path as seen from the workspace."""
         path = os.fsdecode(place) if not isinstance(place, int) else f"/proc/self/fd/{place}"
-        if directory >= 0:
-            path = str(Path(f"/proc/self/fd/{directory}").readlink() / path)
-        return path.removeprefix(self.top)
-
-    def before(self, event: str, path: str) -> None:
+        if event in ("os.remove", "os.rmdir") and args[-1] >= 0:  # relative to an open folder
+            path = str(Path(f"/proc/self/fd/{args[-1]}").readlink() / path)
+        path = path.removeprefix(self.top)
+        if not WATCHED.match(path):
+            return
         if self.log is not None:
-            os.write(self.log, f"{json.dumps([event, path])}\n".encode())
+            os.write(self.log, f"{json.dumps([event.removeprefix('os.'), path])}\n".encode())
             return
         self.number += 1
         if self.number == self.order["number"]:
@@ -71,7 +64,6 @@ class Watch:
 
 
 def act(order: dict[str, Any]) -> None:
-    """Before anything else can happen."""
     ORDER.with_suffix(".done").touch()
     if order["act"] == "set the clock back":
         now, now_ns = time.time, time.time_ns
@@ -83,11 +75,11 @@ def act(order: dict[str, Any]) -> None:
     process: psutil.Process | None = psutil.Process()
     for _ in range(int(order["above"])):
         process = process.parent() if process is not None else None
-    if process is not None and process.cwd() == str(Path.cwd()):  # it has not gone, and left its child to another
+    if process is not None and process.cwd() == str(Path.cwd()):  # else the parent has ended, and another one took over
         process.send_signal(order["signal"])
 
 
-def heed() -> None:
+def watch_if_ordered() -> None:
     try:
         order = json.loads(ORDER.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,4 +89,4 @@ def heed() -> None:
         sys.addaudithook(Watch(order))
 
 
-heed()
+watch_if_ordered()

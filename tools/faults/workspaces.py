@@ -1,4 +1,4 @@
-"""Workspaces that commands are run in, and a small pipeline that nobody disturbed, of which copies are disturbed."""
+"""Workspaces in which commands run, and the reference: a small pipeline that ran undisturbed, to be copied."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ CHAIN = (
 )
 TARGET = CHAIN[-1]
 LIMIT_S = 300
-"""Of a command on one stage of it, which takes some ten seconds: what takes that long hangs."""
+"""For a command on one stage of it, which takes some ten seconds: a longer one hangs."""
 GRACE_S = 150
-"""What processes have to be gone, after a command has ended: more than a stage has to save its work."""
+"""For processes to end after their command: more than a stage has to save its work."""
+
+Meanwhile = Callable[[subprocess.Popen[bytes]], None]
 
 
 class CannotRun(Exception):
-    """Something that this tool needs is not here."""
+    """Something that this tool needs is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +52,14 @@ class Ended:
     command: str
     code: int | None
     """None: it had not ended by the limit, and was killed."""
-    said: str
+    output: str
     left_running: tuple[str, ...]
-    """Processes of the workspace that were not gone in time, and were killed."""
+    """Processes of the workspace that did not end in time, and were killed."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the disk that a process made."""
+    """One change on the disk that a process made."""
 
     number: int
     """Counted from 1, in that process."""
@@ -67,32 +69,32 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """A copy of the pipeline, of which commands are run as a person would."""
+    """A copy of the pipeline in which commands run as a person would type them."""
 
     folder: Path
     environment: Mapping[str, str]
     limit_s: float = LIMIT_S
-    """Of one command."""
+    """For one command."""
 
     def stages(self) -> list[DeclaredStage]:
         """Those of the chain."""
         return [stage for stage in declared_stages(self.folder) if stage.name in CHAIN]
 
-    def dvc(self, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> Ended:
-        return self.run("-m", "dvc", *arguments, meanwhile=meanwhile)
+    def dvc(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
+        return self.python("-m", "dvc", *arguments, meanwhile=meanwhile)
 
     def verify(self, *arguments: str) -> Ended:
-        return self.run("-m", "tools.verify", *arguments)
+        return self.python("-m", "tools.verify", *arguments)
+
+    def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
+        shown = " ".join(arguments).removeprefix("-m ")
+        return self._run([self.environment["PYTHON"], *arguments], shown, meanwhile)
 
     def shell(self, command: str) -> Ended:
-        """A command that a message names."""
+        """Run a command that a message names."""
         if command.startswith("make verify"):
             return self.verify(*(["--restore"] if "RESTORE=1" in command else []))
-        return self._run(["bash", "-c", command], shown=command)
-
-    def run(self, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> Ended:
-        shown = " ".join(arguments).removeprefix("-m ")
-        return self._run([self.environment["PYTHON"], *arguments], shown=shown, meanwhile=meanwhile)
+        return self._run(["bash", "-c", command], command, None)
 
     def start(self, command: list[str], log: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -105,21 +107,18 @@ class Workspace:
             start_new_session=True,
         )
 
-    def _run(
-        self, command: list[str], *, shown: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
-    ) -> Ended:
-        log_path = self.folder.with_name(f"{self.folder.name}.log")
-        with log_path.open("a+b") as log:
+    def _run(self, command: list[str], shown: str, meanwhile: Meanwhile | None) -> Ended:
+        hung = threading.Event()
+
+        def end() -> None:
+            hung.set()
+            self.kill_all()
+
+        with self.folder.with_name(f"{self.folder.name}.log").open("a+b") as log:
             log.write(f"\n$ {shown}\n".encode())
             log.flush()
             began = log.tell()
             process = self.start(command, log)
-            hung = threading.Event()
-
-            def end() -> None:
-                hung.set()
-                self.kill_all()
-
             deadline = threading.Timer(self.limit_s, end)
             deadline.start()
             try:
@@ -129,13 +128,14 @@ class Workspace:
             finally:
                 deadline.cancel()
                 deadline.join()
-                left = self.wait_for_the_rest(0 if hung.is_set() or process.poll() is None else GRACE_S)
+                left = self.wait_for_processes(0 if hung.is_set() or process.poll() is None else GRACE_S)
             log.seek(began)
-            said = log.read().decode("utf-8", errors="replace")
-        return Ended(command=shown, code=None if hung.is_set() else process.returncode, said=said, left_running=left)
+            output = log.read().decode("utf-8", errors="replace")
+        code = None if hung.is_set() else process.returncode
+        return Ended(command=shown, code=code, output=output, left_running=left)
 
-    def wait_for_the_rest(self, seconds: float) -> tuple[str, ...]:
-        """Wait until nobody works in the workspace; whoever still does is killed, and returned."""
+    def wait_for_processes(self, seconds: float) -> tuple[str, ...]:
+        """Wait until no process works in the workspace; those that still do are killed and returned."""
         until = time.monotonic() + seconds
         while (running := list(self.processes())) and time.monotonic() < until:
             time.sleep(0.05)
@@ -148,7 +148,7 @@ class Workspace:
         return tuple(names)
 
     def kill_all(self) -> None:
-        """All in the workspace at once, as where the power fails: nobody is left to hear of another's end."""
+        """All processes at once, as in a power failure: none learns of another's end."""
         running = list(self.processes())
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in running:
@@ -160,11 +160,11 @@ class Workspace:
             try:
                 if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(self.folder):
                     yield process
-            except (psutil.Error, OSError):  # it is gone, or somebody else's
+            except (psutil.Error, OSError):  # it has ended, or is another account's
                 continue
 
     def process_of(self, role: str) -> psutil.Process | None:
-        """The one that now is dvc, launcher or stage here."""
+        """The running dvc, launcher or stage."""
         for process in self.processes():
             with suppress(psutil.Error):
                 if moment.role_of(process.cmdline()) == role:
@@ -172,13 +172,13 @@ class Workspace:
         return None
 
     def order(self, **what: Any) -> None:
-        """To moment.py."""
+        """Give moment.py an order."""
         path = self.folder / moment.ORDER
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(what), encoding="utf-8")
 
-    def take_order_back(self) -> bool:
-        """Whether what was ordered came about."""
+    def withdraw_order(self) -> bool:
+        """Whether it was carried out."""
         path = self.folder / moment.ORDER
         path.unlink(missing_ok=True)
         done = path.with_suffix(".done")
@@ -189,14 +189,14 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The undisturbed pipeline. Nothing of it is ever written to again."""
+    """The undisturbed pipeline. Nothing in it is ever written to again."""
 
     root: Path
     environment: Mapping[str, str]
     seconds: Mapping[str, float]
-    """That each stage took."""
+    """Of each stage."""
     changes: Mapping[tuple[str, str], list[Change]]
-    """What each kind of process changed on the disk, in its order, by (stage, dvc or launcher or stage)."""
+    """By (stage, dvc or launcher or stage): the changes that the process made on the disk, in their order."""
 
     @property
     def finished_dir(self) -> Path:
@@ -209,36 +209,37 @@ class Reference:
         later = CHAIN[CHAIN.index(stage) + 1 :]
         return self.before_dir(later[0]) if later else self.finished_dir
 
-    def copied(self, source: Path, folder: Path) -> Workspace:
-        """Hard links within stay hard links, and none leads back."""
-        _copy(source, folder)
-        return workspace_in(folder, self.environment)
-
 
 def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
-    """Run the chain, stage by stage, in a clone of this checkout that holds what is not committed too.
+    """Run the chain, stage by stage, in a clone of this checkout that also has what is not committed.
 
     Raises CannotRun where git, dvc or the pipeline itself does not work.
     """
-    # One thread: with so little to do, more are no faster.
+    # With so little to do, more threads are no faster.
     environment = {**make_environment(root), "OMP_NUM_THREADS": "1"}
     workspace = workspace_in(root / "workspace", environment)
     clone_checkout(workspace.folder)
-    _make_small(workspace.folder)
-    (root / "before").mkdir()
+    with tiny_params(workspace.folder) as raw:  # few samples and steps, each second step saved
+        tiny = raw["profiles"]["tiny"]
+        tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 4, "seed": 1}
+        tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+        tiny["memory"]["micro_batch"] = 2
+        tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
+        raw["checkpoints"].update(every_minutes=None, every_steps=2)
+        raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
     seconds: dict[str, float] = {}
     changes: dict[tuple[str, str], list[Change]] = {}
     for name in CHAIN:
-        _copy(workspace.folder, root / "before" / name)
+        copy_folder(workspace.folder, root / "before" / name)
         counts = root / "counts" / name
         counts.mkdir(parents=True)
         workspace.order(role="all", count=str(counts / "of"))
         began = time.monotonic()
         ended = workspace.dvc("repro", name)
         seconds[name] = time.monotonic() - began
-        workspace.take_order_back()
+        workspace.withdraw_order()
         if ended.code != 0:
-            raise CannotRun(f"the undisturbed pipeline itself fails, in {name}:\n{ended.said}")
+            raise CannotRun(f"the undisturbed pipeline itself fails, in {name}:\n{ended.output}")
         for role in ("dvc", "launcher", "stage"):
             path = counts / f"of-{role}"
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -249,8 +250,7 @@ def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
 
 
 def workspace_in(folder: Path, environment: Mapping[str, str], *, limit_s: float = LIMIT_S) -> Workspace:
-    """With folders of its own for what is temporary, beside it."""
-    # What DVC remembers of files lies with them, and what stages put aside is looked for too.
+    """A workspace with a folder of its own for temporary files, beside it; DVC's state of files lies within."""
     scratch_dir = folder.with_name(f"{folder.name}.tmp")
     scratch_dir.mkdir(parents=True, exist_ok=True)
     own = {"DVC_SITE_CACHE_DIR": str(folder / ".dvc/tmp/site"), "TMPDIR": str(scratch_dir)}
@@ -258,7 +258,7 @@ def workspace_in(folder: Path, environment: Mapping[str, str], *, limit_s: float
 
 
 def make_environment(root: Path) -> dict[str, str]:
-    """Of every command; with it goes a Python that is this one, but for moment.py.
+    """The environment of every command, with a Python that is this one plus moment.py.
 
     Raises CannotRun where git or dvc does not work.
     """
@@ -286,7 +286,7 @@ def make_environment(root: Path) -> dict[str, str]:
         "VIRTUAL_ENV": str(venv_dir),
         "BAKEOFF_ENGINE": "process",
         "OMP_WAIT_POLICY": "PASSIVE",
-        # A person's own may have all their clones share a cache.
+        # A person's own configuration may have all clones share a cache.
         "DVC_GLOBAL_CONFIG_DIR": str(no_config_dir),
         "DVC_SYSTEM_CONFIG_DIR": str(no_config_dir),
         "DVC_NO_ANALYTICS": "1",
@@ -295,10 +295,7 @@ def make_environment(root: Path) -> dict[str, str]:
 
 
 def clone_checkout(folder: Path) -> None:
-    """Commits are shared with this checkout; what it has of uncommitted and unignored files, staged or not, goes along.
-
-    Raises CannotRun where git cannot.
-    """
+    """Clone this checkout, with its changed and untracked files. Raises CannotRun where git cannot."""
 
     def git(*arguments: str) -> str:
         ended = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -319,7 +316,7 @@ def clone_checkout(folder: Path) -> None:
 
 @contextmanager
 def tiny_params(folder: Path) -> Iterator[Any]:
-    """params.yaml of a workspace, to be changed: of the tiny profile, and with nobody told, whatever it was here."""
+    """The params.yaml of a workspace, to be changed: with the tiny profile, and without tracking."""
     yaml, path = YAML(), folder / "params.yaml"
     raw = yaml.load(path)
     raw["profile"] = "tiny"
@@ -328,38 +325,22 @@ def tiny_params(folder: Path) -> Iterator[Any]:
     yaml.dump(raw, path)
 
 
-def _make_small(folder: Path) -> None:
-    """Few samples and steps, each second step saved."""
-    with tiny_params(folder) as raw:
-        tiny = raw["profiles"]["tiny"]
-        tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 4, "seed": 1}
-        tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
-        tiny["memory"]["micro_batch"] = 2
-        tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
-        raw["checkpoints"].update(every_minutes=None, every_steps=2)
-        raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
-
-
-def _copy(source: Path, folder: Path) -> None:
+def copy_folder(source: Path, folder: Path) -> None:
+    """Hard links within it stay hard links, and none leads back."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["cp", "-a", f"{source}/.", str(folder)], check=True)
 
 
-def size_bytes(folder: Path) -> int:
-    """That a folder takes on a disk."""
-    return sum({stat.st_ino: stat.st_blocks * 512 for stat in (path.lstat() for path in folder.rglob("*"))}.values())
-
-
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Callable[[int | None], None]]:
-    """A disk of its own at `folder`; the function leaves so many bytes of it free, or, told None, plenty."""
+    """A disk of its own at `folder`; the function sets the bytes that are free on it, None for plenty."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "none", str(folder)], check=True)
 
-    def leave(room: int | None) -> None:
+    def leave(free_bytes: int | None) -> None:
         disk = os.statvfs(folder)
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        size = "4g" if room is None else str(max(used + room, disk.f_frsize))
+        size = "4g" if free_bytes is None else str(max(used + free_bytes, disk.f_frsize))
         subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
 
     try:
