@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,10 +13,7 @@ from dvc import lock, rwlock
 
 from stages.kit.training import resumable
 from tools.faults import moment
-from tools.faults.__main__ import TRIES, inflict, kind_of
 from tools.faults.judge import (
-    NeverCame,
-    Outcome,
     Wrong,
     refusal_command,
     require_same_end,
@@ -25,8 +21,8 @@ from tools.faults.judge import (
     require_whole,
     verify_commands,
 )
-from tools.faults.kinds import DVC_IS_RUNNING, KINDS, NOT_SAVED, Trial, cut, flip, replace_silently
-from tools.faults.workspaces import Ended, Reference, Workspace
+from tools.faults.kinds import DVC_IS_RUNNING, NOT_SAVED
+from tools.faults.workspaces import Ended, Workspace
 
 WEIGHTS, METRICS = "data/runs/r1/trained/weights", "data/runs/r1/training.json"
 OUTPUTS = ("data/runs/r1/trained", METRICS)
@@ -100,53 +96,10 @@ def test_a_refusal_names_what_is_damaged_and_a_command() -> None:
     assert verify_commands(ended(found, code=1)) == ["rm -rf data/a && dvc checkout data/a", "x y"]
 
 
-def test_every_kind_comes_once_a_round() -> None:
-    kinds = tuple(KINDS)
-    dealt = [kind_of(3, number, kinds) for number in range(1, 2 * len(kinds) + 1)]
-    assert sorted(dealt[: len(kinds)]) == sorted(dealt[len(kinds) :]) == sorted(kinds)
-    assert dealt != [kind_of(4, number, kinds) for number in range(1, 2 * len(kinds) + 1)]
-
-
-@pytest.mark.parametrize(("late", "outcome"), [(2, Outcome.REFUSED), (TRIES, Outcome.NEVER_CAME)])
-def test_a_fault_that_comes_too_late_is_drawn_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int, outcome: Outcome
-) -> None:
-    drawn = []
-
-    def too_late(trial: Trial) -> Outcome:
-        trial.folder.mkdir()  # fails where the one before is still there
-        drawn.append(trial.draw.random())
-        if len(drawn) <= late:
-            raise NeverCame
-        return Outcome.REFUSED
-
-    monkeypatch.setitem(KINDS, "late", too_late)
-    reference = Reference(root=tmp_path, environment={}, seconds={}, changes={})
-    assert inflict(reference, tmp_path / "fault-1", "late", 1, 1) is outcome
-    assert len(drawn) == len(set(drawn)) == min(late + 1, TRIES)
-    assert not (tmp_path / "fault-1").exists()
-
-
 def test_the_words_that_are_looked_for_are_those_of_the_training_and_of_dvc() -> None:
     assert NOT_SAVED in inspect.getsource(resumable)
     for words, module in zip(DVC_IS_RUNNING, (lock, rwlock), strict=True):
         assert words in inspect.getsource(module)
-
-
-def test_damage_keeps_time_and_mode(tmp_path: Path) -> None:
-    path, twin = tmp_path / "file", tmp_path / "twin"
-    path.write_bytes(bytes(100))
-    path.chmod(0o444)
-    os.utime(path, ns=(5, 5))
-    os.link(path, twin)
-    replace_silently(path, flip(path.read_bytes(), random.Random(1)), linked=True)
-    assert path.read_bytes() == twin.read_bytes() != bytes(100)
-    before = twin.read_bytes()
-    replace_silently(path, cut(path.read_bytes(), random.Random(1)), linked=False)
-    assert len(path.read_bytes()) < len(before) == 100
-    assert twin.read_bytes() == before
-    for each in (path, twin):
-        assert (each.stat().st_mtime_ns, each.stat().st_mode & 0o777) == (5, 0o444)
 
 
 @pytest.fixture

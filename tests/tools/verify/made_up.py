@@ -1,6 +1,6 @@
-"""A pipeline whose stages take no time: a base, what was trained on it, and what was merged from both.
+"""A pipeline whose stages take no time: a base, a model that was trained on it, and the two merged.
 
-python -m tests.tools.verify.made_up STAGE NAME      as dvc.yaml here calls it
+python -m tests.tools.verify.made_up STAGE NAME      as its dvc.yaml calls it
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ENVIRONMENT = {
 
 
 def make_workspace(workspace: Path) -> Path:
-    """All of it run by DVC, which has it in its cache too."""
+    """The whole pipeline, run by DVC."""
     (workspace / "data/source").mkdir(parents=True)
     (workspace / "data/source/config.json").write_text("{}")
     (workspace / "dvc.yaml").write_text(PIPELINE)
@@ -76,7 +76,7 @@ def dvc(workspace: Path, *args: str) -> None:
 
 
 def run(workspace: Path, command: str) -> None:
-    """A line as a person types it."""
+    """Run a line as a person types it."""
     shell = ["bash", "-c", command]
     done = subprocess.run(shell, cwd=workspace, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,8 +91,7 @@ def base(name: str) -> None:
         shutil.copy("data/source/config.json", folder)
         save_file(weights(0), folder / "model.safetensors")
         write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
-    of_base = record(f"base@{name}", ["data/source"], [f"data/bases/{name}"])
-    write_provenance(of_base, Path(f"data/provenance/base@{name}.json"))
+    record(f"data/provenance/base@{name}.json", ["data/source"], [f"data/bases/{name}"])
 
 
 def train(name: str) -> None:
@@ -108,9 +107,7 @@ def train(name: str) -> None:
     (run_dir / "training").mkdir(exist_ok=True)
     (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
     outputs = [f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json"]
-    write_provenance(
-        record(f"train@{name}", ["data/bases/vlm"], outputs), Path(f"data/provenance/detection/train@{name}.json")
-    )
+    record(f"data/provenance/detection/train@{name}.json", ["data/bases/vlm"], outputs)
 
 
 def merge(name: str) -> None:
@@ -122,13 +119,9 @@ def merge(name: str) -> None:
     with published(run_dir / "merged") as folder:
         save_file(weights(2), folder / "model.safetensors")
         lineage = write_lineage(folder, kind="merged", name=name, parents=parents)
-    write_certificate(good_certificate(name, lineage.digest), run_dir / "merge.json")
-
-
-def good_certificate(name: str, digest: str) -> Certificate:
-    return Certificate(
+    good = Certificate(
         recipe=name,
-        merged_digest=digest,
+        merged_digest=lineage.digest,
         weights_digest="0" * 64,
         logit_deviation=1e-6,
         tolerance=1e-2,
@@ -140,11 +133,12 @@ def good_certificate(name: str, digest: str) -> Certificate:
         precision="fp32",
         trained_quantization="none",
     )
+    write_certificate(good, run_dir / "merge.json")
 
 
-def record(stage: str, inputs: list[str], outputs: list[str]) -> Provenance:
-    now = datetime.now(UTC).isoformat()
-    return Provenance(
+def record(path: str, inputs: list[str], outputs: list[str]) -> None:
+    now, stage = datetime.now(UTC).isoformat(), Path(path).stem
+    provenance = Provenance(
         stage=stage,
         command=f"docker/run {stage.replace('@', ' ')}",
         started=now,
@@ -177,6 +171,7 @@ def record(stage: str, inputs: list[str], outputs: list[str]) -> Provenance:
         gpus=[],
         driver=None,
     )
+    write_provenance(provenance, Path(path))
 
 
 if __name__ == "__main__":
