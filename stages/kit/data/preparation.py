@@ -238,11 +238,12 @@ def _refuse_leaks(
     if not leaked or (skip_invalid and skip_leaks):
         return
     pairs = [f"{place} and {seen}: {label}" for place, seen, label in leaked]
+    from_copy = " (from a copy on disk, with source: folder:PATH)" if name.startswith("hub:") else ""
     leaving_out = ", or leave the training ones out with data.skip_invalid: true in params.yaml" if skip_leaks else ""
     raise UserError(
         f"{name} has {counted(len(leaked), 'training sample')} whose {subject} is in the validation split too, which "
         f"makes scores worthless:\n{listed(pairs)}\n"
-        f"Remove each from one of them (of a hub dataset, from a copy, as folder:PATH){leaving_out}"
+        f"Remove each from one of them{from_copy}{leaving_out}"
     )
 
 
