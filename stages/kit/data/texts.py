@@ -11,6 +11,9 @@ from stages.core.errors import UserError
 _TOKEN = re.compile(r"<\|[^<>|\s]{1,60}\|>")
 """As Qwen, and most families since, write their special tokens: <|im_end|>, <|image_pad|>."""
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
+
 
 class UnreadableText(ValueError):
     """A file that is not UTF-8, or holds nothing."""

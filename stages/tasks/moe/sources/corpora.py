@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.core.documents import SURROGATE, dotted, shown
+from stages.core.documents import dotted, shown
 from stages.kit.data.preparation import Sample
 from stages.kit.data.sources import Place
-from stages.kit.data.texts import UnreadableText, markup_problem, read_text
+from stages.kit.data.texts import SURROGATE, UnreadableText, markup_problem, read_text
 from stages.tasks.moe.samples.records import Domain, Record
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
