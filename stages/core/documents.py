@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -23,6 +24,9 @@ from stages.core.errors import UserError
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_FAULTS = 3
 """Faults of a damaged file that a message lists: who reads it did not write the file."""
+
+MAX_CHUNKS = 1_000_000
+"""Of a YAML file as JSON, one to three a value: a few lines of aliases can stand for billions."""
 
 T = TypeVar("T")
 
@@ -48,7 +52,7 @@ def read_yaml(kind: type[T], path: Path) -> T:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)  # YAML allows it
-            text = json.dumps(yaml.load(content))
+            chunks = list(islice(json.JSONEncoder().iterencode(yaml.load(content)), MAX_CHUNKS + 1))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -60,8 +64,10 @@ def read_yaml(kind: type[T], path: Path) -> T:
     # The latter of `!!int x`, of escapes beyond Unicode, of sets, and of a list within itself.
     except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None
+    if len(chunks) > MAX_CHUNKS:
+        raise Unreadable(f"holds more than {MAX_CHUNKS:,} values, those behind an alias counted at every place")
     # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
-    return TypeAdapter(kind).validate_json(text, strict=True)
+    return TypeAdapter(kind).validate_json("".join(chunks), strict=True)
 
 
 def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:

@@ -18,7 +18,8 @@ from stages.kit.data.prepared import to_row
 from stages.tasks import load_task
 from stages.tasks.amr.samples.records import parse_record
 from tests.damage import damaged_bytes, quick
-from tests.tasks.detection.rows import picture, record
+from tests.kit.data.pictures import picture
+from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
 
 GRAPH = "(đ / đi :agent (t / tôi))"

@@ -161,10 +161,10 @@ def test_all_problems_are_reported_at_once_with_their_paths(mistakes: list[Any],
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("profile: other", r"is not YAML: line 5, column 1: found duplicate key .profile."),
+        ("profile: other", r"is not YAML: line \d, column 1: found duplicate key .profile."),
         ("[a, b]: x", "is not YAML: "),
         ("more: &a [*a]", "is not YAML: "),
-        ("more: " + "[" * 3000 + "]" * 3000, "is not YAML: "),
+        ("more: " + "[" * 1000 + "]" * 1000, "is not YAML: "),
         ("2024: x", "2024: unknown key"),
         ("more: 2024-13-01", "more: unknown key"),
     ],
