@@ -45,7 +45,7 @@ def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, 
     if content == "coco":
         (tmp_path / "all.json").write_text('{"images": [], "annotations": []}')
     with pytest.raises(
-        UserError, match=r"no files for the split val.*Expected: files with names.*README\.md"
+        UserError, match=r"no files for the split val.*Expected: files with names.*docs/data\.md"
     ) as refused:
         read(tmp_path, "val")
     found = {"empty": "it is empty", "photos": "it holds 1 .jpg file", "coco": "annotations of COCO"}
