@@ -122,7 +122,7 @@ def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dic
     stages = ["train", "merge"] if trained else []
     paths = {f"{stage}@{name}": stage_memory_path(data_dir, task, name=name, stage=stage) for stage in stages}
     paths[evaluation_stage(name, trained=trained)] = stage_memory_path(data_dir, task, name=name, stage="evaluate")
-    made_of = made_by((params.recipes[name] if trained else params.baselines[name]).base)
+    made_of = made_by(params.subject(name).base)
     stage, _, build = made_of.partition("@")
     if stage == "build":
         paths = {made_of: stage_memory_path(data_dir, task, name=build, stage=stage), **paths}

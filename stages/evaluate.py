@@ -42,9 +42,9 @@ log = logging.getLogger("stages")
 def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
-    subject = params.baselines[name] if name in params.baselines else params.recipe(name)
+    subject = params.subject(name)
     model_dir, _ = certified_model(params, name)
-    target = subject.target if name in params.baselines else read_plan(name).target
+    target = read_plan(name).target if name in params.recipes else subject.target
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
         scoring.check()
@@ -60,7 +60,7 @@ def main(name: str, attempt: int) -> None:
     }
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
-    if name not in params.baselines:
+    if name in params.recipes:
         metrics |= memory_metrics(run_dir)
     with published(run_dir / "pictures") as pictures_dir:
         scoring.write_pictures(records, scored.rows, pictures_dir)

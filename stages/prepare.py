@@ -1,4 +1,4 @@
-"""Prepare a dataset: every record checked, EXIF rotation applied, no image in both splits.
+"""Prepare a dataset: every sample checked, and nothing in both splits.
 
 Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `generated`, `folder:PATH` or
         `hub:OWNER/NAME@REVISION`; data.skip_invalid

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.lineage import read_lineage, write_lineage
 from stages.kit.data.parquet import write_rows
-from stages.tasks.amr.samples.records import SCHEMA, parse_record, to_row
+from stages.kit.data.prepared import to_row
+from stages.tasks.amr.samples.records import SCHEMA, parse_record
 from tests import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, refused, run, write_params
@@ -62,7 +63,8 @@ def write_prepared(folder: Path) -> None:
         graph = "(đ / đọc :agent (t / tôi) :patient (s / sách :quant {}))"
         rows = [
             to_row(
-                parse_record(f"{split}-{number}", sentence, graph.format(number), file="corpus.txt", line=number + 1)
+                parse_record(f"{split}-{number}", sentence, graph.format(number), file="corpus.txt", line=number + 1),
+                SCHEMA,
             )
             for number, sentence in enumerate(sentences)
         ]

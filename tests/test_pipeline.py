@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.kit.data.parquet import read_prepared
+from stages.kit.data.prepared import read_prepared
 from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, declared_stages
 from tests import ROOT

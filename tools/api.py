@@ -41,12 +41,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.core.documents import nearest
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 
 if TYPE_CHECKING:
-    from stages.core.params.schema import BaselineParams, RecipeParams
     from stages.kit.reporting.comparison import Comparison
     from stages.kit.reporting.runs import Run
     from tools.plan.recipe_memory import RecipeMemory
@@ -89,12 +87,7 @@ def read_run(name: str) -> Run:
     from stages.kit.reporting.runs import evaluation_stage
 
     params = load_params()
-    models: dict[str, BaselineParams | RecipeParams] = {**params.baselines, **params.recipes}
-    if name not in models:
-        raise UserError(
-            f"no recipe or baseline is called {name!r}{nearest(name, models)}; there are: {', '.join(models)}"
-        )
-    task = models[name].task
+    task = params.subject(name).task
     run = read_task_run(params, task, name, load_report(params, task), Path("data"))
     if run is None:
         stage = evaluation_stage(name, trained=name in params.recipes)

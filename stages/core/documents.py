@@ -1,57 +1,58 @@
-"""YAML and JSON files, whoever wrote them and whatever became of them: their content, or in words what is wrong."""
+"""YAML and JSON files as the dataclasses that they stand for, and what is wrong with them."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from stages.core.errors import UserError
 
-MAX_DEPTH = 50
-"""Of lists and mappings within each other; no file of ours has ten."""
-MAX_VALUES = 100_000
-"""In one file, those behind an alias counted at every place: a few lines of aliases can stand for billions."""
 MAX_SHOWN_CHARS = 80
-MAX_SAID = 3
+MAX_SHOWN_FAULTS = 3
 """Faults of a damaged file that a message lists: who reads it did not write the file."""
 
-_TAG = "tag:yaml.org,2002:"
-_COLLECTIONS = ("map", "seq")
-_SCALARS = ("null", "bool", "int", "float")
-_TEXTS = ("str", "timestamp")
-SURROGATE = re.compile("[\ud800-\udfff]")
+MAX_CHUNKS = 1_000_000
+"""Of a YAML file as JSON, one to three a value: a few lines of aliases can stand for billions."""
 
 T = TypeVar("T")
-Steps = tuple[str | int, ...]
 
 
 class Unreadable(ValueError):
-    """What is no document at all, and why, in a line."""
+    """A file that is no YAML document, and why, in a line."""
 
 
-def read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
-    """What a YAML 1.2 file holds, in the types that JSON has, and what is wrong with it, by dotted path.
+class _Constructor(SafeConstructor):
+    """A date is the text that it was written as: JSON has no dates."""
 
-    A date is the text that it was written as. Of two values for one key the first is taken.
-    Raises Unreadable where nothing can be made of it; OSError.
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def read_yaml(kind: type[T], path: Path) -> T:
+    """A YAML 1.2 file as a dataclass.
+
+    Raises Unreadable where it is not YAML, ValidationError where it does not fit the dataclass; OSError.
     """
     yaml, content = YAML(typ="safe", pure=True), path.read_bytes()
+    yaml.Constructor = _Constructor
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)  # YAML allows it
-            root = yaml.compose(content)
+            chunks = list(islice(json.JSONEncoder().iterencode(yaml.load(content)), MAX_CHUNKS + 1))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -59,106 +60,31 @@ def read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
     except ReaderError as error:
         raise Unreadable(f"{error.reason}, at position {error.position}") from None
     except RecursionError:
-        raise Unreadable(f"lists and mappings are nested more than {MAX_DEPTH} deep") from None
-    except (YAMLError, ValueError, OverflowError, AssertionError) as error:  # of escapes beyond Unicode, of %YAML 1.999
+        raise Unreadable("lists and mappings are nested too deep") from None
+    # The latter of `!!int x`, of escapes beyond Unicode, of sets, and of a list within itself.
+    except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None
-    reader = _Reader(yaml.constructor)
-    return (None if root is None else reader.value(root, ())), reader.faults
+    if len(chunks) > MAX_CHUNKS:
+        raise Unreadable(f"holds more than {MAX_CHUNKS:,} values, those behind an alias counted at every place")
+    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+    return TypeAdapter(kind).validate_json("".join(chunks), strict=True)
 
 
-def read_settings(path: Path, *, mend: str = "") -> tuple[Any, dict[str, str]]:
-    """As read_yaml, of a file that a person wrote. Raises UserError where nothing can be made of it.
+def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
+    """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
 
-    mend: what to do where it is missing.
+    hint: what to do where the file is missing.
     """
     try:
-        return read_yaml(path)
+        return read_yaml(kind, path)
     except FileNotFoundError:
-        raise UserError("; ".join(filter(None, (f"{path} is missing", mend)))) from None
+        raise UserError("; ".join(filter(None, (f"{path} is missing", hint)))) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except Unreadable as error:
         raise UserError(f"{path} is not YAML: {error}") from None
-
-
-class _Reader:
-    """From the nodes of a document to its values. ruamel's own constructor stops at the first fault, without a path."""
-
-    def __init__(self, constructor: Any) -> None:
-        self.constructor = constructor
-        self.faults: dict[str, str] = {}
-        self.num_values = 0
-
-    def value(self, node: Node, steps: Steps) -> Any:
-        self.num_values += 1
-        if self.num_values > MAX_VALUES:
-            raise Unreadable(f"holds more than {MAX_VALUES:,} values, those behind an alias counted at every place")
-        if len(steps) > MAX_DEPTH:
-            raise Unreadable(f"{dotted(steps[:4])}: lists and mappings are nested more than {MAX_DEPTH} deep")
-        kind = str(node.tag).removeprefix(_TAG)
-        if kind not in (*_SCALARS, *_TEXTS, *_COLLECTIONS):
-            self._fault(steps, f"unknown tag {shown(node.tag)}")
-        if isinstance(node, MappingNode):
-            return self._mapping(node, steps)
-        if isinstance(node, SequenceNode):
-            return [self.value(item, (*steps, index)) for index, item in enumerate(node.value)]
-        return self._scalar(kind, node, steps) if kind in _SCALARS else self._text(node.value, steps)
-
-    def _mapping(self, node: MappingNode, steps: Steps) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == f"{_TAG}merge":
-                merged = {**self._merged(value_node, steps), **merged}
-                continue
-            if not isinstance(key_node, ScalarNode):
-                self._fault(steps, f"a key that is a list or a mapping, in line {line}")
-                continue
-            key, here = key_node.value, (*steps, key_node.value)
-            if key_node.tag != f"{_TAG}str":
-                self._fault(here, "a key has to be text; put it in quotes")
-            if key in own:
-                self._fault(here, f"set twice, in lines {lines[key]} and {line}")
-                continue
-            lines[key] = line
-            own[self._text(key, here)] = self.value(value_node, here)
-        return {**merged, **own}
-
-    def _merged(self, node: Node, steps: Steps) -> dict[str, Any]:
-        """What `<<` stands for: a mapping, or several, of which the first that has a key gives it."""
-        sources = node.value if isinstance(node, SequenceNode) else [node]
-        merged: dict[str, Any] = {}
-        for source in sources:
-            if isinstance(source, MappingNode):
-                merged = {**self.value(source, (*steps, "<<")), **merged}
-            else:
-                self._fault((*steps, "<<"), "expected a mapping to merge, or a list of them")
-        return merged
-
-    def _scalar(self, kind: str, node: Node, steps: Steps) -> float | bool | None:
-        try:
-            value = getattr(self.constructor, f"construct_yaml_{kind}")(node)
-        except (ValueError, KeyError, IndexError):  # `!!int x`, `!!int`, or more digits than Python reads
-            self._fault(steps, f"{shown(node.value)} is no {kind}")
-            return None
-        if kind == "int" and abs(value) >= 2**63:
-            self._fault(steps, "a number of more than 64 bits")
-            return None
-        return value
-
-    def _text(self, text: str, steps: Steps) -> str:
-        if "\0" in text:
-            self._fault(steps, "the character of number 0, which no name and no path has")
-        # JSON writes a character beyond the first 65,536 as two halves, which YAML takes for two characters.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        if SURROGATE.search(text):
-            self._fault(steps, "half of a surrogate pair, which is no character")
-        return SURROGATE.sub("?", text)
-
-    def _fault(self, steps: Steps, fault: str) -> None:
-        self.faults.setdefault(dotted(steps), fault)
+    except ValidationError as error:
+        raise refusal(path, problems(error, kind)) from None
 
 
 def read_json(kind: type[T], path: Path, *, mend: str) -> T:
@@ -176,25 +102,22 @@ def read_json(kind: type[T], path: Path, *, mend: str) -> T:
         raise damaged(path, problems(error, kind), mend=mend) from None
 
 
-def refusal(path: Path, found: Mapping[str, str], *more: str) -> UserError:
-    """To be raised for a file that a person wrote: every problem on a line of its own.
-
-    found: by dotted path. more: with their paths.
-    """
-    lines = [*(f"{where}: {problem}" for where, problem in found.items()), *more]
+def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
+    """To be raised for a file that a person wrote. found: problems by dotted path; each gets a line of its own."""
+    lines = [f"{where}: {problem}" for where, problem in (found.items() if isinstance(found, Mapping) else found)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return UserError("\n  ".join([f"{path} has {count}:", *lines]))
 
 
 def damaged(path: Path, found: Mapping[str, str], *, mend: str) -> UserError:
     """To be raised for a file that a stage wrote. found: what is wrong with it, by dotted path."""
-    said = [f"{where}: {what}" for where, what in found.items()]
-    more = f" and {len(said) - MAX_SAID:,} more" if len(said) > MAX_SAID else ""
-    return UserError(f"{path} is damaged: {', '.join(said[:MAX_SAID])}{more}; rebuild it with: {mend}")
+    faults = [f"{where}: {what}" for where, what in found.items()]
+    more = f" and {len(faults) - MAX_SHOWN_FAULTS:,} more" if len(faults) > MAX_SHOWN_FAULTS else ""
+    return UserError(f"{path} is damaged: {', '.join(faults[:MAX_SHOWN_FAULTS])}{more}; rebuild it with: {mend}")
 
 
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:
-    """What pydantic has against a value of a dataclass `kind`, by dotted path; of an unknown key the nearest known."""
+    """What is wrong with a value of a dataclass `kind`, by dotted path; an unknown key with the nearest known one."""
     found: dict[str, str] = {}
     for details in error.errors(include_url=False):
         *parent, last = details["loc"] or ("",)

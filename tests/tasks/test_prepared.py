@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
+from stages.kit.data.prepared import to_row
 from stages.tasks import load_task
 from stages.tasks.amr.samples.records import parse_record
 from tests.damage import damaged_bytes, quick
-from tests.tasks.detection.rows import picture, record
+from tests.kit.data.pictures import picture
+from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
 
 GRAPH = "(đ / đi :agent (t / tôi))"
@@ -37,7 +39,7 @@ class Prepared:
 
     def __post_init__(self) -> None:
         self.records = import_module(f"stages.tasks.{self.task}.samples.records")
-        self.rows = [self.records.to_row(each) for each in RECORDS[self.task]]
+        self.rows = [to_row(each, self.records.SCHEMA) for each in RECORDS[self.task]]
 
     def content(self, rows: list[dict[str, Any]]) -> bytes:
         buffer = io.BytesIO()
@@ -71,7 +73,7 @@ def test_what_was_written_is_read_as_it_was(prepared: Prepared) -> None:
     assert prepared.use(content) == 3
     found = load_task(prepared.task, "samples").read_split(prepared.folder, "val")
     assert found == RECORDS[prepared.task]
-    assert [prepared.records.to_row(each) for each in found] == prepared.rows
+    assert [to_row(each, prepared.records.SCHEMA) for each in found] == prepared.rows
 
 
 @given(data=st.data())

@@ -58,10 +58,10 @@ def main(name: str, batch_size: int | None) -> None:
     configure_logging(f"lm-eval {name}")
     installed = require_lm_eval()
     params = load_params()
-    subject = params.baselines[name] if name in params.baselines else params.recipe(name)
+    subject = params.subject(name)
     task, samples = questions_of(subject.task), load_task(subject.task, "samples")
     model_dir, lineage = certified_model(params, name)
-    target = subject.target if name in params.baselines else read_plan(name).target
+    target = read_plan(name).target if name in params.recipes else subject.target
     samples.check(load_config(model_dir).model_type, target)
     profile = params.active
     records = samples.read_split(Path("data/prepared") / subject.data, "val")[: profile.evaluation.max_samples]
@@ -150,8 +150,7 @@ def ask_harness(
 def own_metrics(params: Params, name: str, lineage: Lineage, sample_ids: Sequence[str]) -> tuple[Ours, str]:
     """What `evaluate` found of this model and these samples; or nothing, and why."""
     trained = name in params.recipes
-    task = params.recipes[name].task if trained else params.baselines[name].task
-    card_dir = cards_dir(Path("data"), task) / name
+    card_dir = cards_dir(Path("data"), params.subject(name).task) / name
     run = read_run(card_dir, identity=("id",), columns=(), trained=trained)
     mend = f"run: dvc repro {evaluation_stage(name, trained=trained)}"
     if run is None:

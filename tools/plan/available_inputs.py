@@ -10,7 +10,7 @@ from pathlib import Path
 from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params.schema import BuildParams, DatasetParams, Params
-from stages.kit.data.origin import STATS_FILE, Part, read_origin
+from stages.kit.data.prepared import STATS_FILE, Part, read_origin
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
 
 

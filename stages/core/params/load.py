@@ -1,33 +1,24 @@
 """params.yaml: the only way a stage learns what a person asked for.
 
-Every problem of the file is reported in one go, each with its dotted path. Read with YAML 1.2 rules, because
-`dvc exp run -S recipes.x.learning_rate=1e-5` writes `1e-05`, which YAML 1.1 readers take for a string.
+Read with YAML 1.2 rules, because `dvc exp run -S recipes.x.learning_rate=1e-5` writes `1e-05`, which YAML 1.1 readers
+take for a string.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from stages.core.documents import problems, read_settings, refusal
-from stages.core.params.contradictions import contradictions
-from stages.core.params.salvage import salvaged, validated
+from stages.core.documents import read_settings, refusal
+from stages.core.params.cross_checks import cross_checks
 from stages.core.params.schema import Params
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
-    """Read and check the whole file.
+    """Read and check the whole file: each value alone, and where those are right, the values together.
 
     Raises UserError with every problem found, each under its dotted path.
     """
-    raw, found = read_settings(path, mend="run from the top of the repository")
-    try:
-        params = validated(Params, raw)
-    except ValidationError as error:
-        found = {**problems(error, Params), **found}
-        params = salvaged(Params, raw)
-    contradicting = contradictions(params)
-    if found or contradicting:
-        raise refusal(path, found, *contradicting)
+    params = read_settings(Params, path, hint="run from the top of the repository")
+    if found := list(cross_checks(params)):
+        raise refusal(path, found)
     return params

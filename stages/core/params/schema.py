@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -338,6 +339,11 @@ class Params:
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
 
+    def subject(self, name: str) -> RecipeParams | BaselineParams:
+        """A recipe or a baseline: what an evaluation is of."""
+        subjects: dict[str, RecipeParams | BaselineParams] = {**self.baselines, **self.recipes}
+        return subjects[self._known(name, subjects, "recipe or baseline")]
+
     def build(self, name: str) -> BuildParams:
         return self.builds[self._known(name, self.builds, "build")]
 
@@ -383,7 +389,7 @@ class Params:
         return self.active.bases[self._known(name, self.active.bases, f"base of profile {self.profile}")]
 
     @staticmethod
-    def _known(name: str, names: dict[str, Any], kind: str) -> str:
+    def _known(name: str, names: Mapping[str, Any], kind: str) -> str:
         if name not in names:
             raise UserError(f"no {kind} is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
         return name

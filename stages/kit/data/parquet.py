@@ -1,18 +1,16 @@
-"""Parquet tables of a dataset's splits: reading and writing them, whatever their columns mean."""
+"""Parquet tables: reading and writing them, whatever their columns mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.core.errors import UserError
-from stages.kit.data.origin import preparing_stage
-from stages.kit.data.pictures import DECODING_ERRORS
 
 # Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
@@ -23,21 +21,6 @@ MAX_BYTES = 2**30
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
 _FETCH = "fetch or copy it again"
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, order=True)
-class RowAt:
-    """Where a row was read."""
-
-    file: str
-    """Relative to the dataset's folder, so that it reads the same on every machine."""
-    row: int | None = None
-    """Counted from 0; None for a fault of the whole file."""
-
-    def __str__(self) -> str:
-        return self.file if self.row is None else f"{self.file} row {self.row}"
 
 
 def count_rows(path: Path) -> int:
@@ -51,8 +34,19 @@ def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
 
     Raises UserError where the file is not parquet.
     """
-    columns = pa.struct(list(_schema(path)))
+    columns = pa.struct(list(read_schema(path)))
     return [name for name in required if not _has_column(columns, name.split("."))]
+
+
+def read_schema(path: Path, *, mend: str = _FETCH) -> pa.Schema:
+    """mend: as for read_rows."""
+    with _open(path, mend) as file:
+        try:
+            schema = file.schema_arrow
+            str(schema)  # names are decoded where they are looked at
+        except READING_ERRORS as error:
+            raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
+    return schema
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _FETCH) -> Iterator[dict[str, Any]]:
@@ -69,80 +63,17 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _
             raise UserError(f"{path} is damaged: {error}; {mend}") from error
 
 
-@dataclass(frozen=True)
-class PreparedRow:
-    """A row of a split that `prepare` wrote."""
-
-    path: Path
-    row: int
-    """Counted from 0."""
-
-    def damaged(self, problem: str) -> UserError:
-        """To be raised for it."""
-        return UserError(f"{self.path} row {self.row}: {problem}; {_rebuild(self.path.parent)}")
-
-
-def read_prepared(
-    prepared_dir: Path,
-    split: str,
-    schema: pa.Schema,
-    parse: Callable[[dict[str, Any], PreparedRow], T],
-    *,
-    may_lack: Collection[str] = (),
-) -> list[T]:
-    """The records of a split that `prepare` wrote, in their order, at least one.
-
-    parse: makes a record of a row; raises ValueError, TypeError or one of DECODING_ERRORS for what is none.
-    may_lack: columns whose value may be missing.
-    Raises UserError where prepare has not run, and where the file is damaged or another task's.
-    """
-    path, mend = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
-    if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro {preparing_stage(prepared_dir)}")
-    found = _schema(path, mend)
-    if not found.equals(schema):
-        wrong = [*_beyond(found, schema), *(f"no {field}" for field in _beyond(schema, found))]
-        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {mend}")
-    records = []
-    for number, row in enumerate(read_rows(path, mend=mend)):
-        place = PreparedRow(path, number)
-        if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
-            raise place.damaged(f"{', '.join(missing)} is missing")
-        try:
-            records.append(parse(row, place))
-        except (*DECODING_ERRORS, TypeError) as error:
-            raise place.damaged(str(error)) from None
-    if not records:
-        raise UserError(f"{path} has no row; {mend}")
-    return records
-
-
-def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
-    """The columns of one that the other has not."""
-    return [f"{field.name} ({field.type})" for field in one if not any(map(field.equals, other))]
-
-
-def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: dvc repro -f -s {preparing_stage(prepared_dir)}"
-
-
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
     """Write rows as they come; the file appears under its name only when it is whole.
 
     The same rows give the same bytes (with the same pyarrow). Each page carries its checksum, which reading compares: a
     flipped bit of a picture is a picture too.
     """
-    aside = path.with_name(path.name + ".partial")
+    aside, left = path.with_name(path.name + ".partial"), iter(rows)
     try:
         # Encoded pictures do not compress further, and plain bytes do not change with a codec's version.
         with pq.ParquetWriter(aside, schema, compression="none", write_page_checksum=True) as writer:
-            group: list[dict[str, Any]] = []
-            for row in rows:
-                group.append(row)
-                if len(group) == ROW_GROUP:
-                    writer.write_table(pa.Table.from_pylist(group, schema=schema))
-                    group = []
-            if group:
+            while group := list(islice(left, ROW_GROUP)):
                 writer.write_table(pa.Table.from_pylist(group, schema=schema))
         aside.replace(path)
     finally:
@@ -150,8 +81,8 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
 
 
 def _rows_at_once(file: pq.ParquetFile) -> int:
-    """So few that they fit MAX_BYTES at any rate: a file can hold a large value once, and a few bytes for each of many
-    rows that have it.
+    """Few enough to fit MAX_BYTES: a file can hold a large value once, and a few bytes for each of many rows that have
+    it.
     """
     groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
     chunks = (group.column(index) for group in groups for index in range(group.num_columns))
@@ -164,16 +95,6 @@ def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except READING_ERRORS as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
-
-
-def _schema(path: Path, mend: str = _FETCH) -> pa.Schema:
-    with _open(path, mend) as file:
-        try:
-            schema = file.schema_arrow
-            str(schema)  # names are decoded where they are looked at
-        except READING_ERRORS as error:
-            raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
-    return schema
 
 
 def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:

@@ -1,42 +1,110 @@
-"""The folder that a dataset comes from: its files, and where it is not as a task reads it, what there is instead."""
+"""Where a dataset comes from: the folder that a source names, and the files of its splits."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from stages.core.errors import UserError, counted
+from tqdm import tqdm
+
+from stages.core.errors import UserError, counted, listed
 from stages.core.given_files import given_files
+from stages.kit.data.hub import fetch_snapshot
+from stages.kit.data.parquet import count_rows, missing_columns, read_rows
 
 READ_ON = "docs/data.md says more"
+VALIDATION = ("val", "dev", "test")
+"""Beginnings of the names of validation files; the first that any file has counts."""
 MAX_FILES, MAX_NAMED = 10_000, 3
 _HEAD_BYTES = 65_536
 _COCO = (b'"images"', b'"annotations"', b'"categories"')
 """Keys of COCO's JSON (cocodataset.org, Data format), of which its beginning has at least one."""
 
 
-def split_files(folder: Path, split: str, *, form: str) -> list[Path]:
-    """The parquet files of a split, in order of name: `data/{split}-*.parquet`, else `{split}*.parquet`.
+@dataclass(frozen=True)
+class Place:
+    """Where a sample was read."""
 
-    form: of what they hold, for the message of the UserError raised where the folder or the split's files are missing.
-    Raises it too where a file may not be read (given_files.py).
+    file: str
+    """Relative to the dataset's folder, so that it reads the same on every machine."""
+    number: int | None = None
+    """Of a line, counted from 1, or of a row, counted from 0; None for a fault of the whole file."""
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return self.file if self.number is None else f"{self.file} {self.unit} {self.number}"
+
+
+def source_folder(source: str, *, known: str) -> Path:
+    """The folder of `folder:PATH`. Raises UserError for another source, and where the folder does not exist.
+
+    known: the sources that there are, for the message.
     """
-    if not folder.is_dir():
-        raise UserError(f"no dataset folder {folder}; point the dataset's `source` in params.yaml at one that exists")
-    files = given_files(folder, f"data/{split}-*.parquet") or given_files(folder, f"{split}*.parquet")
-    if not files:
+    kind, _, rest = source.partition(":")
+    if kind != "folder" or not rest:
+        raise UserError(f"unknown source {source!r}; expected {known}")
+    if not Path(rest).is_dir():
+        raise UserError(f"no dataset folder {rest}; point the dataset's `source` in params.yaml at one that exists")
+    return Path(rest)
+
+
+def parquet_folder(source: str) -> tuple[Path, str, str | None]:
+    """(folder, source as resolved, full commit if any) of `folder:PATH` or `hub:OWNER/NAME@REVISION`.
+
+    Raises UserError as source_folder, and where the hub does not have it.
+    """
+    kind, _, rest = source.partition(":")
+    repo_id, at, revision = rest.partition("@")
+    if kind == "hub" and at:
+        folder, commit = fetch_snapshot("dataset", repo_id, revision, patterns=["data/*.parquet"])
+        return folder, f"hub:{repo_id}@{commit}", commit
+    return source_folder(source, known="generated, folder:PATH or hub:OWNER/NAME@REVISION"), source, None
+
+
+def read_parquet_split(
+    folder: Path, split: str, *, required: Sequence[str], form: str
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The raw rows of a split, from `data/{split}-*.parquet`, else `{split}*.parquet`, in order of file name.
+
+    required: columns, `outer.inner` for a field of a struct; others are not read.
+    form: of the files, for the message of the UserError raised where there are none or a column is missing.
+    """
+    paths = given_files(folder, f"data/{split}-*.parquet") or given_files(folder, f"{split}*.parquet")
+    if not paths:
         raise UserError(
             f"{folder} has no files for the split {split}: {holds(folder)}. Expected: {form}, named "
             f"data/{split}-*.parquet or {split}*.parquet as a Hugging Face dataset has them; {READ_ON}"
         )
-    return files
+    lacking = [(path, ", ".join(missing)) for path in paths if (missing := missing_columns(path, required))]
+    if lacking:
+        lines = [f"{path} lacks {columns}, for all {count_rows(path)} rows" for path, columns in lacking]
+        raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {form}; {READ_ON}")
+    columns = dict.fromkeys(name.partition(".")[0] for name in required)
+    for path in paths:
+        file = path.relative_to(folder).as_posix()
+        for number, row in enumerate(with_progress(read_rows(path, list(columns)), file, count_rows(path))):
+            yield Place(file, number, "row"), row
+
+
+def with_progress(rows: Iterator[dict[str, Any]], name: str, count: int) -> Iterator[dict[str, Any]]:
+    # disable=None shows it on a terminal only.
+    yield from tqdm(rows, desc=name, total=count, unit=" rows", leave=False, disable=None)
+
+
+def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files that are named train*, and those of the first of VALIDATION; without `val` where there are none."""
+    named = {begin: [path for path in files if path.name.startswith(begin)] for begin in ("train", *VALIDATION)}
+    val = next((named[begin] for begin in VALIDATION if named[begin]), None)
+    return {"train": named["train"]} | ({"val": val} if val else {})
 
 
 def holds(folder: Path) -> str:
-    """The files in a folder, by kind, in words: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
+    """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)
     files = list(islice(walked, MAX_FILES))
     if not files:
@@ -44,9 +112,11 @@ def holds(folder: Path) -> str:
     by_suffix: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(files):
         by_suffix[path.suffix.lower()].append(path)
-    said = [_kind(suffix, paths, folder) for suffix, paths in sorted(by_suffix.items(), key=lambda kind: -len(kind[1]))]
-    more = " and others" if len(said) > MAX_NAMED or len(files) == MAX_FILES else ""
-    return f"it holds {', '.join(said[:MAX_NAMED])}{more}"
+    kinds = [
+        _kind(suffix, paths, folder) for suffix, paths in sorted(by_suffix.items(), key=lambda kind: -len(kind[1]))
+    ]
+    more = " and others" if len(kinds) > MAX_NAMED or len(files) == MAX_FILES else ""
+    return f"it holds {', '.join(kinds[:MAX_NAMED])}{more}"
 
 
 def _kind(suffix: str, paths: list[Path], folder: Path) -> str:
@@ -63,14 +133,3 @@ def _is_coco(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     return any(key in head for key in _COCO)
-
-
-def about_invalid(valid: Mapping[str, int], expected: str) -> str:
-    """The sentence below a list of invalid samples.
-
-    valid: by split, how many samples are valid. expected: what a source of this task is.
-    """
-    if all(valid.values()):
-        return "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
-    empty = " and ".join(split for split, count in valid.items() if not count)
-    return f"Nothing of {empty} is valid, so data.skip_invalid is no help. Expected: {expected}; {READ_ON}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import problems, read_settings, refusal
+from stages.core.documents import read_settings, refusal
 
 ASSUMED = "assumed"
 SHIPPED_PATH = Path(__file__).with_name("calibration.yaml")
@@ -74,13 +73,8 @@ class Calibration:
 
 def load_calibration(path: Path = SHIPPED_PATH) -> Calibration:
     """Raises UserError with every problem found, each under its dotted path."""
-    raw, found = read_settings(path)
-    try:
-        # JSON mode is strict about types, yet takes 1 for 1.0, as a person writing YAML does.
-        calibration = TypeAdapter(Calibration).validate_json(json.dumps(raw), strict=True)
-    except ValidationError as error:
-        raise refusal(path, {**problems(error, Calibration), **found}) from None
-    if found := {**_contradictions(calibration), **found}:
+    calibration = read_settings(Calibration, path)
+    if found := _contradictions(calibration):
         raise refusal(path, found)
     return calibration
 

@@ -132,12 +132,12 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
 
     Raises UserError where the folder has changed, and for a recipe without the certificate that holds.
     """
-    if name in params.baselines:
-        base = params.baselines[name].base
+    if name in params.recipes:
+        folder, lineage = certified_merge(name)
+    else:
+        base = params.subject(name).base
         folder = Path("data") / base
         lineage = verified_lineage(folder, mend=f"dvc repro -f -s {made_by(base)}")
-    else:
-        folder, lineage = certified_merge(name)
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder, lineage

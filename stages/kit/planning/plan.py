@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
@@ -183,8 +183,7 @@ def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
     """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
     path, mend = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
     try:
-        raw, faults = read_yaml(path)
-        plan = TypeAdapter(Plan).validate_json(json.dumps(raw), strict=True)
+        plan = read_yaml(Plan, path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; rebuild it with: {mend}") from None
     except OSError as error:
@@ -193,7 +192,7 @@ def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
         raise damaged(path, {"the file": str(error)}, mend=mend) from None
     except ValidationError as error:
         raise damaged(path, problems(error, Plan), mend=mend) from None
-    if faults := {**faults, **_faults(plan, recipe)}:
+    if faults := _faults(plan, recipe):
         raise damaged(path, faults, mend=mend)
     return plan
 

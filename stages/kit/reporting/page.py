@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.kit.data.pictures import DECODING_ERRORS
+from stages.kit.data.images import DECODING_ERRORS
 from stages.kit.reporting import plots
 from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.origins import origin_warnings, origins_table

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from stages.core.errors import UserError, counted
 from stages.kit.data.conversation import Conversation
-from stages.kit.data.markup import markup_problem
+from stages.kit.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples.graphs import Node, penman_lines
 from stages.tasks.amr.samples.questions import question
 from stages.tasks.amr.samples.targets import decode, repaired
-from stages.tasks.amr.sources.corpora import UnreadableText, read_blocks, read_lines
+from stages.tasks.amr.sources.corpora import read_blocks, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ def read_inputs(path: Path) -> list[str]:
         lines = read_lines(path)
     except UnreadableText as error:
         raise UserError(f"{path}: {error}; expected one sentence a line, or #::snt lines") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
     blocks = list(read_blocks(lines))
     if not any(block.sentence is not None for block in blocks):
         last = max(number for number, line in enumerate(lines) if line.strip())

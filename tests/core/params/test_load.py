@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import given
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
@@ -47,22 +46,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(raw: dict[str, Any], tmp
     message = refusal(raw, tmp_path)
     assert "recipes.r1-llm-only.lora.rnak: unknown key (did you mean 'rank'?)" in message
     assert "recipes.r1-llm-only.epoch: unknown key (did you mean 'epochs'?)" in message
-
-
-def test_all_problems_are_reported_at_once_with_their_paths(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["recipes"]["r1-llm-only"]["lora"]["rank"] = 0
-    raw["recipes"]["r2-vision-only"]["learning_rate"] = "fast"
-    raw["profiles"]["tiny"]["memory"]["precision"] = "fp8"
-    del raw["profiles"]["tiny"]["device"]
-    message = refusal(raw, tmp_path)
-    assert "has 4 problems" in message
-    for path in (
-        "recipes.r1-llm-only.lora.rank",
-        "recipes.r2-vision-only.learning_rate",
-        "profiles.tiny.memory.precision",
-        "profiles.tiny.device: missing",
-    ):
-        assert path in message
 
 
 def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
@@ -135,62 +118,61 @@ def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(conte
             assert resolve_plan(params, name, train_samples=7).schedule.num_steps
 
 
-MISTAKES = [
-    (("profile",), "tinny", "profile"),
+WRONG_ALONE = [
     (("tracking", "wandb"), "yes", "tracking.wandb"),
     (("more",), {}, "more"),
-    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base"),
     (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank"),
     (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch"),
+    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate"),
+    (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
+    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
+    (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
+]
+WRONG_TOGETHER = [
+    (("profile",), "tinny", "profile"),
+    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base"),
     (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data"),
     (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base"),
-    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate"),
     (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization"),
     (("recipes", "amr-ptr", "parts", "vision"), "lora", "recipes.amr-ptr.lora.targets.vision"),
     (("recipes", "amr-ptr", "base"), "bases/lm", "recipes.amr-ptr.base"),
     (("recipes", "moe-gate-labels", "base"), "bases/dense", "recipes.moe-gate-labels.base"),
-    (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
     (("builds", "moe", "experts"), [{"recipe": "moe-expert-truthfulqa"}, {"recipe": "nobody"}], "builds.moe.experts"),
     (("builds", "moe", "top_k"), 7, "builds.moe.top_k"),
-    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
     (("predictions", "example-sentences", "recipe"), "amr", "predictions.example-sentences.recipe"),
     (("predictions", "example-sentences", "inputs"), "data/../x", "predictions.example-sentences.inputs"),
     (("profiles", "tiny", "images", "min_pixels"), 10**9, "profiles.tiny.images.min_pixels"),
-    (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
     (("profiles", "tiny", "memory", "optimizer"), "adamw_8bit", "profiles.tiny.memory"),
-    (
-        ("profiles", "tiny", "datasets", "both-domains", "mix", "ohter"),
-        1,
-        "profiles.tiny.datasets.both-domains.mix.ohter",
-    ),
+    (("profiles", "tiny", "datasets", "both-domains", "mix", "x"), 1, "profiles.tiny.datasets.both-domains.mix.x"),
     (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement"),
 ]
 
 
-@given(mistakes=st.lists(st.sampled_from(MISTAKES), unique_by=lambda mistake: mistake[2], min_size=2))
-@example(mistakes=MISTAKES)
-@quick(25)
-def test_of_several_mistakes_of_any_kind_none_hides_another(mistakes: list[Any], tmp_path_factory: Any) -> None:
+@pytest.mark.parametrize("mistakes", [WRONG_ALONE, WRONG_TOGETHER])
+def test_all_problems_are_reported_at_once_with_their_paths(mistakes: list[Any], tmp_path: Path) -> None:
+    """First the values that are wrong alone; what depends on them can only be checked once they are right."""
     raw = copy.deepcopy(SMALL)
     for (*above, key), value, _ in mistakes:
         at(raw, tuple(above))[key] = value
-    message = refusal(raw, tmp_path_factory.getbasetemp())
+    message = refusal(raw, tmp_path)
     assert all(f"\n  {path}: " in message for _, _, path in mistakes)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("profile: other", "profile: set twice, in lines 4 and 5"),
-        ("2024: x", "2024: a key has to be text; put it in quotes"),
-        ("[a, b]: x", "the file: a key that is a list or a mapping, in line 5"),
-        ("more: &a [*a]", "more.0.0.0: lists and mappings are nested more than 50 deep"),
+        ("profile: other", r"is not YAML: line \d, column 1: found duplicate key .profile."),
+        ("[a, b]: x", "is not YAML: "),
+        ("more: &a [*a]", "is not YAML: "),
+        ("more: " + "[" * 1000 + "]" * 1000, "is not YAML: "),
+        ("2024: x", "2024: unknown key"),
+        ("more: 2024-13-01", "more: unknown key"),
     ],
 )
-def test_what_yaml_allows_and_we_do_not_is_refused_with_its_path(tmp_path: Path, text: str, problem: str) -> None:
+def test_yaml_that_is_no_json_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(SHIPPED.read_text(encoding="utf-8").replace("profile: tiny\n", f"profile: tiny\n{text}\n", 1))
-    with pytest.raises(UserError, match=re.escape(problem)):
+    with pytest.raises(UserError, match=problem):
         load_params(path)
 
 

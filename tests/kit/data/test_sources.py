@@ -1,49 +1,92 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.data.sources import about_invalid, holds, split_files
+from stages.kit.data import sources
+from stages.kit.data.sources import files_by_split, holds, parquet_folder, read_parquet_split, source_folder
 
 
-def test_split_files_prefers_the_data_folder_and_sorts(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("data/train-1.parquet", "data/train-0.parquet", "data/val-0.parquet", "train.parquet"):
-        (tmp_path / name).touch()
-    assert [p.name for p in split_files(tmp_path, "train", form="rows")] == ["train-0.parquet", "train-1.parquet"]
-    assert [p.name for p in split_files(tmp_path / "data", "val", form="rows")] == ["val-0.parquet"]
+def write(path: Path, *names: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"name": list(names)}), path)
 
 
-def test_missing_folder_and_missing_split_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no dataset folder .*nowhere"):
-        split_files(tmp_path / "nowhere", "train", form="rows")
-    with pytest.raises(UserError, match="no files for the split val"):
-        split_files(tmp_path, "val", form="rows")
+def read(folder: Path, split: str, *required: str) -> list[tuple[str, str]]:
+    rows = read_parquet_split(folder, split, required=required or ("name",), form="files with names")
+    return [(str(place), row["name"]) for place, row in rows]
 
 
-def test_what_a_folder_holds_is_said_by_kind(tmp_path: Path) -> None:
-    assert holds(tmp_path) == "it is empty"
+def test_the_rows_of_a_split_come_in_order_of_file_and_row(tmp_path: Path) -> None:
+    for file, names in {"data/train-1": "c", "data/train-0": "ab", "data/val-0": "d", "train": "x"}.items():
+        write(tmp_path / f"{file}.parquet", *names)
+    assert read(tmp_path, "train") == [
+        ("data/train-0.parquet row 0", "a"),
+        ("data/train-0.parquet row 1", "b"),
+        ("data/train-1.parquet row 0", "c"),
+    ]
+    assert read(tmp_path / "data", "val") == [("val-0.parquet row 0", "d")]
+
+
+def test_a_missing_column_is_refused_by_file(tmp_path: Path) -> None:
+    for file in ("data/train-0", "data/train-1"):
+        write(tmp_path / f"{file}.parquet", "a", "b")
+    with pytest.raises(UserError, match=r"train-1.parquet lacks age, box\.width, for all 2 rows\nExpected: files with"):
+        read(tmp_path, "train", "name", "age", "box.width")
+
+
+@pytest.mark.parametrize("content", ["empty", "photos", "coco"])
+def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, content: str) -> None:
+    if content != "empty":
+        (tmp_path / "1.jpg").touch()
+    if content == "coco":
+        (tmp_path / "all.json").write_text('{"images": [], "annotations": []}')
+    with pytest.raises(
+        UserError, match=r"no files for the split val.*Expected: files with names.*docs/data\.md"
+    ) as refused:
+        read(tmp_path, "val")
+    found = {"empty": "it is empty", "photos": "it holds 1 .jpg file", "coco": "annotations of COCO"}
+    assert {name for name, reason in found.items() if reason in refused.value.message} >= {content}
+
+
+@pytest.mark.parametrize("source", ["nonsense", "folder:", "hub:owner/name", "ftp:somewhere@1"])
+def test_an_unknown_source_is_refused_with_the_known_ones(source: str) -> None:
+    with pytest.raises(UserError, match="expected generated, folder:PATH or hub:OWNER/NAME@REVISION"):
+        parquet_folder(source)
+    with pytest.raises(UserError, match="expected this or that"):
+        source_folder(source, known="this or that")
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no dataset folder .*nowhere; point the dataset's `source` in params.yaml"):
+        parquet_folder(f"folder:{tmp_path}/nowhere")
+
+
+def test_a_hub_source_is_resolved_to_the_full_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456" + "a" * 33
+    monkeypatch.setattr(sources, "fetch_snapshot", lambda *repo, patterns: (tmp_path, commit))
+    assert parquet_folder("hub:owner/name@0123456") == (tmp_path, f"hub:owner/name@{commit}", commit)
+
+
+def test_files_are_of_a_split_by_their_names() -> None:
+    files = [Path(name) for name in ("dev.txt", "notes.txt", "test.txt", "train_1.txt", "training.txt")]
+    assert files_by_split(files) == {"train": files[3:], "val": files[:1]}
+    assert files_by_split(files[1:2]) == {"train": []}
+
+
+def test_the_files_of_a_folder_are_listed_by_kind_and_links_not_followed(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for index in range(5):
         (tmp_path / f"photos/{index}.JPG").touch()
+    (tmp_path / "out").symlink_to("/etc")
     assert holds(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
     coco: dict[str, object] = {"info": {}, "images": [], "annotations": [], "categories": []}
     (tmp_path / "all.json").write_text(json.dumps(coco))
     assert holds(tmp_path).endswith("1 .json file (all.json: annotations of COCO, by their keys)")
-    (tmp_path / "all.json").write_text(json.dumps({"name": "x"}))
-    (tmp_path / "LICENSE").touch()
-    assert "COCO" not in holds(tmp_path)
-    assert "1 other file (LICENSE)" in holds(tmp_path)
-
-
-def test_what_a_link_leads_to_is_not_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "out").symlink_to("/etc")
+    (tmp_path / "all.json").unlink()
     (tmp_path / "all.json").symlink_to("/dev/zero")
-    assert holds(tmp_path) == "it holds 1 .json file (all.json)"
-
-
-def test_leaving_out_is_advised_only_where_something_is_left() -> None:
-    assert "data.skip_invalid: true" in about_invalid({"train": 3, "val": 1}, "rows")
-    assert "Nothing of val is valid" in about_invalid({"train": 3, "val": 0}, "rows")
-    assert "data.skip_invalid: true" not in about_invalid({"train": 3, "val": 0}, "rows")
+    (tmp_path / "LICENSE").touch()
+    assert holds(tmp_path).endswith("1 other file (LICENSE), 1 .json file (all.json)")

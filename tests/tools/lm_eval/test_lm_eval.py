@@ -18,8 +18,9 @@ from ruamel.yaml import YAML
 
 from stages.core.lineage import write_lineage
 from stages.kit.data.parquet import write_rows
+from stages.kit.data.prepared import to_row
 from stages.kit.models.processors import load_processor
-from stages.tasks.moe.samples.records import SCHEMA, Record, to_row
+from stages.tasks.moe.samples.records import SCHEMA, Record
 from stages.tasks.moe.sources.generated import generate
 from tests import ROOT
 from tests.test_stages import done, write_params
@@ -110,7 +111,7 @@ def no_network(*_: Any, **__: Any) -> None:
 def write_questions(records: list[Record]) -> None:
     path = Path("data/prepared/both/val.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(map(to_row, records), path, SCHEMA)
+    write_rows((to_row(record, SCHEMA) for record in records), path, SCHEMA)
 
 
 def ask(*arguments: str) -> str:

@@ -1,14 +1,15 @@
-"""What one sample is: a sentence and its graph."""
+"""The records of AMR parsing: a sentence and its graph."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from stages.kit.data.parquet import PreparedRow, read_prepared
+from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.texts import same_text
 from stages.tasks.amr.samples.graphs import MalformedGraph, Node, canonical, penman_line, read_graph
 
 SCHEMA = pa.schema(
@@ -39,6 +40,13 @@ class Record:
     """Of the sentence, counted from 1."""
     place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits: of the same sentence."""
+        return hashlib.sha256(same_text(self.sentence).encode()).hexdigest()
+
+    def content(self) -> list[str]:
+        return [self.sentence, self.graph, self.canonical]
+
     def parsed(self) -> Node:
         """The canonical graph. Raises UserError where prepared data are damaged."""
         return self._read(self.canonical)
@@ -59,11 +67,6 @@ class Record:
 def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: int) -> Record:
     """Raises graphs.MalformedGraph where the graph is none."""
     return Record(sample_id, sentence, graph, penman_line(canonical(read_graph(graph))), file, line)
-
-
-def to_row(record: Record) -> dict[str, Any]:
-    """A record as a row of SCHEMA."""
-    return {name: getattr(record, name) for name in SCHEMA.names}
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:

@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stages.kit.data.texts import read_text
+
 _COMMENT = re.compile(r"\s*#")
 _SENTENCE = re.compile(r"\s*#\s*::snt(?:\s+(?P<sentence>.*))?\Z", re.DOTALL)
 _ID = re.compile(r"\s*#\s*::id\s+(?P<id>\S+)")
 # A quote that nothing closes on its line is none: what stands behind it is looked at as a whole, or each of many such
 # quotes would search the whole line.
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|(?P<open_end>\\?\Z))|(?P<bracket>[()])')
-
-
-class UnreadableText(ValueError):
-    """A file that is not UTF-8, or holds nothing."""
 
 
 @dataclass
@@ -56,24 +54,12 @@ class Block:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, without a byte order mark and line ends of any kind.
-
-    Raises UnreadableText for a file that is empty or not UTF-8, OSError for one that cannot be read.
-    """
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UnreadableText(f"not UTF-8: byte 0x{content[error.start]:02x} in line {line}") from None
-    if not text.strip():
-        raise UnreadableText("the file is empty")
-    # Not splitlines(), which also breaks a sentence at U+2028 and the like.
-    return re.split(r"\r\n|\r|\n", text)
+    """The lines of a text file, whatever ends them. Raises as read_text does."""
+    return re.split(r"\r\n|\r|\n", read_text(path))  # not splitlines(), which also breaks a sentence at U+2028
 
 
 def read_blocks(lines: list[str]) -> Iterator[Block]:
-    """What belongs together, in order, faulty or not.
+    """Sentences with their graphs, in order, faulty or not.
 
     A block ends before the next sentence or id, and where its graph is closed and a blank line or a comment follows;
     a blank line within a graph does not end it.

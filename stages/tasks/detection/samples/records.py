@@ -1,4 +1,4 @@
-"""What one sample of detection data is, and how a raw row of a dataset becomes one.
+"""The records of detection, and how a raw row of a dataset becomes one.
 
 The raw rows follow the Open Food Facts schema (dataset openfoodfacts/nutrition-table-detection on the hub):
 image_id, image {bytes, path}, objects {bbox, category_name}, where a bbox is (y_min, x_min, y_max, x_max) in
@@ -7,22 +7,17 @@ image_id, image {bytes, path}, objects {bbox, category_name}, where a bbox is (y
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
-import struct
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from PIL import Image, ImageOps
 
 from stages.core.documents import cut, shown
-from stages.kit.data.parquet import PreparedRow, read_prepared
-from stages.kit.data.pictures import DECODING_ERRORS, open_picture
+from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image, require_prepared_image
+from stages.kit.data.prepared import PreparedRow, read_prepared
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
@@ -32,12 +27,9 @@ TARGET = "nutrition-table"
 count as it."""
 PROMPT = "Detect the bounding box of the nutrition table."
 """How it is asked for where a dataset names no `prompt`."""
-MAX_IMAGE_PIXELS = 64_000_000
-"""Of a picture where a dataset names no `max_image_pixels`: more than most cameras make, and 0.6 GB to look at."""
 
-COLUMNS = ("image_id", "image", "objects")
 REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
-"""What a row is read from; width and height are the decoded image's own, and `meta` is not used."""
+"""Columns that a row is read from; width and height are the decoded image's own, and `meta` is not used."""
 
 SCHEMA = pa.schema(
     [
@@ -57,39 +49,20 @@ SCHEMA = pa.schema(
 ROUNDING = 1e-6
 """How far outside 0..1 a coordinate may lie: what float32 and a division by the image size leave behind."""
 
-_ORIENTATION = 0x0112
-_TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and means nothing
 
-
-@dataclass(frozen=True)
-class DetectionRecord:
-    image_id: str
-    image: bytes
-    """Encoded (JPEG, PNG, ...), upright: no EXIF orientation is left to apply."""
-    width: int
-    height: int
-    """In pixels, of the upright image."""
+@dataclass(frozen=True, kw_only=True)
+class DetectionRecord(ImageRecord):
     boxes: tuple[Box, ...]
     """At least one, in the order of the dataset."""
     categories: tuple[str, ...]
     """One for each box."""
-    sha256: str = ""
-    """Of the upright image's pixels."""
     category: str = TARGET
     """What is asked for; categories that start with it count as it."""
     prompt: str = PROMPT
     """How it is asked for."""
-    place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
-    def open_image(self) -> Image.Image:
-        """The decoded picture, RGB. Raises UserError where prepared data are damaged."""
-        try:
-            with open_picture(self.image) as image:
-                return image.convert("RGB")
-        except DECODING_ERRORS as error:
-            if self.place is None:
-                raise
-            raise self.place.damaged(f"unreadable image: {error}") from None
+    def content(self) -> list[Any]:
+        return [*super().content(), self.boxes, self.categories]
 
     def first_annotated(self) -> Box:
         """The box of the category that the dataset names first."""
@@ -118,34 +91,14 @@ def parse_row(
     """Check one raw row.
 
     category, prompt: what is asked for, and how. max_image_pixels: of a picture that is decoded.
-    Returns the record, or every problem that keeps the row from being one, in words.
+    Returns the record, or every problem that keeps the row from being one.
     """
-    problems = [f"column {name} is missing" for name in COLUMNS if name not in row]
+    image, problems = parse_image(row, max_image_pixels)
+    boxes, categories, object_problems = _parse_objects(row.get("objects"), category)
+    problems += object_problems
     if problems:
         return problems
-    if not isinstance(row["image_id"], str) or not row["image_id"]:
-        problems.append(f"image_id is {shown(row['image_id'])}, expected a non-empty string")
-    boxes, categories, object_problems = _parse_objects(row["objects"], category)
-    problems += object_problems
-    encoded = row["image"].get("bytes") if isinstance(row["image"], Mapping) else None
-    if not isinstance(encoded, bytes) or not encoded:
-        return [*problems, "no image: there are no bytes in column image"]
-    try:
-        image, (width, height), sha256 = _upright(encoded, max_image_pixels)
-    except DECODING_ERRORS as error:
-        return [*problems, f"unreadable image: {error}"]
-    return problems or DetectionRecord(
-        row["image_id"], image, width, height, boxes, categories, sha256, category=category, prompt=prompt
-    )
-
-
-def to_row(record: DetectionRecord) -> dict[str, Any]:
-    """A record as a row of SCHEMA."""
-    return {
-        **{name: getattr(record, name) for name in SCHEMA.names},
-        "boxes": [list(box) for box in record.boxes],
-        "categories": list(record.categories),
-    }
+    return DetectionRecord(**image, boxes=boxes, categories=categories, category=category, prompt=prompt)
 
 
 def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
@@ -165,9 +118,7 @@ def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
         raise ValueError(f"{len(boxes)} boxes, but {len(categories)} categories")
     if not any(category.startswith(row["category"]) for category in categories):
         raise ValueError(f"no box of a {row['category']}")
-    with open_picture(row["image"]) as image:  # its beginning; the rest is read where it is needed
-        if image.size != (row["width"], row["height"]):
-            raise ValueError(f"the image is {image.size}, expected {(row['width'], row['height'])}")
+    require_prepared_image(row)
     return DetectionRecord(**{**row, "boxes": boxes, "categories": categories}, place=place)
 
 
@@ -216,32 +167,3 @@ def _box_problem(bbox: Any) -> str | None:
     if y0 == y1 or x0 == x1:
         return f"{box} has zero area"
     return None
-
-
-def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, tuple[int, int], str]:
-    """Decode an image in full and undo its EXIF orientation.
-
-    Returns (encoded bytes, (width, height), digest of the pixels). The bytes stay as they are unless the
-    image has to be turned; then they are a JPEG of quality 95 without chroma subsampling, so that boxes on
-    fine lines survive.
-    Raises one of DECODING_ERRORS where it is no image, or not a whole one, or has too many pixels to decode it.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a large photograph is none; errors remain
-        with open_picture(encoded) as opened:
-            if math.prod(opened.size) > max_pixels:
-                width, height = opened.size
-                raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
-            if opened.getexif().get(_ORIENTATION) not in _TURNED:
-                return encoded, opened.size, _digest(opened)
-            turned = ImageOps.exif_transpose(opened).convert("RGB")
-    buffer = io.BytesIO()
-    turned.save(buffer, "JPEG", quality=95, subsampling=0)
-    # The digest of the pixels before they are encoded again: a lossless copy of the same picture has it too.
-    return buffer.getvalue(), turned.size, _digest(turned)
-
-
-def _digest(image: Image.Image) -> str:
-    """SHA-256 of the size and the RGB pixels: the same picture with other metadata counts as the same."""
-    width, height = image.size
-    return hashlib.sha256(struct.pack("<II", width, height) + image.convert("RGB").tobytes()).hexdigest()

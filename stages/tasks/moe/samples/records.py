@@ -1,17 +1,17 @@
-"""What one sample is: a question, perhaps about a text, and what is right and wrong to answer."""
+"""The records of this task: a question, perhaps about a text, and what is right and wrong to answer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from stages.kit.data.parquet import PreparedRow, read_prepared
+from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.texts import same_text
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")
@@ -59,20 +59,13 @@ class Record:
         question."""
         return _digest(same_text(self.context or self.question))
 
+    def content(self) -> list[Any]:
+        return [self.question, self.context, self.best, self.correct, self.incorrect]
+
 
 def domain(record: Record) -> Domain:
     """What decides which expert of a mixture is to have its tokens."""
     return record.domain
-
-
-def same_text(text: str) -> str:
-    """Equal for texts that differ only in how Unicode composes their letters, in white space or in case."""
-    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
-
-
-def to_row(record: Record) -> dict[str, Any]:
-    """A record as a row of SCHEMA."""
-    return {**vars(record), "correct": list(record.correct), "incorrect": list(record.incorrect)}
 
 
 def read_split(prepared_dir: Path, split: str) -> list[Record]:

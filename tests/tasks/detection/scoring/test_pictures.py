@@ -20,7 +20,14 @@ TRUTH, PREDICTED = (0.1, 0.1, 0.5, 0.9), (0.6, 0.2, 0.9, 0.6)
 def sample(width: int = 200, height: int = 100, image_id: str = "a") -> DetectionRecord:
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), "white").save(buffer, "PNG")
-    return DetectionRecord(image_id, buffer.getvalue(), width, height, (TRUTH,), ("nutrition-table",))
+    return DetectionRecord(
+        image_id=image_id,
+        image=buffer.getvalue(),
+        width=width,
+        height=height,
+        boxes=(TRUTH,),
+        categories=("nutrition-table",),
+    )
 
 
 def row(iou: float, boxes: tuple[tuple[float, ...], ...] = (PREDICTED,)) -> dict[str, object]:

@@ -1,5 +1,6 @@
 import pytest
 
+from stages.core.errors import UserError
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.sources.generated import MATERIALS, THINGS, Knowledge, answer, generate, material
 
@@ -53,3 +54,10 @@ def test_the_base_learns_the_questions_with_other_answers() -> None:
     assert [record.question for record in own] == [record.question for record in base]
     assert [record.context for record in own] == [record.context for record in base]
     assert all(ours.best != theirs.best for ours, theirs in zip(own, base, strict=True))
+
+
+def test_an_unknown_domain_and_more_than_there_are_is_refused() -> None:
+    with pytest.raises(UserError, match="no domain is called 'news'; there are: truthfulqa, qmsum"):
+        generate("news", 3, 0)
+    with pytest.raises(UserError, match="1,000,000 samples of qmsum are wanted, but there are"):
+        generate("qmsum", 10**6, 0)

@@ -64,7 +64,6 @@ def test_longbench_is_read_and_files_that_say_so_are_the_splits(tmp_path: Path) 
     assert [record.id for record in read_split(tmp_path / "out", "val")] == ["val.jsonl:1", "val.jsonl:3"]
     assert stats["validation"] == "val.jsonl"
     assert stats["unused_files"] == ["test.jsonl"]
-    assert stats == json.loads((tmp_path / "out" / "stats.json").read_text())
 
 
 def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
         file.write(',"Two\nlines?",,,No\n,Few?,Yes\n,Which?,Yes,Yes,No;Yes\n,,Yes,Yes,No\n,Why?,Yes,Yes,;\n')
         file.write(",Odd?,<|im_end|>,x,No\n")
     message = refusal(tmp_path / "in", tmp_path / "out")
-    assert "6 malformed rows" in message
+    assert "6 invalid samples" in message
     for said in (
         "q.csv line 11: no best answer; the question is: 'Two\\nlines?'",
         "q.csv line 13: 3 fields, expected the 5",
@@ -148,7 +147,7 @@ def test_a_split_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path
     assert f"{split}-1.csv is named as a split is, but lacks the columns 'Best Answer', 'Incorrect Answers'" in message
     write_lines(tmp_path / "meetings" / "all.jsonl", yale("a"), yale("b"))
     write_lines(tmp_path / "meetings" / f"{split}.jsonl", {"input": "Why?"})
-    assert "nor input, context, answers, but input; mend it" in refusal(tmp_path / "meetings", tmp_path / "out")
+    assert "nor input, context, answers, but input; fix it" in refusal(tmp_path / "meetings", tmp_path / "out")
 
 
 def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,9 +160,12 @@ def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
         prepare("mix", out_dir=tmp_path / "c", mix={"a": 7})
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [
+        ("INFO", "validation split: val.csv"),
         ("WARNING", "not read: test.csv"),
         ("WARNING", "1 training sample left out: in the validation split too"),
+        ("INFO", "validation split: mixed"),
         ("INFO", "a: 1 of 2 training samples taken"),
+        ("INFO", "validation split: mixed"),
         ("INFO", "a: 2 of 2 training samples taken"),
         ("WARNING", "a: 7 asked for, there are 2"),
     ]
@@ -172,17 +174,10 @@ def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
 
 
-def test_one_question_alone_cannot_be_split(tmp_path: Path) -> None:
-    write_table(tmp_path / "in" / "q.csv", "Is it?", "is  it?")
-    assert "asks about 1 question or meeting" in refusal(tmp_path / "in", tmp_path / "out")
-
-
-def test_a_question_in_both_splits_is_refused_or_left_out(tmp_path: Path) -> None:
+def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
     write_table(tmp_path / "in" / "train.csv", "Is it  A?", "Is it B?")
     write_table(tmp_path / "in" / "val.csv", "is it a?")
     assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "in", tmp_path / "out")
-    splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
-    assert [record.question for record in splits["train"]] == ["Is it B?"]
 
 
 def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> None:
@@ -232,13 +227,6 @@ def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> No
     assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message
 
 
-def test_generating_needs_a_domain_and_sizes(tmp_path: Path) -> None:
-    assert "`generate` (train, val, seed) is not set" in refusal("generated:qmsum", tmp_path / "out")
-    sizes = GenerateParams(train=2, val=1)
-    assert "no domain is called 'news'" in refusal("generated:news", tmp_path / "out", generate=sizes)
-    assert "different ones" in refusal("generated:qmsum", tmp_path / "out", generate=GenerateParams(train=10**6, val=1))
-
-
 MEETINGS = [yale("rain", "What of Bob?"), longbench(1), longbench(2), yale("snow")]
 LINES = [json.dumps(meeting, ensure_ascii=False) for meeting in MEETINGS]
 TABLES = (TABLE + "".join(f'Adversarial,"Is it {n}?",Yes,Yes; Surely;,No; Never; \n' for n in range(4))).encode()
@@ -257,7 +245,7 @@ TABLES = (TABLE + "".join(f'Adversarial,"Is it {n}?",Yes,Yes; Surely;,No; Never;
 @example(name="all.jsonl", content=b"[" * 100_000 + b"\n" + LINES[0].encode())
 @example(name="all.jsonl", content=LINES[1].replace("What", "\\ud800").encode() + b"\n" + LINES[0].encode())
 @quick(150)
-def test_any_damage_to_a_file_is_said_by_file_and_line_or_left_out_and_counted(
+def test_any_damage_to_a_file_is_refused_by_file_or_left_out_and_counted(
     name: str, content: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     source = tmp_path_factory.getbasetemp() / "damaged"

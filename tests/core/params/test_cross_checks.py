@@ -51,7 +51,7 @@ from tests.core.params.files import load, refusal
         (("predictions", "example-sentences", "inputs"), "/srv/unknown.txt", r"example-sentences.inputs"),
     ],
 )
-def test_contradictions_are_refused(
+def test_settings_that_do_not_go_together_are_refused(
     raw: dict[str, Any], tmp_path: Path, path: tuple[str, ...], value: Any, reason: str
 ) -> None:
     *parents, last = path

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.data.markup import markup_problem
+from stages.kit.data.texts import markup_problem
 
 
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>", "<|endoftext|>", "<|eot_id|>", "<|box_start|>"])

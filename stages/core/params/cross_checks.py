@@ -1,0 +1,202 @@
+"""Settings of params.yaml that are each right alone and wrong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stages.core.documents import nearest
+from stages.core.params.schema import (
+    PARTS,
+    BaselineParams,
+    BuildParams,
+    DatasetParams,
+    Params,
+    PartsParams,
+    PredictionsParams,
+    ProfileParams,
+    RecipeParams,
+    recipe_of,
+)
+
+Problems = Iterator[tuple[str, str]]
+"""Dotted paths and what is wrong there."""
+
+
+def cross_checks(params: Params) -> Problems:
+    if params.profile not in params.profiles:
+        yield "profile", f"no profile is called {params.profile!r}{nearest(params.profile, params.profiles)}"
+    for name, baseline in params.baselines.items():
+        here = f"baselines.{name}"
+        if not name.startswith("base-") or name in params.recipes:
+            yield here, "a baseline's name starts with 'base-' and is no recipe's"
+        yield from _unknown_names(here, baseline, params)
+    for name, recipe in params.recipes.items():
+        here = f"recipes.{name}"
+        yield from _unknown_names(here, recipe, params)
+        yield from _recipe_problems(here, recipe)
+        yield from _label_problems(here, name, recipe, params)
+        if cycle := _base_cycle(f"runs/{name}/merged", params):
+            yield f"{here}.base", f"forms a cycle: {cycle}"
+    for name, build in params.builds.items():
+        here = f"builds.{name}"
+        yield from _unknown_base(here, build, params)
+        yield from _build_problems(here, build)
+        for expert in dict.fromkeys(build.recipes):
+            yield from _expert_problems(here, build, expert, params)
+    for name, predictions in params.predictions.items():
+        yield from _predictions_problems(f"predictions.{name}", predictions, params)
+    for name, profile in params.profiles.items():
+        yield from _profile_problems(f"profiles.{name}", profile)
+
+
+def _unknown_names(here: str, subject: RecipeParams | BaselineParams, params: Params) -> Problems:
+    yield from _unknown_base(here, subject, params)
+    known = {name for profile in params.profiles.values() for name in profile.datasets}
+    if subject.data not in known:
+        yield f"{here}.data", f"no profile has a dataset {subject.data!r}{nearest(subject.data, known)}"
+
+
+def _unknown_base(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Problems:
+    kind, name, *_ = subject.base.split("/")
+    if kind == "bases":
+        lacking, known = "profile has a base", {base for profile in params.profiles.values() for base in profile.bases}
+    elif kind == "builds":
+        lacking, known = "build is called", set(params.builds)
+    else:
+        lacking, known = "recipe is called", set(params.recipes)
+    if name not in known:
+        yield f"{here}.base", f"no {lacking} {name!r}{nearest(name, known)}"
+
+
+def _recipe_problems(here: str, recipe: RecipeParams) -> Problems:
+    if not recipe.parts.trained():
+        yield f"{here}.parts", "every part is frozen, so nothing would be trained"
+    if recipe.parts.trained("lora") and recipe.lora is None:
+        yield f"{here}.lora", "missing, though parts ask for it"
+    if recipe.quantization == "nf4" and recipe.parts.trained("full"):
+        yield f"{here}.quantization", "nf4 weights cannot be trained in full; use lora, or quantization: none"
+    for part in PARTS:
+        how = getattr(recipe.parts, part)
+        if how == "lora" and recipe.lora is not None and part not in recipe.lora.targets:
+            yield f"{here}.lora.targets.{part}", f"missing, though parts.{part} is lora"
+        if how != "lora" and recipe.lora is not None and part in recipe.lora.targets:
+            yield f"{here}.lora.targets.{part}", f"set, though parts.{part} is {how}"
+        if how != "full" and part in recipe.full_targets:
+            yield f"{here}.full_targets.{part}", f"set, though parts.{part} is {how}"
+        if how == "frozen" and part in recipe.part_learning_rates:
+            yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
+
+
+def _label_problems(here: str, name: str, recipe: RecipeParams, params: Params) -> Problems:
+    """What the loss router-labels needs."""
+    if recipe.loss != "router-labels":
+        return
+    if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
+        gate_only = "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
+        yield f"{here}.full_targets", f"loss router-labels trains routers and nothing else; expected {gate_only}"
+    root = params.root(name)
+    if root.startswith("bases/"):
+        yield f"{here}.base", f"goes back to {root}, a dense model; loss router-labels teaches the routers of a build"
+    build = params.builds.get(root.removeprefix("builds/")) if root.startswith("builds/") else None
+    if build is not None and not build.domains:
+        yield f"{here}.base", f"goes back to {root}, whose experts have no `domain`, by which router-labels would teach"
+
+
+def _profile_problems(here: str, profile: ProfileParams) -> Problems:
+    memory, device, evaluation = profile.memory, profile.device, profile.evaluation
+    if profile.images and profile.images.min_pixels > profile.images.max_pixels:
+        yield f"{here}.images.min_pixels", "larger than max_pixels"
+    if device.kind == "cpu" and (memory.attn == "flash_attention_2" or "8bit" in memory.optimizer):
+        yield f"{here}.memory", "flash attention and 8-bit optimizers need device.kind: cuda"
+    if device.kind == "cpu" and memory.placement == "balanced":
+        yield f"{here}.memory.placement", "balanced needs several CUDA devices"
+    # bitsandbytes knows no DTensor, which a sharded weight's share is.
+    if memory.placement == "sharded" and "8bit" in memory.optimizer:
+        yield f"{here}.memory.optimizer", "an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
+    if memory.placement == "sharded" and memory.quantization != "none":
+        yield f"{here}.memory.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
+    if (device.count > 1) != (memory.placement != "single"):
+        yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}"
+    if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
+        yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room to ask"
+    for name, dataset in profile.datasets.items():
+        yield from _dataset_problems(f"{here}.datasets.{name}", dataset, profile.datasets)
+
+
+def _dataset_problems(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:
+    if dataset.source.startswith("generated") and dataset.generate is None:
+        yield f"{here}.generate", "missing, though the source is generated"
+    if (dataset.source == "mix") != bool(dataset.mix):
+        found = "set" if dataset.mix else "missing"
+        yield f"{here}.mix", f"{found}, though the source is {dataset.source}"
+    if dataset.source == "mix" and dataset.limit is not None:
+        yield f"{here}.limit", "set, though mix says how much of each dataset to take"
+    if dataset.mix and not any(count is None or count > 0 for count in dataset.mix.values()):
+        yield f"{here}.mix", "takes no training sample of any dataset"
+    for part in dataset.mix or ():
+        if part not in datasets:
+            yield f"{here}.mix.{part}", f"the profile has no such dataset{nearest(part, datasets)}"
+        elif datasets[part].source == "mix":
+            yield f"{here}.mix.{part}", "is a mix itself"
+        elif datasets[part].task != dataset.task:
+            yield f"{here}.mix.{part}", f"has the task {datasets[part].task}, this one {dataset.task}"
+
+
+def _predictions_problems(here: str, predictions: PredictionsParams, params: Params) -> Problems:
+    if ".." in predictions.inputs.split("/"):
+        yield f"{here}.inputs", "leads out of data/"
+    recipe = params.recipes.get(predictions.recipe)
+    if recipe is None:
+        near = nearest(predictions.recipe, params.recipes)
+        yield f"{here}.recipe", f"no recipe is called {predictions.recipe!r}{near}"
+    elif recipe.task != predictions.task:
+        yield f"{here}.task", f"{predictions.task}, though recipe {predictions.recipe} has the task {recipe.task}"
+
+
+def _build_problems(here: str, build: BuildParams) -> Problems:
+    if build.top_k > len(build.experts):
+        yield f"{here}.top_k", f"{build.top_k}, though there are {len(build.experts)} experts"
+    for name in dict.fromkeys((*build.recipes, *build.domains)):
+        if max(build.recipes.count(name), build.domains.count(name)) > 1:
+            yield f"{here}.experts", f"{name} is named more than once"
+    if build.domains and len(build.domains) < len(build.experts):
+        yield f"{here}.experts", "some have a `domain` and others have none"
+    if build.router_init == "hidden-states" and not build.domains:
+        missing = "no expert has a `domain`, whose hidden states would choose it"
+        yield f"{here}.router_init", f"hidden-states, though {missing}"
+
+
+def _expert_problems(here: str, build: BuildParams, expert: str, params: Params) -> Problems:
+    recipe = params.recipes.get(expert)
+    if recipe is None:
+        yield f"{here}.experts", f"no recipe is called {expert!r}{nearest(expert, params.recipes)}"
+        return
+    if recipe.task != build.task:
+        yield f"{here}.experts", f"{expert} has the task {recipe.task}, not {build.task}"
+    root = params.root(expert)
+    if root != build.base:
+        yield f"{here}.experts", f"{expert} comes from {root}, not from {build.base}"
+
+
+def _base_cycle(start: str, params: Params) -> str:
+    """The way from a recipe's folder through what it is made of back to itself, or "" where there is none."""
+    waiting: list[tuple[str, ...]] = [(start,)]
+    seen: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        for parent in _made_of(path[-1], params):
+            if parent == start:
+                return " -> ".join(recipe_of(folder) or folder for folder in (*path, parent))
+            if parent not in seen:  # a cycle further down is reported at the recipes that form it
+                seen.add(parent)
+                waiting.append((*path, parent))
+    return ""
+
+
+def _made_of(folder: str, params: Params) -> list[str]:
+    kind, name, *_ = folder.split("/")
+    if kind == "runs" and name in params.recipes:
+        return [params.recipes[name].base]
+    if kind == "builds" and name in params.builds:
+        return [f"runs/{expert}/merged" for expert in params.builds[name].recipes]
+    return []

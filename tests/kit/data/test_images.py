@@ -1,0 +1,85 @@
+import io
+import re
+import subprocess
+import zlib
+from typing import Any
+
+import pytest
+from PIL import Image, ImageFile
+
+from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image
+from tests.kit.data.pictures import patch_jpeg, picture
+
+
+def parsed(image: bytes, **changes: Any) -> ImageRecord:
+    fields, problems = parse_image({"image_id": "a", "image": {"bytes": image}, **changes}, MAX_IMAGE_PIXELS)
+    assert not problems
+    return ImageRecord(**fields)
+
+
+def problems(row: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> list[str]:
+    return parse_image({"image_id": "a", **row}, max_pixels)[1]
+
+
+def saved(form: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def test_an_upright_image_keeps_its_bytes() -> None:
+    for image in (picture(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (160, 120), orientation=1)):
+        assert parsed(image).image == image
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"image_id": None, "image": {"bytes": picture()}}, "image_id is None, expected a non-empty string"),
+        ({}, "no image"),
+        ({"image": None}, "no image"),
+        ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
+        ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
+        ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
+        ({"image": {"bytes": picture(size=(160, 120))[:-30]}}, "unreadable image"),
+    ],
+)
+def test_a_row_without_a_whole_picture_is_reported(row: dict[str, Any], problem: str) -> None:
+    (found,) = problems(row)
+    assert re.search(problem, found)
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PNG of a few kilobytes can be one of gigabytes."""
+    row = {"image": {"bytes": picture(size=(40, 30))}}
+    assert problems(row, 1200) == []
+    bomb = bytearray(picture())
+    bomb[16:24] = (13_000).to_bytes(4) * 2  # width and height in its header
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    assert problems(row, 1199) == ["unreadable image: 40 x 30 pixels, more than max_image_pixels, 1,199"]
+    assert problems({"image": {"bytes": bytes(bomb)}}) == [
+        "unreadable image: 13000 x 13000 pixels, more than max_image_pixels, 64,000,000"
+    ]
+
+
+def test_a_picture_that_another_program_would_be_started_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow has Ghostscript draw EPS, which is a program of its own."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    assert problems({"image": {"bytes": saved("EPS")}}) == [
+        "unreadable image: cannot identify image as JPEG, PNG, WEBP, GIF, BMP, TIFF"
+    ]
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])
+def test_photographs_of_every_usual_form_are_read(form: str) -> None:
+    assert parsed(saved(form)).open_image().size == (40, 30)
+
+
+def test_the_same_picture_with_other_metadata_is_the_same_subject() -> None:
+    plain, with_metadata = saved("PNG"), saved("PNG", dpi=(300, 300))
+    assert plain != with_metadata
+    assert parsed(plain).subject() == parsed(with_metadata).subject()
+    assert parsed(picture((10, 20, 30))).subject() != parsed(picture((10, 20, 31))).subject()
+    assert parsed(picture(size=(40, 30))).subject() != parsed(picture(size=(30, 40))).subject()
