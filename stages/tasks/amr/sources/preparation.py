@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages.core.errors import UserError, counted, listed
+from stages.core.errors import UserError, counted, listed, printable
 from stages.core.given_files import given_files
 from stages.core.params.schema import GenerateParams
 from stages.core.publish import published
@@ -141,7 +141,7 @@ def _from_folder(source: str) -> tuple[dict[str, Corpus], str, list[str]]:
         raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
     val = next((found for pattern in VALIDATION_FILES if (found := given_files(folder, pattern))), [])
     used = {*train, *val}
-    unused = [path.name for path in sorted(folder.glob("*.txt")) if path not in used]
+    unused = [printable(path.name) for path in sorted(folder.glob("*.txt")) if path not in used]
     splits = {"train": _read_files(train)}
     validation = f"{HELD_OUT:.0%} of the training sentences, by a digest of each"
     if val:

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import re
 import unicodedata
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_prepared_records_are_those_of_the_files(tmp_path: Path) -> None:
     source = folder(
         tmp_path / "amr", train_1=b"\xef\xbb\xbf" + crlf.encode(), train_2=block(3), val=block(4), notes="x"
     )
+    (source / os.fsdecode(b"notes\xff.txt")).touch()
     stats = prepare(f"folder:{source}", out_dir=tmp_path / "out")
     train, val = (read_split(tmp_path / "out", split) for split in ("train", "val"))
     assert [(record.file, record.line) for record in train] == [
@@ -59,7 +61,7 @@ def test_prepared_records_are_those_of_the_files(tmp_path: Path) -> None:
     assert train[0].canonical == "(c / câu_hỏi :agent s :theme (s / số :quant 1))"
     assert pq.read_schema(tmp_path / "out/val.parquet") == SCHEMA
     assert json.loads((tmp_path / "out/stats.json").read_text(encoding="utf-8")) == stats
-    assert (stats["validation"], stats["unused_files"]) == ("val.txt", ["notes.txt"])
+    assert (stats["validation"], stats["unused_files"]) == ("val.txt", ["notes.txt", r"notes\udcff.txt"])
     figures = stats["splits"]["train"]
     assert (figures["records"], figures["graphs_with_references"], figures["largest_graph"]) == (3, 3, 2)
     assert figures["files"] == ["train_1.txt", "train_2.txt"]
