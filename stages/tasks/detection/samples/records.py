@@ -35,6 +35,9 @@ PROMPT = "Detect the bounding box of the nutrition table."
 MAX_IMAGE_PIXELS = 64_000_000
 """Of a picture where a dataset names no `max_image_pixels`: more than most cameras make, and 0.6 GB to look at."""
 
+MAX_ASPECT = 200
+"""A longer picture is refused by the image processor (smart_resize in transformers/models/qwen2_vl)."""
+
 COLUMNS = ("image_id", "image", "objects")
 REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
 """What a row is read from; width and height are the decoded image's own, and `meta` is not used."""
@@ -134,6 +137,11 @@ def parse_row(
         image, (width, height), sha256 = _upright(encoded, max_image_pixels)
     except DECODING_ERRORS as error:
         return [*problems, f"unreadable image: {error}"]
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        problems.append(
+            f"the image of {shown(row['image_id'])} is {width} x {height} pixels: one side is more than {MAX_ASPECT} "
+            "times the other, which no model here takes"
+        )
     return problems or DetectionRecord(
         row["image_id"], image, width, height, boxes, categories, sha256, category=category, prompt=prompt
     )

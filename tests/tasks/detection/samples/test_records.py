@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.tasks.detection.samples.records import DetectionRecord, parse_row, reading_order, to_row
 from tests.damage import damaged_bytes, damaged_tree, quick
@@ -20,6 +21,12 @@ def parsed(row: dict[str, Any]) -> DetectionRecord:
     record = parse_row(row)
     assert isinstance(record, DetectionRecord), record
     return record
+
+
+def greyscale(mode: str, form: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (40, 30), 1).save(buffer, form)
+    return buffer.getvalue()
 
 
 def without(name: str) -> dict[str, Any]:
@@ -65,6 +72,11 @@ def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
         (raw_row(image=b"<html>not found</html>"), "unreadable image: cannot identify"),
         (raw_row(image=patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]), "unreadable image: .*truncated"),
         (raw_row(image=picture(size=(160, 120))[:-30]), "unreadable image"),
+        (raw_row("long", image=picture(size=(805, 4))), "image of 'long' is 805 x 4 pixels: .* more than 200 times"),
+        (raw_row(image=picture(size=(1, 201))), "1 x 201 pixels"),
+        (raw_row(image=greyscale("I;16", "PNG")), "unreadable image: greyscale pixels of more than 8 bits .*I;16"),
+        (raw_row(image=greyscale("I", "TIFF")), "greyscale pixels of more than 8 bits"),
+        (raw_row(image=greyscale("F", "TIFF")), "greyscale pixels of more than 8 bits"),
         (raw_row(bbox=[]), "no boxes"),
         (raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]], names=[]), "1 boxes, but 0 category names"),
         (raw_row(bbox=[[0.1, 0.2, 0.5, 1.2]]), r"box 0 \(0.1, 0.2, 0.5, 1.2\) lies outside 0..1"),
@@ -121,6 +133,13 @@ def test_photographs_of_every_usual_form_are_read(form: str) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (40, 30)).save(buffer, form)
     assert parsed(raw_row(image=buffer.getvalue())).open_image().size == (40, 30)
+
+
+def test_the_longest_picture_taken_is_the_longest_that_the_processor_takes() -> None:
+    parsed(raw_row(image=picture(size=(800, 4))))
+    smart_resize(4, 800)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        smart_resize(4, 801)
 
 
 def test_every_problem_of_a_row_is_reported() -> None:
