@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from ruamel.yaml import YAML
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
@@ -105,6 +106,10 @@ def workspace_aside(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]
             (folder / ".bakeoff").mkdir(exist_ok=True)
         (workspace_dir / ".bakeoff/gpus").mkdir(exist_ok=True)
         (aside_dir / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
+        # Links of DVC in the source lead into the cache of the workspace.
+        (aside_dir / ".dvc").mkdir()
+        cache = cache_dir(workspace_dir.resolve()).parents[1]
+        (aside_dir / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
         if params.tracking.wandb:
             _switch_tracking_off(aside_dir / "params.yaml")
         yield aside_dir

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import click
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.parent_death import end_with_own_parent
-from stages.kit.launcher.cache import cache_dir, share_with_cache
+from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
 from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left, said_path
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine

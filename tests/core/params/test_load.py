@@ -1,7 +1,9 @@
 import copy
 import io
 import json
+import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,21 @@ def test_every_hub_source_is_pinned_to_a_commit() -> None:
     pinned = [source for source in sources if source.startswith("hub:")]
     assert pinned
     assert all(re.fullmatch(r"hub:[^@]+@[0-9a-f]{8,40}", source) for source in pinned)
+
+
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "leads out of"),
+        (lambda path: path.symlink_to(path), "leads out of|cannot be read"),
+        (os.mkfifo, "is no plain file"),
+        (lambda path: None, "is missing; run from the top"),
+    ],
+)
+def test_a_file_that_is_none_of_its_folder_is_not_read(tmp_path: Path, put: Callable[[Path], None], said: str) -> None:
+    put(tmp_path / "params.yaml")
+    with pytest.raises(UserError, match=said):
+        load_params(tmp_path / "params.yaml")
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(raw: dict[str, Any], tmp_path: Path) -> None:

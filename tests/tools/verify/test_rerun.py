@@ -15,6 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
@@ -265,7 +266,7 @@ def test_a_source_beside_the_workspace_is_found_by_the_name_that_it_has(workspac
     assert (len(again.comparison.equal), again.comparison.different, again.unlike) == (2, {}, ())
 
 
-def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
+def test_inputs_are_links_dvcs_cache_is_the_workspaces_and_tracking_is_off(workspace: Path) -> None:
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("wandb: false", "wandb: true", 1))
     with workspace_aside(workspace, find_stage(workspace, NAME)) as aside:
@@ -274,6 +275,7 @@ def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
         assert not (aside / "params.yaml").samefile(params)
         assert "wandb: false" in (aside / "params.yaml").read_text()
         assert (aside / ".bakeoff/gpus").samefile(workspace / ".bakeoff/gpus")
+        assert cache_dir(aside) == cache_dir(workspace)
         assert not (aside / "data/runs/r1-llm-only/trained").exists()
     assert not aside.exists()
     assert "wandb: true" in params.read_text()
