@@ -27,7 +27,7 @@ from stages.kit.launcher.download_check import refuse_download_without_gpus
 from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left, said_path
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.gpus import leased_gpus
-from stages.kit.launcher.outputs import link_aside, run_alone
+from stages.kit.launcher.outputs import ASIDE_DIR, link_aside, refuse_links_out, run_alone
 from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
@@ -79,6 +79,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     command_line: of the DVC that runs the stage; empty without one.
     say_once: says what is the same for all stages of one command.
     """
+    refuse_links_out(repository_dir(os.environ), (".bakeoff/gpus",))
     own_dirs = [WORKSPACE_DIR / name for name in ("", "stages", "docker")]
     for folder in writable_by_everybody((*own_dirs, repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))):
         say_once(f"every account of this machine can change what runs here; end that with: chmod o-w '{folder}'")
@@ -97,6 +98,9 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
     pipeline = Pipeline.of(WORKSPACE_DIR)
+    # Of every stage: DVC removes outputs before it calls the launcher, but for `check` most stages wait.
+    outs = (out for each in pipeline.stages for out in each.outs)
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *outs))
     declared = pipeline.that_runs(called(stage, args))
     if declared is not None:
         refuse_undeclared(declared, stage, args[0] if args else "", params)
