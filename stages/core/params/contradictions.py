@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from stages.core.documents import dotted, nearest
+from stages.core.documents import dotted, nearest, shown
 from stages.core.params.salvage import LookedAt, sound
 from stages.core.params.schema import (
     PARTS,
@@ -200,8 +200,9 @@ def _mix_contradictions(here: str, dataset: DatasetParams, profile: ProfileParam
 
 
 def _predictions_contradictions(here: str, predictions: PredictionsParams, params: Params) -> Iterator[str]:
-    if ".." in predictions.inputs.split("/"):
-        yield f"{here}.inputs: leads out of data/"
+    top, *below = predictions.inputs.split("/")
+    if top != "data" or not below or {"", ".", ".."}.intersection(below):  # DVC would fetch a URL
+        yield f"{here}.inputs: expected a file of this checkout, data/..., found {shown(predictions.inputs)}"
     recipe = params.recipes.get(predictions.recipe)
     if recipe is None:
         near = nearest(predictions.recipe, params.recipes)

@@ -80,9 +80,13 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     say_once: says what is the same for all stages of one command.
     """
     refuse_links_out(repository_dir(os.environ), (".bakeoff/gpus",))
-    own_dirs = [WORKSPACE_DIR / name for name in ("", "stages", "docker")]
-    for folder in writable_by_everybody((*own_dirs, repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))):
-        say_once(f"every account of this machine can change what runs here; end that with: chmod o-w '{folder}'")
+    own_dirs = (WORKSPACE_DIR, WORKSPACE_DIR / "docker", repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))
+    open_paths = [f"o-w '{folder}'" for folder in writable_by_everybody(own_dirs)]
+    code_dir = WORKSPACE_DIR / "stages"
+    if writable_by_everybody((code_dir, *code_dir.rglob("*"))):  # 3 ms
+        open_paths.append(f"-R o-w '{code_dir}'")
+    for path in open_paths:
+        say_once(f"every account of this machine can change what runs here; end that with: chmod {path}")
     params = load_params(WORKSPACE_DIR / "params.yaml")
     device = params.active.device
     engine = choose_engine(
@@ -98,7 +102,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
     pipeline = Pipeline.of(WORKSPACE_DIR)
-    # Of every stage: DVC removes outputs before it calls the launcher, but for `check` most stages wait.
+    # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
     outs = (out for each in pipeline.stages for out in each.outs)
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *outs))
     declared = pipeline.that_runs(called(stage, args))
