@@ -27,6 +27,7 @@ from stages.kit.models.folders import (
     model_type,
 )
 from stages.kit.models.geometries import STAND_IN_DIR
+from stages.kit.models.processors import check_chat_template
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -55,6 +56,7 @@ def main(name: str) -> None:
             source = {"folder": where}
         check_model_folder(folder, called=where)
         refuse_unfit(name, model_type(folder, called=where), params)
+        check_chat_template(folder, called=where)
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
     log.info("base %s from %s %s: %.1f MB, content %s", name, kind, where, size / 1e6, short(lineage.digest))

@@ -8,17 +8,40 @@ Run     docker/run check
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from stages.core.documents import nearest, refusal
 from stages.core.params.load import load_params
+from stages.core.params.schema import Params
 from stages.core.publish import publish_text
+
+TASKS_DIR = Path(__file__).parent / "tasks"
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    load_params()
+    path = Path("params.yaml")
+    if unknown := unknown_tasks(load_params(path)):
+        raise refusal(path, unknown)
     publish_text("params.yaml is without mistakes.\n", Path("data/checked.txt"))
+
+
+def unknown_tasks(params: Params) -> dict[str, str]:
+    """What is wrong with tasks that have no folder below stages/tasks, by dotted path."""
+    known = sorted(path.parent.name for path in TASKS_DIR.glob("*/__init__.py"))
+    groups: dict[str, dict[str, Any]] = {
+        **{group: getattr(params, group) for group in ("baselines", "recipes", "builds", "predictions")},
+        **{f"profiles.{name}.datasets": profile.datasets for name, profile in params.profiles.items()},
+    }
+    there_are = f"there are {', '.join(known)}"
+    return {
+        f"{group}.{name}.task": f"no task is called {user.task!r}{nearest(user.task, known)}; {there_are}"
+        for group, users in groups.items()
+        for name, user in users.items()
+        if user.task not in known
+    }
 
 
 if __name__ == "__main__":

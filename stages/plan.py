@@ -53,7 +53,7 @@ def main(recipe: str) -> None:
     fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device))
     fit = decide(fit, foresee, memory.fit)
     answers = foresee.answers(fit.plan, params.active.evaluation)
-    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=fit.capacity_bytes)
+    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=foresee.capacity_bytes(plan.device.one()))
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(fit.record(evaluation), run_dir / "memory.json")

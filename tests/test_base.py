@@ -48,6 +48,26 @@ def test_a_message_names_the_folder_that_the_user_named(
     assert ".partial" not in said
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1/0 }}", "{{ raise_exception('x') }}", "{% if %}", "{{ messages.nothing() }}"]
+)
+def test_a_chat_template_that_fails_is_refused(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "data/tiny/qwen2", tmp_path / "my model")
+    (tmp_path / "my model/chat_template.jinja").write_text(template)
+    code, said = base("llm", "my model", tmp_path, monkeypatch)
+    assert code == 1
+    assert "the chat template of my model (chat_template.jinja" in said
+    assert not list((tmp_path / "data/bases").iterdir())
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "data/tiny/qwen2", tmp_path / "my model")
+    (tmp_path / "my model/tokenizer.json").write_text("{}")
+    code, said = base("llm", "my model", tmp_path, monkeypatch)
+    assert code == 1
+    assert "my model is no model that can be loaded" in said
+
+
 def test_the_models_of_this_repository_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("vlm", "qwen2-vl"), ("llm", "qwen2"), ("dense", "qwen2-folklore")):
         code, said = base(name, ROOT / "data/tiny" / folder, tmp_path, monkeypatch)

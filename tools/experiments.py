@@ -26,7 +26,7 @@ ABOUT = ("Experiment", "rev", "typ", "Created", "parent", "State", "Executor")
 
 @click.command(help=__doc__)
 def main() -> None:
-    asked = [sys.executable, "-m", "dvc", "exp", "show", "--csv", "--only-changed", "--drop", HIDDEN]
+    asked = [sys.executable, "-m", "dvc", "exp", "show", "--csv", "--drop", HIDDEN]
     shown = subprocess.run(asked, capture_output=True, text=True, check=False)
     if shown.returncode != 0:
         raise UserError(f"dvc cannot show its experiments: {shown.stderr.strip()}")
@@ -37,7 +37,8 @@ def main() -> None:
 def experiment_lines(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """rows: of `dvc exp show --csv`: the workspace, a commit, the experiments that started from it, the next commit.
 
-    Below the workspace and each experiment stands what is unlike its commit.
+    Below the workspace and each experiment stands what is unlike its commit. Without experiments the last line says
+    how to run one.
     """
     kept = list(rows)
     commit: Mapping[str, str] = next((row for row in kept if row["rev"] != "workspace"), {})
@@ -58,6 +59,8 @@ def experiment_lines(rows: Iterable[Mapping[str, str]]) -> list[str]:
             lines.append(f"  {key:{width}}  {value}" + (f"  was {before}" if _is_value(before) else ""))
         if not figures:
             lines.append("  nothing differs")
+    if all(row["typ"] == "baseline" for row in kept):
+        lines.append("no experiments yet; run one with: dvc exp run --temp -S recipes.r1-llm-only.lora.rank=8")
     return lines
 
 

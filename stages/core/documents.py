@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.reader import ReaderError
 
 from stages.core.errors import UserError
@@ -47,7 +49,7 @@ def read_yaml(kind: type[T], path: Path) -> T:
 
     Raises Unreadable where it is not YAML, ValidationError where it does not fit the dataclass; OSError.
     """
-    yaml, content = YAML(typ="safe", pure=True), path.read_bytes()
+    yaml, content = YAML(typ="safe"), path.read_bytes()
     yaml.Constructor = _Constructor
     try:
         with warnings.catch_warnings():
@@ -85,6 +87,20 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
         raise UserError(f"{path} is not YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, problems(error, kind)) from None
+
+
+def refuse_aliases(path: Path) -> None:
+    """Raises UserError where a YAML file has an alias: `dvc exp run -S` changes all of its places, or loses it.
+
+    What is no YAML is left to read_settings.
+    """
+    with suppress(OSError, YAMLError):
+        for event in YAML(typ="safe").parse(path.read_bytes()):
+            if isinstance(event, AliasEvent):
+                raise UserError(
+                    f"{path}, line {event.start_mark.line + 1}: the alias *{event.anchor} is refused, for with -S a "
+                    "change of one place would change others too, or be lost; write the value out"
+                )
 
 
 def read_json(kind: type[T], path: Path, *, mend: str) -> T:

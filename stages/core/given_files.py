@@ -6,14 +6,19 @@ a pipe would keep the stage waiting for ever.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from pathlib import Path
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 
 DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
-"""A file in DVC's cache, to which DVC may link what it keeps."""
+"""A file in a cache of DVC, to which DVC may link what it keeps."""
+
+CACHE_VARIABLE = "BAKEOFF_DVC_CACHE"
+"""The environment variable with the cache's folder in a container, which does not see DVC's configuration."""
 
 _HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 
@@ -23,7 +28,7 @@ def given_files(folder: Path, *patterns: str) -> list[Path]:
 
     Raises UserError where one of them may not be read, as `require_own` says.
     """
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    found = [path for pattern in patterns for path in _matching(folder, pattern)]
     for path in found:
         require_own(path, folder)
     return found
@@ -45,9 +50,16 @@ def require_own(path: Path, folder: Path) -> None:
         raise UserError(f"{path} is no plain file; remove or rename it")
 
 
-def stays_inside(path: Path, folder: Path) -> bool:
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """In the order of names. `glob` leaves out a link that leads nowhere where the pattern is its whole name."""
+    named = folder / pattern
+    return sorted(folder.glob(pattern)) or ([named] if named.is_symlink() else [])
+
+
+def stays_inside(path: Path, folder: Path, *, workspace_dir: Path = Path()) -> bool:
     """Whether a path, links followed, leads to something in the folder, or to where the hub's cache keeps the files of
-    the folder's repository (REPOSITORY/snapshots/COMMIT links to REPOSITORY/blobs), or into DVC's cache.
+    the folder's repository (REPOSITORY/snapshots/COMMIT links to REPOSITORY/blobs), or into the workspace's own DVC
+    cache: anybody can call a folder files/md5.
     """
     try:
         real, real_folder = path.resolve(), folder.resolve()
@@ -58,5 +70,5 @@ def stays_inside(path: Path, folder: Path) -> bool:
         for above in real_folder.parents
         if above.name == "snapshots" and _HUB_REPOSITORY.fullmatch(above.parent.name)
     ]
-    in_dvcs_cache = re.search(f"{DVC_OBJECT.pattern}$", str(real)) is not None
-    return in_dvcs_cache or any(real.is_relative_to(place) for place in (real_folder, *blobs))
+    own_cache = Path(os.environ.get(CACHE_VARIABLE) or cache_dir(workspace_dir)).resolve()
+    return any(real.is_relative_to(place) for place in (real_folder, own_cache, *blobs))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.given_files import given_files
+from stages.core.given_files import CACHE_VARIABLE, given_files
 
 DVC_OBJECT = "cache/files/md5/ab/" + "c" * 30
 
@@ -90,8 +90,34 @@ def test_what_only_looks_like_the_hubs_cache_leads_nowhere(tmp_path: Path) -> No
         given_files(tmp_path / "snapshots/0123", "*.txt")
 
 
-def test_links_of_dvc_into_its_cache_are_files_of_the_folder(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / DVC_OBJECT).parent.mkdir(parents=True)
-    (tmp_path / DVC_OBJECT).write_text("x")
-    link(folder / "train.txt", tmp_path / DVC_OBJECT)
+@pytest.mark.parametrize("name", ["vocab.txt", "*.txt"])
+@pytest.mark.parametrize("target", ["nowhere", "vocab.txt"])
+def test_a_link_that_leads_nowhere_is_not_passed_over(folder: Path, name: str, target: str) -> None:
+    link(folder / "vocab.txt", target)
+    with pytest.raises(UserError, match=r"vocab\.txt"):
+        given_files(folder, name)
+
+
+@pytest.mark.parametrize("where", ["workspace", "configuration", "variable"])
+def test_links_of_dvc_into_the_workspaces_cache_are_files_of_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cached = tmp_path / ("elsewhere" if where != "workspace" else ".dvc") / DVC_OBJECT
+    cached.parent.mkdir(parents=True)
+    cached.write_text("x")
+    link(folder / "train.txt", cached)
+    if where == "variable":
+        monkeypatch.setenv(CACHE_VARIABLE, str(cached.parents[1]))
+    if where == "configuration":
+        (tmp_path / ".dvc").mkdir()
+        (tmp_path / ".dvc/config").write_text("[cache]\n    dir = ../elsewhere/cache\n")
     assert [path.name for path in given_files(folder, "train*.txt")] == ["train.txt"]
+
+
+def test_what_only_looks_like_dvcs_cache_leads_nowhere(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / DVC_OBJECT).parent.mkdir(parents=True)
+    (tmp_path / DVC_OBJECT).write_text("secret")
+    link(folder / "train.txt", tmp_path / DVC_OBJECT)
+    with pytest.raises(UserError, match="leads out of"):
+        given_files(folder, "train*.txt")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+from pathlib import Path
 
+import pytest
+
+from tools import experiments
 from tools.experiments import HIDDEN, experiment_lines
 
 SHOWN = """\
@@ -16,6 +21,7 @@ lumpy-ruse,19ad0f5,branch_base,2026-11-22T10:07:00,Failed,,!,!,64,20
 ,6a43b00,baseline,2026-11-21T10:00:00,,,!,!,64,
 sooty-heat,19ad0f6,branch_base,2026-11-21T10:06:00,,r2,0.5,0.7,64,
 """
+NONE_YET = "no experiments yet; run one with: dvc exp run --temp -S recipes.r1-llm-only.lora.rank=8"
 
 
 def test_each_experiment_is_shown_with_what_is_unlike_its_commit() -> None:
@@ -45,11 +51,31 @@ def test_before_the_first_commit_and_the_first_result_there_is_a_line_too() -> N
         "workspace  (from main)",
         "  nothing differs",
         "main  2026-11-22 10:04:00  (commit)",
+        NONE_YET,
     ]
     assert experiment_lines(csv.DictReader(["Experiment,rev,typ,Created", ",workspace,baseline,"])) == [
         "workspace",
         "  nothing differs",
+        NONE_YET,
     ]
+
+
+def test_a_clone_without_experiments_shows_how_to_run_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("rank: 8\n")
+    (tmp_path / "dvc.yaml").write_text("params: [params.yaml]\n")
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("")
+    me = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*me, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], check=True)
+    experiments.main.callback()  # type: ignore[misc]
+    workspace, nothing, commit, last = capsys.readouterr().out.splitlines()
+    assert (nothing, last) == ("  nothing differs", NONE_YET)
+    assert workspace.startswith("workspace  (from ")
+    assert commit.endswith("(commit)")
 
 
 def test_digests_of_files_are_hidden_and_settings_are_not() -> None:

@@ -98,12 +98,14 @@ class Previews:
         if key not in self._judged:
             preview = self.of(name)
             fit = preview.fit(memory_gb)
+            one_device = replace(preview.plan.device.one(), memory_gb=memory_gb)
+            alone = replace(fit, capacity_bytes=preview.foresight.capacity_bytes(one_device))
             batch_size = self.params.active.evaluation.batch_size
             self._judged[key] = Judged(
                 fit=fit,
                 cheapest=cheapest_fit(fit, preview.foresee),
-                evaluation=self._evaluation(preview, fit, batch_size),
-                evaluation_batch_size=self._fitting_batch_size(preview, fit, batch_size),
+                evaluation=self._evaluation(preview, alone, batch_size),
+                evaluation_batch_size=self._fitting_batch_size(preview, alone, batch_size),
             )
         return self._judged[key]
 

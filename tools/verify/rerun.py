@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from ruamel.yaml import YAML
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
@@ -103,6 +104,10 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         (workspace_dir / ".bakeoff/gpus").mkdir(exist_ok=True)
         (folder / ".bakeoff").mkdir(exist_ok=True)
         (folder / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
+        # DVC's links in the source lead into the cache of the workspace.
+        (folder / ".dvc").mkdir()
+        cache = cache_dir(workspace_dir.resolve()).parents[1]
+        (folder / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n", encoding="utf-8")
         if params.tracking.wandb:  # a comparison does not belong among tracked runs
             yaml = YAML()
             raw = yaml.load(folder / "params.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.core.documents import nearest
+from stages.core.documents import nearest, shown
 from stages.core.params.schema import (
     PARTS,
     BaselineParams,
@@ -143,8 +143,9 @@ def _dataset_problems(here: str, dataset: DatasetParams, datasets: dict[str, Dat
 
 
 def _predictions_problems(here: str, predictions: PredictionsParams, params: Params) -> Problems:
-    if ".." in predictions.inputs.split("/"):
-        yield f"{here}.inputs", "leads out of data/"
+    top, *below = predictions.inputs.split("/")
+    if top != "data" or not below or {"", ".", ".."}.intersection(below):  # DVC would fetch a URL
+        yield f"{here}.inputs", f"expected a file of this checkout, data/..., found {shown(predictions.inputs)}"
     recipe = params.recipes.get(predictions.recipe)
     if recipe is None:
         near = nearest(predictions.recipe, params.recipes)

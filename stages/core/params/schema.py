@@ -36,7 +36,7 @@ class DeviceParams:
     count: Annotated[int, Field(ge=1, le=256)] = 1
     """How many devices one training run uses, each by a process of its own where training is spread."""
     memory_gb: Rate | None = None
-    """Memory of one device in GB. None on a CPU: this machine's own counts then."""
+    """Memory of one device in GB. None on a CPU: this machine's own counts then. The processes of a CPU share it."""
 
     def one(self) -> DeviceParams:
         """A single one of them: what merging and evaluation use."""
@@ -270,7 +270,7 @@ class PredictionsParams:
     task: Name
     """The recipe's; its `predictions` read the inputs."""
     recipe: Name
-    inputs: Annotated[str, Field(pattern=r"^data/.+")]
+    inputs: str
     """A file below data/."""
 
 

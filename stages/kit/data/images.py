@@ -33,6 +33,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats of photographs. For others Pillow would run another program, Ghostscript for EPS."""
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit of a picture's pixels: more than most cameras make, and 0.6 GB to decode."""
+MAX_ASPECT = 200
+"""The image processor refuses longer pictures (smart_resize in transformers/models/qwen2_vl)."""
 
 _ORIENTATION = 0x0112
 _TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and means nothing
@@ -93,6 +95,11 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
             sha256 = _digest(upright)
     except ValueError as error:
         return {}, [*problems, str(error)]
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        problems.append(
+            f"the image of {shown(image_id)} is {width} x {height} pixels: one side is more than {MAX_ASPECT} times "
+            "the other, which no model here takes"
+        )
     fields = {"image_id": image_id, "image": encoded, "width": width, "height": height, "sha256": sha256}
     return fields, problems
 
@@ -117,9 +124,12 @@ def _open(encoded: bytes) -> Image.Image:
     """The picture, only its beginning read so far. Raises one of DECODING_ERRORS where it is none."""
     Image.init()  # or it knows but some of the formats
     try:
-        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:  # its message names an address in memory, another one each time
         raise UnidentifiedImageError(f"cannot identify image as {', '.join(FORMATS)}") from None
+    if image.mode.startswith(("I", "F")):  # Pillow cuts them off at 255, and the picture is white or black
+        raise ValueError(f"greyscale pixels of more than 8 bits (Pillow's mode {image.mode}); convert them to 8 bits")
+    return image
 
 
 def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:

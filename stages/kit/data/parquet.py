@@ -18,6 +18,10 @@ ROW_GROUP = 64
 MAX_BYTES = 2**30
 """Bytes of one column's values that are held at once, unless a single value has more."""
 
+MAX_LISTED = MAX_BYTES // 64
+"""Values in lists of one column of a row group: an empty list takes 56 bytes, and 8 in the list around it. A few
+kilobytes of a file can stand for billions of them, all in one row."""
+
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
 _FETCH = "fetch or copy it again"
@@ -52,11 +56,13 @@ def read_schema(path: Path, *, mend: str = _FETCH) -> pa.Schema:
 def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _FETCH) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, as plain Python values, a few at a time.
 
-    mend: for the message of the UserError raised where the file is not parquet or is damaged.
+    mend: for the message of the UserError raised where the file is not parquet or is damaged, or a row takes more
+    memory than any picture or text.
     """
     with _open(path, mend) as file:
         try:
-            for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=list(columns) if columns else None):
+            rows = _rows_at_once(file, columns, path)
+            for batch in file.iter_batches(batch_size=rows, columns=list(columns) if columns else None):
                 batch.validate(full=True)
                 yield from batch.to_pylist()
         except READING_ERRORS as error:
@@ -80,14 +86,24 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
         aside.unlink(missing_ok=True)
 
 
-def _rows_at_once(file: pq.ParquetFile) -> int:
-    """Few enough to fit MAX_BYTES: a file can hold a large value once, and a few bytes for each of many rows that have
-    it.
+def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Path) -> int:
+    """So few that they fit MAX_BYTES at any rate: a file can hold a large value once, and a few bytes for each of many
+    rows, or items of a row's list, that have it. Raises UserError where a single row would not fit.
     """
-    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-    chunks = (group.column(index) for group in groups for index in range(group.num_columns))
-    largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
-    return max(1, min(ROW_GROUP, MAX_BYTES // max(1, largest)))
+    largest = 1
+    for group in (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)):
+        for chunk in (group.column(index) for index in range(group.num_columns)):
+            if columns and chunk.path_in_schema.partition(".")[0] not in columns:
+                continue
+            listed, a_row = chunk.num_values - group.num_rows, chunk.num_values / max(1, group.num_rows)
+            size = chunk.total_uncompressed_size * (max(1, a_row) if chunk.physical_type == "BYTE_ARRAY" else 1)
+            if listed > MAX_LISTED or (listed > 0 and size > MAX_BYTES):
+                raise UserError(
+                    f"{path} has {chunk.num_values:,} values of {chunk.path_in_schema} in {group.num_rows:,} rows, "
+                    "which would take more memory than any picture; leave such rows out"
+                )
+            largest = max(largest, int(size))
+    return max(1, min(ROW_GROUP, MAX_BYTES // largest))
 
 
 def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:

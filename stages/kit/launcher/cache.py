@@ -7,7 +7,6 @@ made the same bytes again, or of two recipes that came out alike.
 
 from __future__ import annotations
 
-import configparser
 import filecmp
 import json
 import os
@@ -17,20 +16,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from stages.core.dvc_cache import cache_dir
+
 MIN_BYTES = 2**16
 """Smaller files stay as they are."""
-
-
-def cache_dir(workspace_dir: Path) -> Path:
-    """Where DVC keeps objects: `cache.dir`, as the workspace's own configuration has it, or .dvc/cache."""
-    found = workspace_dir / ".dvc/cache"
-    for name in ("config", "config.local"):
-        config = configparser.ConfigParser(interpolation=None, strict=False)
-        with suppress(configparser.Error, OSError, UnicodeDecodeError):
-            config.read(workspace_dir / ".dvc" / name, encoding="utf-8")
-        if where := config.get("cache", "dir", fallback="").strip("\"'"):
-            found = workspace_dir / ".dvc" / where
-    return found / "files/md5"
 
 
 def share_with_cache(workspace_dir: Path, paths: Iterable[str], *, aside: Path) -> int:

@@ -16,8 +16,10 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.environment import TMP_DIR, container_environment
 from stages.core.errors import UserError
+from stages.core.given_files import CACHE_VARIABLE
 from stages.core.provenance import Machine
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.client import Client
@@ -187,6 +189,7 @@ def _environment_options(stage_run: StageRun, *, terminal: bool) -> list[str]:
     passed, given = container_environment(
         stage_run.stage, stage_run.caller, network=stage_run.network, terminal=terminal
     )
+    given[CACHE_VARIABLE] = str(cache_dir(stage_run.workspace_dir))
     if stage_run.hub_dir is not None:
         given["HF_HOME"] = str(stage_run.hub_dir)
     if stage_run.triton_dir is not None:

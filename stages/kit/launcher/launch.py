@@ -17,16 +17,17 @@ from pathlib import Path
 
 import click
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.parent_death import end_with_own_parent
-from stages.kit.launcher.cache import cache_dir, share_with_cache
+from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
 from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left, said_path
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.gpus import leased_gpus
-from stages.kit.launcher.outputs import link_aside, run_alone
+from stages.kit.launcher.outputs import ASIDE_DIR, link_aside, refuse_links_out, run_alone
 from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
@@ -78,9 +79,14 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     command_line: of the DVC that runs the stage; empty without one.
     say_once: says what is the same for all stages of one command.
     """
-    own_dirs = [WORKSPACE_DIR / name for name in ("", "stages", "docker")]
-    for folder in writable_by_everybody((*own_dirs, repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))):
-        say_once(f"every account of this machine can change what runs here; end that with: chmod o-w '{folder}'")
+    refuse_links_out(repository_dir(os.environ), (".bakeoff/gpus",))
+    own_dirs = (WORKSPACE_DIR, WORKSPACE_DIR / "docker", repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))
+    open_paths = [f"o-w '{folder}'" for folder in writable_by_everybody(own_dirs)]
+    code_dir = WORKSPACE_DIR / "stages"
+    if writable_by_everybody((code_dir, *code_dir.rglob("*"))):  # 3 ms
+        open_paths.append(f"-R o-w '{code_dir}'")
+    for path in open_paths:
+        say_once(f"every account of this machine can change what runs here; end that with: chmod {path}")
     params = load_params(WORKSPACE_DIR / "params.yaml")
     device = params.active.device
     engine = choose_engine(
@@ -96,6 +102,9 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
         )
     pipeline = Pipeline.of(WORKSPACE_DIR)
+    # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
+    outs = (out for each in pipeline.stages for out in each.outs)
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *outs))
     declared = pipeline.that_runs(called(stage, args))
     if declared is not None:
         refuse_undeclared(declared, stage, args[0] if args else "", params)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.environment import CERTIFICATES
 from stages.core.errors import UserError
 from stages.core.given_files import DVC_OBJECT, stays_inside
@@ -48,9 +49,9 @@ def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[
     # What is missing is left to the stage to name.
     inputs = [workspace_dir / path for path in (*CODE, *(dep for dep in stage.deps if dep.startswith("data/")))]
     found = [_same(path) for path in inputs if path.exists()]
-    found += _links_into_cache(path for path in inputs if path.exists())
+    found += _links_into_cache((path for path in inputs if path.exists()), cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
-        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir)]
+        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir, workspace_dir)]
     if stage_run.network:
         certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
         found += [_same(path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
@@ -107,27 +108,28 @@ def _where_it_says(link: Path) -> Path:
     return Path(os.path.normpath(link.parent / link.readlink()))
 
 
-def _links_into_cache(inputs: Iterable[Path]) -> list[Mount]:
-    """DVC's cache, where DVC makes such links (cache.type symlink). Any other link is refused."""
+def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
+    """The workspace's DVC cache, where DVC makes such links (cache.type symlink). Any other link is refused."""
     found = set()
     for link in (link for path in inputs for link in _links(path)):
         leads_to = _where_it_says(link)
         match = DVC_OBJECT.search(str(leads_to))
-        if match is None or not link.exists():
+        folder = Path(str(leads_to)[: match.end(1)]) if match else Path()
+        if match is None or not link.exists() or folder.resolve() != cache.resolve():
             raise UserError(
-                f"{link} is a link to {leads_to}, which is nothing in DVC's cache, so a container cannot be shown it; "
-                f"put the file itself there"
+                f"{link} is a link to {leads_to}, which is nothing in DVC's cache ({cache}), so a container cannot be "
+                f"shown it; put the file itself there"
             )
-        found.add(Path(str(leads_to)[: match.end(1)]))
+        found.add(folder)
     return [Mount(source=folder.resolve(), target=folder) for folder in sorted(found)]
 
 
-def _links_of_source(source_dir: Path) -> list[Mount]:
+def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
     """Targets of links in the folder that data comes from, as in the hub's cache. A link that leads out of it leads
     nowhere in a container; the stage refuses it where it would read it.
     """
     links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
-    links = [link for link in links if stays_inside(link, source_dir)]
+    links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
     if len(links) > MAX_LINKS:
         raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
     return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -102,6 +102,20 @@ class Outputs:
     @classmethod
     def of(cls, stage: DeclaredStage, workspace_dir: Path) -> Outputs:
         return cls(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.written)
+
+
+def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
+    """Raises UserError where a folder above one of the paths is a link out of the workspace: stages, and DVC, would
+    remove and write there what the person may not know of. A checkout of somebody else can bring such a link.
+    """
+    for folder in sorted({parent for out in outs for parent in PurePosixPath(out).parents} - {PurePosixPath()}):
+        place = workspace_dir / folder
+        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(workspace_dir.resolve()):
+            raise UserError(
+                f"{folder} is a link out of this checkout, to {os.path.realpath(place)}, where stages would remove and "
+                "write files; replace it by a folder. To have data on a larger disk, put the checkout there, or DVC's "
+                "cache: dvc cache dir --local FOLDER"
+            )
 
 
 @contextmanager

@@ -108,7 +108,9 @@ def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
 def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     plan = fit.plan
     gpu = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
-    device = gpu if plan.device.kind == "cuda" else "the memory of this machine, the CPU"
+    count = plan.device.count
+    share = f"the share of each of {count} processes in " if count > 1 else ""
+    device = gpu if plan.device.kind == "cuda" else f"{share}the memory of this machine, the CPU"
     lines = [f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:", *fit.lines()]
     lines.append(advice(cheapest))
     if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:

@@ -54,10 +54,15 @@ class Foresight:
         return replace(plan, trainable=asdict(count_trainable(model)))
 
     def capacity_bytes(self, device: DeviceParams) -> int | None:
-        """Usable memory of one device; None for a GPU whose size the profile does not give.
+        """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
 
-        For a CPU without memory_gb: all memory of this machine, or of the control group around this process.
+        For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
+        processes of a CPU share its memory.
         """
-        if device.memory_gb is None:
-            return free_and_total_bytes()[1] if device.kind == "cpu" else None
-        return usable_bytes(device.memory_gb, self.calibration)
+        if device.memory_gb is not None:
+            capacity = usable_bytes(device.memory_gb, self.calibration)
+        elif device.kind == "cpu":
+            capacity = free_and_total_bytes()[1]
+        else:
+            return None
+        return capacity // device.count if device.kind == "cpu" else capacity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
+
+log = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -75,14 +78,13 @@ def check_model_folder(folder: Path, *, called: str = "") -> None:
             f"{name} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
             "word; merge it into the weights, or remove it and its weights"
         )
-    if "quantization_config" in config:
+    if any(key == "quantization_config" and value is not None for key, value in _settings(config)):
         raise UserError(
             f"{name} holds weights that are quantized already (quantization_config); recipes quantize a base "
             "themselves: give the unquantized weights"
         )
-    index = set(_read_json(folder / INDEX_FILE, name)["weight_map"].values()) if (folder / INDEX_FILE).exists() else ()
     names = {path.name for path in folder.glob("*.safetensors")}
-    if missing := set(index or {"model.safetensors"}) - names:
+    if missing := _weight_files(folder, name) - names:
         raise UserError(
             f"{name} lacks {', '.join(sorted(missing))}; weights are read from safetensors only: convert others with "
             "transformers' save_pretrained"
@@ -90,9 +92,11 @@ def check_model_folder(folder: Path, *, called: str = "") -> None:
     for file_name in sorted(names):
         try:
             with safe_open(folder / file_name, framework="numpy") as file:
-                file.keys()
+                num_weights = len(file.keys())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{name}/{file_name} is damaged: {error}") from None
+        if not num_weights:
+            raise UserError(f"{name}/{file_name} holds no weights; copy or fetch it again")
 
 
 def read_config(folder: Path, *, called: str = "") -> dict[str, Any]:
@@ -135,6 +139,12 @@ def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 waiting.append(value)
 
 
+def _weight_files(folder: Path, folder_name: str) -> set[str]:
+    """The names of the files that transformers reads weights from; an index that is none names nothing."""
+    index = _read_json(folder / INDEX_FILE, folder_name) if (folder / INDEX_FILE).exists() else {}
+    return set(index["weight_map"].values() if _is_index(index) else ()) or {"model.safetensors"}
+
+
 def _is_index(found: Any) -> bool:
     names = found.get("weight_map") if isinstance(found, dict) else None
     return isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
@@ -162,8 +172,13 @@ def require_weights(folder: Path) -> None:
 
 
 def _each_file(source: Path, folder: Path, put: Callable[[Path, Path], Any]) -> None:
-    for path in given_files(source, *MODEL_FILES):
-        if path.name not in _NOT_OURS:
+    found = [path for path in given_files(source, *MODEL_FILES) if path.name not in _NOT_OURS]
+    weights = _weight_files(source, str(source))
+    strays = [path for path in found if path.suffix == ".safetensors" and path.name not in weights]
+    if strays:
+        log.warning("left behind, as the model has no use for it: %s", ", ".join(path.name for path in strays))
+    for path in found:
+        if path not in strays:
             put(path, folder / path.name)
 
 

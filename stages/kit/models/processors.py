@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
+from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_config, read_from
@@ -108,12 +109,41 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
 
 
+def check_chat_template(folder: Path, *, called: str = "") -> None:
+    """Raises UserError where the model's tokenizer cannot be loaded, or its chat template cannot render a question and
+    its answer.
+
+    called: the folder's name in messages, where it is a copy of what the user knows.
+    """
+    question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}
+    try:
+        processor = load_processor(folder, None)
+        for messages in ([question], [question, answer]):
+            rendered(processor, Conversation(sample_id="check", messages=messages))
+    except UserError as error:
+        raise UserError(error.message.replace(str(folder), called or str(folder))) from None
+
+
 def rendered(processor: Processor, conversation: Conversation) -> str:
-    """What the model reads: the text that is tokenized, with a placeholder for each picture."""
+    """What the model reads: the text that is tokenized, with a placeholder for each picture.
+
+    Raises UserError where the chat template fails.
+    """
     messages = conversation.messages
     if isinstance(processor, PreTrainedTokenizerBase):
         messages = [{**message, "content": _plain(message["content"])} for message in messages]
-    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=not conversation.answered())
+    try:
+        return processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not conversation.answered()
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001, a template is a program, and raises what comes
+        folder = tokenizer_of(processor).name_or_path
+        raise UserError(
+            f"the chat template of {folder} (chat_template.jinja, or in tokenizer_config.json) fails on the messages "
+            f"of sample {conversation.sample_id}: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from None
 
 
 def _plain(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

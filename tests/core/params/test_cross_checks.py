@@ -48,7 +48,10 @@ from tests.core.params.files import load, refusal
             "r1-llm-only",
             r"example-sentences.task: amr, though .*detection",
         ),
-        (("predictions", "example-sentences", "inputs"), "/srv/unknown.txt", r"example-sentences.inputs"),
+        *(
+            (("predictions", "example-sentences", "inputs"), inputs, r"inputs: expected a file of this checkout")
+            for inputs in ("/srv/x.txt", "https://x.org/x.txt", "data/https://x.org/x.txt", "data/../x.txt", "data", "")
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -1,9 +1,10 @@
 import copy
 import io
 import json
+import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ def test_every_hub_source_is_pinned_to_a_commit() -> None:
     pinned = [source for source in sources if source.startswith("hub:")]
     assert pinned
     assert all(re.fullmatch(r"hub:[^@]+@[0-9a-f]{8,40}", source) for source in pinned)
+
+
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "leads out of"),
+        (lambda path: path.symlink_to(path), "leads out of|cannot be read"),
+        (os.mkfifo, "is no plain file"),
+        (lambda path: None, "is missing; run from the top"),
+    ],
+)
+def test_a_file_that_is_none_of_its_folder_is_not_read(tmp_path: Path, put: Callable[[Path], None], said: str) -> None:
+    put(tmp_path / "params.yaml")
+    with pytest.raises(UserError, match=said):
+        load_params(tmp_path / "params.yaml")
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -163,7 +179,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(mistakes: list[Any],
     [
         ("profile: other", r"is not YAML: line \d, column 1: found duplicate key .profile."),
         ("[a, b]: x", "is not YAML: "),
-        ("more: &a [*a]", "is not YAML: "),
+        ("more: &a [*a]", r"the alias \*a is refused"),
         ("more: " + "[" * 1000 + "]" * 1000, "is not YAML: "),
         ("2024: x", "2024: unknown key"),
         ("more: 2024-13-01", "more: unknown key"),
@@ -176,9 +192,10 @@ def test_yaml_that_is_no_json_is_refused(tmp_path: Path, text: str, problem: str
         load_params(path)
 
 
-def test_a_recipe_may_take_its_settings_from_another_by_an_alias(tmp_path: Path) -> None:
+def test_an_alias_is_refused_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     text = SHIPPED.read_text(encoding="utf-8").replace("  r1-llm-only:\n", "  r1-llm-only: &r1\n", 1)
+    line = text[: text.index("  r2-vision-only:")].count("\n") + 1
     path.write_text(text.replace("  r2-vision-only:\n", "  r1-wide: {<<: *r1, epochs: 9}\n  r2-vision-only:\n", 1))
-    params = load_params(path)
-    assert params.recipe("r1-wide") == replace(params.recipe("r1-llm-only"), epochs=9)
+    with pytest.raises(UserError, match=rf"line {line}: the alias \*r1 is refused"):
+        load_params(path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageFile
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image
 from tests.kit.data.pictures import patch_jpeg, picture
@@ -21,9 +22,9 @@ def problems(row: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> list[str]:
     return parse_image({"image_id": "a", **row}, max_pixels)[1]
 
 
-def saved(form: str, **options: Any) -> bytes:
+def saved(form: str, mode: str = "RGB", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(buffer, form, **options)
+    Image.new(mode, (40, 30)).save(buffer, form, **options)
     return buffer.getvalue()
 
 
@@ -42,11 +43,23 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
         ({"image": {"bytes": picture(size=(160, 120))[:-30]}}, "unreadable image"),
+        ({"image": {"bytes": picture(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
+        ({"image": {"bytes": picture(size=(1, 201))}}, "1 x 201 pixels"),
+        ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
+        ({"image": {"bytes": saved("TIFF", mode="I")}}, "greyscale pixels of more than 8 bits"),
+        ({"image": {"bytes": saved("TIFF", mode="F")}}, "greyscale pixels of more than 8 bits"),
     ],
 )
 def test_a_row_without_a_whole_picture_is_reported(row: dict[str, Any], problem: str) -> None:
     (found,) = problems(row)
     assert re.search(problem, found)
+
+
+def test_the_longest_picture_taken_is_the_longest_that_the_processor_takes() -> None:
+    assert problems({"image": {"bytes": picture(size=(800, 4))}}) == []
+    smart_resize(4, 800)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        smart_resize(4, 801)
 
 
 def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

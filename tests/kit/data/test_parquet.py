@@ -66,6 +66,23 @@ def test_a_value_that_many_rows_share_is_held_but_a_few_times_at_once(
     assert set(sizes) == {2}
 
 
+@pytest.mark.parametrize("row", [{"objects": {"bbox": [[]] * 20_000}}, {"objects": {"names": ["x" * 500] * 2_000}}])
+def test_lists_that_would_take_all_memory_are_refused_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any]
+) -> None:
+    """Parquet counts equal items, and keeps one of them."""
+    monkeypatch.setattr(tables, "MAX_LISTED", 10_000)
+    monkeypatch.setattr(tables, "MAX_BYTES", 500_000)
+    bbox, names = pa.list_(pa.list_(pa.float64())), pa.list_(pa.string())
+    schema = pa.schema([("id", pa.int64()), ("objects", pa.struct([("bbox", bbox), ("names", names)]))])
+    pq.write_table(pa.Table.from_pylist([row], schema=schema), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    assert list(read_rows(tmp_path / "t.parquet", ["id"])) == [{"id": None}]
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was decoded"))
+    with pytest.raises(UserError, match=r"values of objects\.(bbox|names)\.list\.element\S* in 1 rows"):
+        list(read_rows(tmp_path / "t.parquet"))
+
+
 def test_missing_columns_looks_into_structs(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     pq.write_table(pa.Table.from_pylist([{"id": "a", "objects": {"bbox": [1.0]}}]), path)

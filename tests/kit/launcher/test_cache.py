@@ -8,8 +8,9 @@ import pytest
 from dvc.repo import Repo
 from dvc_objects.fs.system import reflink
 
+from stages.core.dvc_cache import cache_dir
 from stages.kit.launcher import cache
-from stages.kit.launcher.cache import MIN_BYTES, cache_dir, share_with_cache
+from stages.kit.launcher.cache import MIN_BYTES, share_with_cache
 from stages.kit.launcher.launch import kept_inputs
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline
 from tests import ROOT
@@ -97,17 +98,6 @@ def test_where_links_cannot_be_made_the_copy_stays(kept: Path, tmp_path: Path, m
 def test_a_link_that_a_killed_launcher_left_is_no_obstacle(kept: Path, tmp_path: Path) -> None:
     (tmp_path / "link").write_text("left over")
     assert share(tmp_path) == 1
-
-
-def test_the_cache_is_where_dvc_is_told_to_have_it(tmp_path: Path) -> None:
-    (tmp_path / ".dvc").mkdir()
-    assert cache_dir(tmp_path) == tmp_path / ".dvc/cache/files/md5"
-    (tmp_path / ".dvc/config").write_text(
-        '[cache]\n    # why\n    dir = ../shared\n    type = "a,b"\n[\'remote "x"\']\n  url = y\n'
-    )
-    assert cache_dir(tmp_path) == tmp_path / ".dvc/../shared/files/md5"
-    (tmp_path / ".dvc/config.local").write_text("[cache]\n    dir = /elsewhere\n")
-    assert cache_dir(tmp_path) == Path("/elsewhere/files/md5")
 
 
 def test_only_outputs_are_shared_and_never_what_git_keeps() -> None:

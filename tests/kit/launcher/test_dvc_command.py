@@ -192,17 +192,19 @@ def test_nobody_else_may_write_what_the_launcher_makes_whatever_the_umask(worksp
     assert ended.stdout == ""
     assert "every account" not in ended.stderr
     assert (workspace / "data/bases/vlm.txt").stat().st_mode & 0o020  # the group's rights are the person's choice
-    (workspace / "stages").chmod(0o777)
+    (workspace / "stages/base.py").chmod(0o666)
     ended = subprocess.run(["bash", "-c", script], cwd=workspace, env=shell, check=True, capture_output=True, text=True)
     assert (
-        f"every account of this machine can change what runs here; end that with: chmod o-w '{workspace / 'stages'}'"
+        f"every account of this machine can change what runs here; end that with: chmod -R o-w '{workspace / 'stages'}'"
         in (ended.stderr)
     )
 
 
-def test_only_folders_that_everybody_may_write_to_are_named(tmp_path: Path) -> None:
-    everybody, group = tmp_path / "everybody", tmp_path / "group"
-    for folder, mode in ((everybody, 0o1777), (group, 0o775)):
-        folder.mkdir()
-        folder.chmod(mode)
-    assert writable_by_everybody([everybody, group, tmp_path / "none"]) == [everybody]
+def test_only_what_everybody_may_write_to_is_named(tmp_path: Path) -> None:
+    everybody, group, file = tmp_path / "everybody", tmp_path / "group", tmp_path / "file"
+    file.touch()
+    everybody.mkdir()
+    group.mkdir()
+    for path, mode in ((everybody, 0o1777), (group, 0o775), (file, 0o666)):
+        path.chmod(mode)
+    assert writable_by_everybody([everybody, group, file, tmp_path / "none"]) == [everybody, file]

@@ -21,6 +21,7 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.gpus import Gpu, GpuProcess, GpuState
 from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.launcher.outputs import refuse_links_out
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
@@ -183,6 +184,29 @@ def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path
     assert "train r1-llm-only wants 1 GPU" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not (workspace / "notes").exists()
+
+
+@pytest.mark.parametrize("link", ["data/bases", "data", "data/.outputs", ".bakeoff"])
+def test_a_link_out_of_the_checkout_is_refused_before_anything_is_written_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    """Another stage's outputs too: DVC removes those before it calls the launcher."""
+    checkout, victim = tmp_path / "checkout", tmp_path / "victim"
+    (victim / "vlm").mkdir(parents=True)
+    (checkout / link).parent.mkdir(parents=True)
+    (checkout / link).symlink_to(victim)
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, checkout)
+    monkeypatch.setattr(launcher, "WORKSPACE_DIR", checkout)
+    monkeypatch.setenv("BAKEOFF_ENGINE", "process")
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    with pytest.raises(UserError, match=f"{link} is a link out of this checkout, to {victim}"):
+        launcher.launch("check", (), command_line=(), say_once=lambda line: None)
+    assert [path.name for path in victim.iterdir()] == ["vlm"]
+    (checkout / link).unlink()
+    (checkout / "within").mkdir()
+    (checkout / link).symlink_to(checkout / "within")
+    refuse_links_out(checkout, [f"{link}/vlm"])
 
 
 def test_who_holds_the_gpu_is_named_with_how_much(workspace: Path, driver: FakeNvml) -> None:

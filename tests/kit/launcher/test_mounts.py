@@ -113,6 +113,7 @@ OBJECT = "files/md5/ab/" + "c" * 30
 @pytest.mark.parametrize("inside", [True, False])
 def test_links_into_dvcs_cache_lead_there_wherever_it_lies(workspace: Path, tmp_path: Path, inside: bool) -> None:
     cache = (workspace / ".dvc/cache") if inside else tmp_path / "cache"
+    tell_dvc(workspace, cache)
     link_to(cache / OBJECT, workspace / "data/bases/vlm/weights")
     cached = Mount(source=cache / "files/md5", target=cache / "files/md5")
     assert cached in mounts_of(run_of(workspace))
@@ -121,14 +122,19 @@ def test_links_into_dvcs_cache_lead_there_wherever_it_lies(workspace: Path, tmp_
 def test_a_cache_behind_a_linked_folder_is_found_under_the_name_that_links_use(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "scratch").symlink_to(tmp_path / "real")
     (tmp_path / "real").mkdir()
+    tell_dvc(workspace, tmp_path / "scratch")
     link_to(tmp_path / "scratch" / OBJECT, workspace / "data/bases/vlm/weights")
     cached = Mount(source=tmp_path / "real/files/md5", target=tmp_path / "scratch/files/md5")
     assert cached in mounts_of(run_of(workspace))
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "/", "../../../params.yaml", "/nowhere/" + OBJECT])
-def test_a_link_to_anything_else_is_refused(workspace: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    "target", ["/etc/passwd", "/", "../../../params.yaml", "/nowhere/" + OBJECT, "../../../../../other/cache/" + OBJECT]
+)
+def test_a_link_to_anything_else_is_refused(workspace: Path, tmp_path: Path, target: str) -> None:
     """A stage cannot leave one, and a person's would open the machine to the stages."""
+    (tmp_path / "other/cache" / OBJECT).parent.mkdir(parents=True)
+    (tmp_path / "other/cache" / OBJECT).touch()
     (workspace / "data/runs/r1/trained/link").symlink_to(target)
     with pytest.raises(UserError, match="trained/link is a link to"):
         mounts_of(run_of(workspace))
@@ -174,6 +180,11 @@ def test_an_input_with_a_mount_inside_is_refused(workspace: Path, monkeypatch: p
     )
     with pytest.raises(UserError, match=f"{inside} is mounted inside {workspace / 'data/bases/vlm'}"):
         mounts_of(run_of(workspace))
+
+
+def tell_dvc(workspace: Path, cache: Path) -> None:
+    (workspace / ".dvc").mkdir()
+    (workspace / ".dvc/config").write_text(f"[cache]\n    dir = {cache}\n")
 
 
 def link_to(target: Path, link: Path) -> None:

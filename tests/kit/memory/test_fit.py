@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
+from stages.kit.memory import foresight
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
@@ -78,6 +80,20 @@ def test_the_cheapest_fit_is_the_first_rung_that_fits_else_the_first_that_might(
     assert cheapest.changes == changes_after(num_changes)
     assert cheapest.verdict == verdict
     assert cheapest.prediction == FALLING(cheapest.plan)
+
+
+def test_the_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (8 * GIB, 16 * GIB))
+    predictor: Any = foresight.Foresight(config=None, processor=None, batch_of=None)  # type: ignore[arg-type]
+
+    def capacity(**device: Any) -> int:
+        return predictor.capacity_bytes(DeviceParams(**device))
+
+    assert capacity(kind="cpu") == 16 * GIB
+    assert capacity(kind="cpu", count=8) == 2 * GIB
+    assert capacity(kind="cpu", count=8, memory_gb=80) == capacity(kind="cpu", memory_gb=80) // 8
+    assert capacity(kind="cuda", count=8, memory_gb=80) == capacity(kind="cuda", memory_gb=80)
+    assert capacity(kind="cuda", count=8) is None
 
 
 def test_no_rung_is_predicted_that_is_not_needed() -> None:

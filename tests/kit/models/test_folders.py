@@ -2,14 +2,18 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
 from stages.kit.models.folders import check_model_folder, copy_model_files, link_model_files
 
 
 @pytest.mark.parametrize("put", [copy_model_files, link_model_files])
-def test_a_models_files_are_taken_and_nothing_else(put: object, tiny_vlm: Path, tmp_path: Path) -> None:
+def test_a_models_files_are_taken_and_nothing_else(
+    put: object, tiny_vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -17,9 +21,12 @@ def test_a_models_files_are_taken_and_nothing_else(put: object, tiny_vlm: Path, 
         (source / path.name).write_bytes(path.read_bytes())
     for stray in ("pytorch_model.bin", "modeling_own.py", "lineage.json", ".gitattributes", "README.md"):
         (source / stray).write_text("{}")
+    for weights in ("adapter_model.safetensors", "extra.safetensors"):
+        save_file({"a": np.zeros(1)}, source / weights)
     put(source, target)  # type: ignore[operator]
     assert {path.name for path in target.iterdir()} == {path.name for path in tiny_vlm.iterdir()}
     check_model_folder(target)
+    assert "left behind, as the model has no use for it: adapter_model.safetensors, extra.safetensors" in caplog.text
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -69,6 +76,11 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
             lambda folder: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
             "quantized already",
         ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"text_config": {"quantization_config": {"bits": 4}}}'),
+            "quantized already",
+        ),
+        (lambda folder: save_file({}, folder / "model.safetensors"), "model.safetensors holds no weights"),
         (
             lambda folder: (folder / "config.json").write_text('{"text_config": {"num_hidden_layers": 3000000}}'),
             "num_hidden_layers is 3000000, expected at most",

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
@@ -231,7 +232,7 @@ def test_a_relative_source_is_found_by_its_name(workspace: Path, place: str) -> 
     assert (len(again.comparison.equal), again.comparison.different, again.unlike) == (2, {}, ())
 
 
-def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
+def test_inputs_are_links_dvcs_cache_is_the_workspaces_and_tracking_is_off(workspace: Path) -> None:
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("wandb: false", "wandb: true", 1))
     with temporary_workspace(workspace, find_stage(workspace, NAME)) as folder:
@@ -240,5 +241,6 @@ def test_inputs_are_links_and_tracking_is_off(workspace: Path) -> None:
         assert not (folder / "params.yaml").samefile(params)
         assert "wandb: false" in (folder / "params.yaml").read_text()
         assert (folder / ".bakeoff/gpus").samefile(workspace / ".bakeoff/gpus")
+        assert cache_dir(folder) == cache_dir(workspace)
         assert not (folder / "data/runs/r1-llm-only/trained").exists()
     assert "wandb: true" in params.read_text()

@@ -1,0 +1,27 @@
+"""The stage that checks params.yaml."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ruamel.yaml import YAML
+
+import stages.check
+from tests import ROOT
+from tests.test_stages import write_params
+
+
+def test_the_shipped_file_is_without_mistakes_and_an_unknown_task_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    write_params(raw)
+    assert CliRunner().invoke(stages.check.main).exit_code == 0
+    raw["baselines"]["base-vlm"]["task"] = "nosuch"
+    raw["profiles"]["tiny"]["datasets"]["visempar"]["task"] = "amrr"
+    write_params(raw)
+    refused = CliRunner().invoke(stages.check.main)
+    assert refused.exit_code == 1
+    assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, detection, moe" in refused.output
+    assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in refused.output
