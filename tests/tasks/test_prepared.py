@@ -77,7 +77,7 @@ def test_what_was_written_is_read_as_it_was(prepared: Prepared) -> None:
 
 
 @given(data=st.data())
-@quick(80)
+@quick(30)
 def test_a_damaged_file_is_refused_by_name_or_read(prepared: Prepared, data: st.DataObject) -> None:
     content = data.draw(damaged_bytes(prepared.content(prepared.rows)))
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
@@ -12,6 +13,7 @@ from stages.core.params.schema import Params
 from tests import ROOT
 
 SHIPPED = ROOT / "params.yaml"
+SHIPPED_RAW: dict[str, Any] = YAML(typ="safe").load(SHIPPED)
 
 
 def load(raw: Any, tmp_path: Path) -> Params:

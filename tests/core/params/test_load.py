@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.planning.plan import resolve_plan
-from tests.core.params.files import SHIPPED, refusal
+from tests.core.params.files import SHIPPED, SHIPPED_RAW, refusal
 from tests.damage import at, damaged_text, damaged_tree, quick
 
 
@@ -54,14 +54,6 @@ def test_a_file_that_is_none_of_its_folder_is_not_read(tmp_path: Path, put: Call
     put(tmp_path / "params.yaml")
     with pytest.raises(UserError, match=said):
         load_params(tmp_path / "params.yaml")
-
-
-def test_an_unknown_key_is_refused_with_the_nearest_one(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["recipes"]["r1-llm-only"]["lora"]["rnak"] = 8
-    raw["recipes"]["r1-llm-only"]["epoch"] = 8
-    message = refusal(raw, tmp_path)
-    assert "recipes.r1-llm-only.lora.rnak: unknown key (did you mean 'rank'?)" in message
-    assert "recipes.r1-llm-only.epoch: unknown key (did you mean 'epochs'?)" in message
 
 
 def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
@@ -105,7 +97,7 @@ def small(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SMALL = small(YAML(typ="safe").load(SHIPPED))
+SMALL = small(SHIPPED_RAW)
 SMALL_TEXT = io.StringIO()
 YAML().dump(SMALL, SMALL_TEXT)
 STEP = r"""(?:[\w/@+-]+|['"].*)"""
@@ -135,32 +127,27 @@ def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(conte
 
 
 WRONG_ALONE = [
-    (("tracking", "wandb"), "yes", "tracking.wandb"),
-    (("more",), {}, "more"),
-    (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank"),
-    (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch"),
-    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate"),
-    (("recipes", "moe-gate-labels", "seed"), -1, "recipes.moe-gate-labels.seed"),
-    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init"),
-    (("profiles", "tiny", "evaluation", "batch_size"), "many", "profiles.tiny.evaluation.batch_size"),
+    (("tracking", "wandb"), "yes", "tracking.wandb: input should be a valid boolean, found 'yes'"),
+    (("more",), {}, "more: unknown key"),
+    (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank: input should be greater"),
+    (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch: unknown key (did you mean 'epochs'?)"),
+    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate: "),
+    (("recipes", "r3-stage2", "base"), "runs/r3-stage1", "recipes.r3-stage2.base: "),
+    (("recipes", "moe-gate-labels", "full_targets"), {"llm": []}, "recipes.moe-gate-labels.full_targets.llm: "),
+    (("builds", "moe", "experts"), [{"recipe": "a.b", "domian": "c"}, {}], "builds.moe.experts.0.domian: unknown key"),
+    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init: "),
+    (("profiles", "tiny", "datasets", "both-domains", "mix"), {"qmsum": -1}, "both-domains.mix.qmsum: "),
+    (("profiles", "tiny", "memory", "precision"), "fp8", "profiles.tiny.memory.precision: "),
+    (("predictions", "example-sentences", "inputs"), "/srv/x.txt", "predictions.example-sentences.inputs: "),
 ]
 WRONG_TOGETHER = [
-    (("profile",), "tinny", "profile"),
-    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base"),
-    (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data"),
-    (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base"),
-    (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization"),
-    (("recipes", "amr-ptr", "parts", "vision"), "lora", "recipes.amr-ptr.lora.targets.vision"),
-    (("recipes", "amr-ptr", "base"), "bases/lm", "recipes.amr-ptr.base"),
-    (("recipes", "moe-gate-labels", "base"), "bases/dense", "recipes.moe-gate-labels.base"),
-    (("builds", "moe", "experts"), [{"recipe": "moe-expert-truthfulqa"}, {"recipe": "nobody"}], "builds.moe.experts"),
-    (("builds", "moe", "top_k"), 7, "builds.moe.top_k"),
-    (("predictions", "example-sentences", "recipe"), "amr", "predictions.example-sentences.recipe"),
-    (("predictions", "example-sentences", "inputs"), "data/../x", "predictions.example-sentences.inputs"),
-    (("profiles", "tiny", "images", "min_pixels"), 10**9, "profiles.tiny.images.min_pixels"),
-    (("profiles", "tiny", "memory", "optimizer"), "adamw_8bit", "profiles.tiny.memory"),
-    (("profiles", "tiny", "datasets", "both-domains", "mix", "x"), 1, "profiles.tiny.datasets.both-domains.mix.x"),
-    (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement"),
+    (("profile",), "tinny", "profile: "),
+    (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base: "),
+    (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data: "),
+    (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base: "),
+    (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization: "),
+    (("builds", "moe", "top_k"), 7, "builds.moe.top_k: "),
+    (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement: "),
 ]
 
 
@@ -171,7 +158,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(mistakes: list[Any],
     for (*above, key), value, _ in mistakes:
         at(raw, tuple(above))[key] = value
     message = refusal(raw, tmp_path)
-    assert all(f"\n  {path}: " in message for _, _, path in mistakes)
+    assert [problem for _, _, problem in mistakes if problem not in message] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Generated Vietnamese-like sentences with their AMR graphs, for where no corpus is at hand.
+"""Generated Vietnamese-like sentences with their AMR graphs, for where there is no corpus.
 
 Each sentence is drawn together with its graph from one small grammar, in the roles and habits of ViSemPar: words of
 several syllables are one concept with underscores, control verbs, coordinated verbs and purposes share their agent

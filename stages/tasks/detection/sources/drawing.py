@@ -21,52 +21,15 @@ Colour = tuple[int, int, int]
 """Red, green, blue, each 0..255."""
 
 FACES = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf")
-BRANDS = (
-    "Aurora",
-    "Belmont",
-    "Corvo",
-    "Delizia",
-    "Ekko",
-    "Fjord",
-    "Granja",
-    "Halma",
-    "Isola",
-    "Juno",
-    "Kasvi",
-    "Lumen",
-)
+_BRANDS = "Aurora Belmont Corvo Delizia Ekko Fjord Granja Halma Isola Juno Kasvi Lumen"
+BRANDS = tuple(_BRANDS.split())
 LOGO_TEXTS = ("Bio", "Eco", "A", "B", "No1", "OK", "Vegan")
-INGREDIENTS = (
-    *(
-        "sugar",
-        "water",
-        "wheat",
-        "flour",
-        "milk",
-        "cocoa",
-        "butter",
-        "salt",
-        "sunflower",
-        "oil",
-        "palm",
-        "soy",
-    ),
-    *(
-        "lecithin",
-        "natural",
-        "flavour",
-        "vitamin",
-        "acid",
-        "citric",
-        "starch",
-        "corn",
-        "glucose",
-        "syrup",
-        "egg",
-    ),
-    *("may", "contain", "traces", "of", "nuts", "best", "before", "store", "in", "a", "cool", "dry", "place"),
-    *("farine", "sucre", "eau", "sel", "huile", "lait", "beurre", "levure"),
+_INGREDIENTS = (
+    "sugar water wheat flour milk cocoa butter salt sunflower oil palm soy lecithin natural flavour vitamin acid "
+    "citric starch corn glucose syrup egg may contain traces of nuts best before store in a cool dry place farine "
+    "sucre eau sel huile lait beurre levure"
 )
+INGREDIENTS = tuple(_INGREDIENTS.split())
 NUTRIENTS = {
     "Nutrition Facts": (
         *("Calories", "Total Fat", "Sat. Fat", "Sodium", "Total Carb."),

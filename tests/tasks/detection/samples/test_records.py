@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.kit.data.prepared import to_row
-from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord, parse_row, reading_order
+from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord, parse_row
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.data.pictures import RED, patch_jpeg, picture
 from tests.tasks.detection.rows import raw_row
@@ -20,12 +20,6 @@ def parsed(row: dict[str, Any]) -> DetectionRecord:
     record = parse_row(row)
     assert isinstance(record, DetectionRecord), record
     return record
-
-
-def test_axes_of_the_file_become_x_first() -> None:
-    record = parsed(raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]]))
-    assert record.boxes == ((0.2, 0.1, 0.9, 0.5),)
-    assert (record.width, record.height) == (40, 30)
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
@@ -91,11 +85,6 @@ def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
         (0.5, 0.1, 0.9, 0.4),
         (0.1, 0.6, 0.4, 0.9),
     )
-
-
-def test_reading_order_is_top_to_bottom_then_left_to_right() -> None:
-    low, right, left = (0.0, 0.5, 0.2, 0.9), (0.6, 0.1, 0.9, 0.3), (0.1, 0.1, 0.4, 0.4)
-    assert reading_order([low, right, left]) == (left, right, low)
 
 
 @given(data=st.data())

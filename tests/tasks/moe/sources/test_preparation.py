@@ -150,10 +150,11 @@ def test_a_split_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path
     assert "nor input, context, answers, but input; fix it" in refusal(tmp_path / "meetings", tmp_path / "out")
 
 
-def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leaks_are_refused_and_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_table(tmp_path / "facts" / "train.csv", "Is it  A?", "Is it B?", "Is it C?")
     write_table(tmp_path / "facts" / "val.csv", "is it a?")
     write_table(tmp_path / "facts" / "test.csv", "Is it D?")
+    assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "facts", tmp_path / "a")
     with caplog.at_level("INFO"):
         prepare(f"folder:{tmp_path / 'facts'}", out_dir=tmp_path / "a", skip_invalid=True)
         stats = prepare("mix", out_dir=tmp_path / "b", mix={"a": 1})
@@ -172,12 +173,6 @@ def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert stats["splits"]["train"]["beyond_limit"] == 1
     source = f"folder:{tmp_path / 'facts'}"
     assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
-
-
-def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
-    write_table(tmp_path / "in" / "train.csv", "Is it  A?", "Is it B?")
-    write_table(tmp_path / "in" / "val.csv", "is it a?")
-    assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "in", tmp_path / "out")
 
 
 def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> None:
@@ -244,7 +239,7 @@ TABLES = (TABLE + "".join(f'Adversarial,"Is it {n}?",Yes,Yes; Surely;,No; Never;
 @example(name="all.jsonl", content=b"9" * 5000 + b"\n" + LINES[0].encode())
 @example(name="all.jsonl", content=b"[" * 100_000 + b"\n" + LINES[0].encode())
 @example(name="all.jsonl", content=LINES[1].replace("What", "\\ud800").encode() + b"\n" + LINES[0].encode())
-@quick(150)
+@quick(60)
 def test_any_damage_to_a_file_is_refused_by_file_or_left_out_and_counted(
     name: str, content: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
