@@ -34,7 +34,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     raw["baselines"]["base-mixture"] = {**raw["baselines"]["base-vlm"], "base": "builds/mixture"}
     for path, value in changes.items():
         *above, key = path.split(".")
-        here = raw
+        here: Any = raw
         for step in above:
             here = here[int(step)] if isinstance(here, list) else here[step]
         here[key] = value

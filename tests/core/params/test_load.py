@@ -138,7 +138,6 @@ WRONG_ALONE = [
     (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init: "),
     (("profiles", "tiny", "datasets", "both-domains", "mix"), {"qmsum": -1}, "both-domains.mix.qmsum: "),
     (("profiles", "tiny", "memory", "precision"), "fp8", "profiles.tiny.memory.precision: "),
-    (("predictions", "example-sentences", "inputs"), "/srv/x.txt", "predictions.example-sentences.inputs: "),
 ]
 WRONG_TOGETHER = [
     (("profile",), "tinny", "profile: "),
