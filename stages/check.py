@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def unknown_tasks(params: Params) -> dict[str, str]:
-    """What is wrong with tasks that have no folder below stages/tasks, by dotted path."""
+    """Problems by dotted path: tasks that have no folder below stages/tasks."""
     known = sorted(path.parent.name for path in TASKS_DIR.glob("*/__init__.py"))
     groups: dict[str, dict[str, Any]] = {
         **{group: getattr(params, group) for group in ("baselines", "recipes", "builds", "predictions")},

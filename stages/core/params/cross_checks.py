@@ -88,7 +88,7 @@ def _recipe_problems(here: str, recipe: RecipeParams) -> Problems:
 
 
 def _label_problems(here: str, name: str, recipe: RecipeParams, params: Params) -> Problems:
-    """What the loss router-labels needs."""
+    """Requirements of the loss router-labels."""
     if recipe.loss != "router-labels":
         return
     if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:

@@ -42,7 +42,7 @@ _TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecord:
-    """What the records of every task on pictures have."""
+    """Fields of the records of every task on pictures."""
 
     image_id: str
     image: bytes
