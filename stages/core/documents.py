@@ -28,7 +28,7 @@ MAX_SHOWN_FAULTS = 3
 """Faults of a damaged file that a message lists: who reads it did not write the file."""
 
 MAX_CHUNKS = 1_000_000
-"""Of a YAML file as JSON, one to three a value: a few lines of aliases can stand for billions."""
+"""Limit of a YAML file as JSON, one to three chunks a value: a few lines of aliases can stand for billions."""
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ def _keys_at(steps: Iterable[str | int], kind: Any) -> list[str]:
 
 
 def _values(kind: Any) -> Any:
-    """Of a mapping, or of a tuple of any length."""
+    """The type of the values of a mapping, or of a tuple of any length."""
     return next(arg for arg in reversed(get_args(kind)) if arg is not ...)
 
 

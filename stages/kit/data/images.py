@@ -51,7 +51,7 @@ class ImageRecord:
     height: int
     """In pixels, of the upright image."""
     sha256: str = ""
-    """Of the upright image's pixels."""
+    """SHA-256 of the upright image's pixels."""
     place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def open_image(self) -> Image.Image:
@@ -69,7 +69,7 @@ class ImageRecord:
         return self.sha256
 
     def content(self) -> list[Any]:
-        """What a digest of records is taken over; a task adds its annotations."""
+        """Input of the digest of records; a task adds its annotations."""
         return [self.image_id, hashlib.sha256(self.image).hexdigest(), self.sha256]
 
 
@@ -91,7 +91,7 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
         with _unreadable_as_value_error():
             encoded, upright = _upright(encoded, max_pixels)
             width, height = upright.size
-            # Of the pixels before they are encoded again: a lossless copy of the same picture has it too.
+            # Taken before the pixels are encoded again: a lossless copy of the same picture has the same digest.
             sha256 = _digest(upright)
     except ValueError as error:
         return {}, [*problems, str(error)]

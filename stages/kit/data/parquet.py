@@ -23,7 +23,7 @@ MAX_LISTED = MAX_BYTES // 64
 kilobytes of a file can stand for billions of them, all in one row."""
 
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
+"""Errors that pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
 _FETCH = "fetch or copy it again"
 
 
