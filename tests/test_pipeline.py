@@ -20,6 +20,7 @@ from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, declared_stages
 from tests import ROOT
 from tests.closure import import_closure, task_modules
+from tests.documents import write_yaml
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 READ = load_params(ROOT / "params.yaml")
@@ -199,7 +200,7 @@ def test_dvc_itself_refuses_a_name_that_leads_an_output_elsewhere_in_the_checkou
     """Before it runs or removes anything: `dvc checkout`, which `dvc exp run` begins with, removes too."""
     params = YAML(typ="safe").load(ROOT / "params.yaml")
     params[group][name] = next(iter(params[group].values()))
-    YAML().dump(params, tmp_path / "params.yaml")
+    write_yaml(params, tmp_path / "params.yaml")
     Repo.init(str(tmp_path), no_scm=True)
     for file in ("dvc.yaml", ".dvcignore"):
         shutil.copy(ROOT / file, tmp_path)

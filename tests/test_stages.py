@@ -25,6 +25,7 @@ from stages.kit.models.certificate import read_certificate, write_certificate
 from stages.kit.models.folders import remove_weights
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests import ROOT
+from tests.documents import write_yaml
 
 pytestmark = pytest.mark.pipeline
 
@@ -47,8 +48,7 @@ def refused(stage: str, name: str) -> str:
 
 
 def write_params(raw: dict[str, Any]) -> None:
-    with Path("params.yaml").open("w") as file:
-        YAML().dump(raw, file)
+    write_yaml(raw, Path("params.yaml"))
 
 
 def small_params(tiny_vlm: Path) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def test_memory_fit_off_goes_on_and_auto_takes_the_cheapest_change_that_fits(on_
     memory_gb = record["low_gib"] / usable_share * 0.9999
     plan, changed = planned(on_a_tiny_gpu, "auto", memory_gb=memory_gb)
     assert changed["verdict"] in ("fits", "too close")
-    assert changed["changes"] == ["micro_batch 2 -> 1, grad_accumulation 2 -> 4"]
+    assert changed["changes"] == ["micro_batch 2 -> 1", "grad_accumulation 2 -> 4"]
     assert changed["total_gib"] < record["total_gib"]
     assert (plan["schedule"]["micro_batch"], plan["schedule"]["grad_accumulation"]) == (1, 4)
 
@@ -464,7 +464,7 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkey
         ("train", "r4-joint", "dvc repro -f -s plan@r4-joint"),
         ("merge", "r4-joint", "dvc repro -f -s plan@r4-joint"),
         ("evaluate", "r4-joint", "data/runs/r4-joint/merged/lineage.json is missing"),
-        ("evaluate", "base-text", "no recipe is called 'base-text'"),
+        ("evaluate", "base-text", "no recipe or baseline is called 'base-text'"),
         ("compare", "detecting", "detecting"),
     ],
 )

@@ -14,6 +14,7 @@ from stages.core.params.load import load_params
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.texts import comparison_table
 from tests import ROOT
+from tests.documents import write_yaml
 from tests.made_up_runs import made_up_ious, write_made_up_run
 from tools import api
 
@@ -27,8 +28,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512
-    with (tmp_path / "params.yaml").open("w") as file:
-        YAML().dump(raw, file)
+    write_yaml(raw, tmp_path / "params.yaml")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
     monkeypatch.chdir(tmp_path)

@@ -34,8 +34,7 @@ class BalancedTrainer(RecipeTrainer):
     def __init__(self, plan: Plan, balance: LoadBalance, coefficient: float, **rest: Any) -> None:
         self.balance = balance
         self.balance_coefficient = coefficient
-        # SFTTrainer's own takes the mean over micro-batches; see balance.py.
-        super().__init__(plan, router_aux_loss_coef=0.0, **rest)
+        super().__init__(plan, **rest)
 
     def compute_loss(
         self,

@@ -122,6 +122,7 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         use_cpu=plan.device.kind == "cpu",
         bf16=plan.precision == "bf16",
         fp16=plan.precision == "fp16",
+        router_aux_loss_coef=0.0,  # of SFTTrainer's own loss for mixtures, the mean over micro-batches
         activation_checkpointing=plan.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
         max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it

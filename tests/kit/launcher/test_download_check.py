@@ -19,6 +19,7 @@ from stages.kit.launcher.download_check import fetches_only, refuse_download_wit
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.pipeline import Pipeline
 from tests import ROOT
+from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import copy_launcher
 
 HUB = "hub:Qwen/Qwen2-VL-7B-Instruct@eed1309"
@@ -132,7 +133,7 @@ stages:
 def test_a_stage_of_dvcs_is_refused_before_it_starts_and_fetches_where_that_is_all(tmp_path: Path) -> None:
     copy_launcher(tmp_path)
     params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-7b-48gb"}
-    YAML().dump(params, tmp_path / "params.yaml")
+    write_yaml(params, tmp_path / "params.yaml")
     (tmp_path / "stages/base.py").write_text("import pathlib; pathlib.Path('fetched').touch()")
     (tmp_path / "dvc.yaml").write_text(PIPELINE)
     (tmp_path / ".venv").symlink_to(sys.prefix)

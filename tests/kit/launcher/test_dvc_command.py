@@ -17,6 +17,7 @@ from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import item_of
 from tests import ROOT
 from tests.closure import import_closure
+from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import small_checkout
 
 # It fails where the seed is 13, after DVC has removed what it made before.
@@ -85,7 +86,7 @@ def test_names_from_a_stranger_run_no_code_and_remove_nothing(workspace: Path) -
     params["recipes"]["x$(touch PWNED)"] = params["recipes"]["r1-llm-only"]
     away = "/".join([*[".."] * 40, *outside.with_suffix("").parts[1:]])
     params["predictions"][away] = next(iter(params["predictions"].values()))
-    YAML().dump(params, workspace / "params.yaml")
+    write_yaml(params, workspace / "params.yaml")
     trains = PIPELINE.replace("[vlm, llm]", "${recipes}").replace("${item}", "${key}").replace("base", "train")
     (workspace / "dvc.yaml").write_text(trains)
     assert "should match pattern" in dvc(workspace, "repro", "--single-item", "train@x$(touch PWNED)", code=255)

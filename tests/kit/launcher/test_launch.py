@@ -25,6 +25,7 @@ from stages.kit.launcher.outputs import refuse_links_out
 from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
+from tests.documents import write_yaml
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.launcher.small_checkout import copy_launcher
 
@@ -76,7 +77,7 @@ def workspace(tmp_path: Path) -> Path:
     workspace = tmp_path / "a workspace"
     copy_launcher(workspace)
     params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}
-    YAML().dump(params, workspace / "params.yaml")
+    write_yaml(params, workspace / "params.yaml")
     (workspace / "stages/train.py").write_text(STAGE)
     (workspace / "dvc.yaml").write_text(PIPELINE)
     (workspace / ".gitignore").write_text("/notes\n/triton\n/trained\n/.bakeoff\n__pycache__\n")
@@ -249,7 +250,7 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
     datasets = raw["profiles"]["tiny"]["datasets"]
     datasets["more"] = datasets["qmsum"]
     datasets["both-domains"]["mix"]["more"] = 5
-    YAML().dump(raw, tmp_path / "params.yaml")
+    write_yaml(raw, tmp_path / "params.yaml")
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     params = load_params(tmp_path / "params.yaml")
 
@@ -268,7 +269,7 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
         for where, line in re.findall(r"^  stages\.(\S+):  - (\S+)$", error.value.message, re.MULTILINE):
             stage, _, key = where.split(".")
             pipeline["stages"][stage]["do"][key].append(line)
-    YAML().dump(pipeline, tmp_path / "dvc.yaml")
+    write_yaml(pipeline, tmp_path / "dvc.yaml")
     look("build", "moe")
     look("prepare", "both-domains")
 

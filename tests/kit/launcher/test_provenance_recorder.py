@@ -26,6 +26,7 @@ from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.planning.plan import read_plan
+from tests.documents import write_yaml
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
 from tests.kit.launcher.small_checkout import small_checkout
 
@@ -171,7 +172,7 @@ def test_gpus_and_driver_are_named(workspace: Path, tmp_path: Path) -> None:
     raw = YAML(typ="safe").load(workspace / "params.yaml")
     raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 2}
     raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
-    YAML().dump(raw, workspace / "params.yaml")
+    write_yaml(raw, workspace / "params.yaml")
     record = train(workspace, 0, **driver.environment)
     assert record is not None
     assert record.gpus == ["NVIDIA A100"] * 2

@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.kit.memory.step import record_step
+from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import StartContract
 from stages.kit.training.peak import cpu_peak
-from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.memory.small import (
     ALL,
     FULL,
@@ -79,7 +79,7 @@ def measured_bytes(
     model = random_model(plan, config)
     scales = quantization_tensors(model)
     samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation
-    trainer = RecipeTrainer(
+    trainer = make_trainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=samples)),
         model=apply_recipe(model, plan.parts, plan.lora, plan.full_targets),
         processor=processor,

@@ -239,7 +239,7 @@ def test_a_model_that_is_not_what_was_recorded_is_refused(workspace: Path, said_
     path = Path("data/bases/moe/config.json")
     path.write_text(f"{path.read_text()} ")
     assert "rebuild it with: dvc repro -f -s base@moe" in refused()
-    assert "no recipe is called 'base-mo'" in refused("base-mo")
+    assert "no recipe or baseline is called 'base-mo'" in refused("base-mo")
 
 
 def test_a_figure_without_a_counterpart_has_no_difference() -> None:
