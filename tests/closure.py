@@ -3,12 +3,14 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests import ROOT
 
 
-def import_closure(module: str) -> set[str]:
+@cache
+def import_closure(module: str) -> frozenset[str]:
     """Paths, relative to the repository, of the project's files that importing `module` can lead to.
 
     Imports inside functions count, those under TYPE_CHECKING do not, and empty files are left out. Non-Python files
@@ -26,7 +28,7 @@ def import_closure(module: str) -> set[str]:
         waiting += _imports(tree, package=name if path.name == "__init__.py" else name.rpartition(".")[0])
         waiting += _parents(name)
         seen |= {str(file.relative_to(ROOT)) for file in _named_files(tree, path.parent)}
-    return {path for path in seen if (ROOT / path).read_text(encoding="utf-8").strip()}
+    return frozenset(path for path in seen if (ROOT / path).read_text(encoding="utf-8").strip())
 
 
 def task_modules(module: str) -> set[str]:

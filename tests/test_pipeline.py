@@ -116,7 +116,7 @@ def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named(
 def needed_code(stage: DeclaredStage) -> set[str]:
     """What the stage runs, and what decides about its environment."""
     module = entry_point(stage)
-    needed = import_closure(module) | import_closure("stages.core.environment")
+    needed = set(import_closure(module) | import_closure("stages.core.environment"))
     for used in task_modules(module):
         task = next(match[1] for dep in stage.deps if (match := re.match(rf"stages/tasks/([^/]+)/{used}", dep)))
         needed |= import_closure(f"stages.tasks.{task}.{used}")

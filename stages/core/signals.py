@@ -8,7 +8,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what Slurm is commonly told to send before a job's time is up (sbatch --signal)."""
 
 SAME_REQUEST_S = 2.0
-"""Signals within this time are one request to end: a closed terminal, a killed dvc or Slurm send several, by several ways,
+"""Signals within this time are one request to end: a closed terminal, a killed dvc or Slurm send several,
 and a stage that is saving its work must not be interrupted by the second."""
 
 GRACE_S = 120
