@@ -24,6 +24,7 @@ from safetensors import safe_open
 from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParams
 from stages.core.signals import ENDING
 from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
@@ -132,9 +133,10 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_trainer(folder: Path, plan: Plan, scratch_dir: Path) -> RecipeTrainer:
     seed_everything(plan.seed)
     model = load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
+    model.config.router_aux_loss_coef = 3.0  # of a mixture
     model = apply_recipe(model, plan.parts, plan.lora)
     processor = load_processor(folder, None)
-    return RecipeTrainer(
+    return make_trainer(
         replace(plan, trainable=asdict(count_trainable(model))),
         model=model,
         processor=processor,
