@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ruamel.yaml import YAML
-from stages.kit.launcher.recorder import SEEN_BY_STAGES
 
 from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
@@ -26,6 +25,7 @@ from stages.core.signals import handled_signals
 from stages.kit.launcher.launch import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
+from stages.kit.launcher.provenance_recorder import SEEN_BY_STAGES
 from tools.verify.differences import Comparison, compare_outputs
 
 RERUN_DIR = Path(".bakeoff/verify")

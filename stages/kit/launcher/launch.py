@@ -30,7 +30,7 @@ from stages.kit.launcher.gpus import leased_gpus
 from stages.kit.launcher.outputs import ASIDE_DIR, link_aside, refuse_links_out, run_alone
 from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
-from stages.kit.launcher.recorder import ProvenanceRecorder
+from stages.kit.launcher.provenance_recorder import ProvenanceRecorder
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.launcher.triton_cache import triton_dir
 from stages.kit.planning.disk import disk_use, require_room

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
-from stages.kit.launcher.recorder import code_digest, git_state, used_params
 
 from stages.core.cpu import pinned_instructions
 from stages.core.errors import UserError
@@ -25,6 +24,7 @@ from stages.kit.launcher import machine
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
 from stages.kit.launcher.pipeline import declared_stages
+from stages.kit.launcher.provenance_recorder import code_digest, git_state, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
