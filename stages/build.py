@@ -48,9 +48,9 @@ def main(name: str) -> None:
     see_only(device)
     base_dir = Path("data") / build.base
     expert_dirs = {expert: Path("data/runs") / expert / "merged" for expert in build.recipes}
-    base = verified_lineage(base_dir, mend=f"dvc repro -f -s {made_by(build.base)}")
+    base = verified_lineage(base_dir, fix=f"dvc repro -f -s {made_by(build.base)}")
     experts = {
-        expert: verified_lineage(folder, mend=f"dvc repro -f -s merge@{expert}")
+        expert: verified_lineage(folder, fix=f"dvc repro -f -s merge@{expert}")
         for expert, folder in expert_dirs.items()
     }
     for folder in expert_dirs.values():

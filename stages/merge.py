@@ -66,8 +66,8 @@ def main(recipe: str, attempt: int) -> None:
     trained_lineage, base_lineage = require_base(
         run_dir / "trained",
         base_dir,
-        mend=f"dvc repro -f -s train@{recipe}",
-        mend_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
+        fix=f"dvc repro -f -s train@{recipe}",
+        fix_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
     )
     quantization = read_record(run_dir / "training/training.json").quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")

@@ -19,7 +19,7 @@ from stages.core.cpu import instruction_set
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.kit.memory.fit import Fit, decide, fit_of
-from stages.kit.memory.foresight import Foresight
+from stages.kit.memory.predictor import MemoryPredictor
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
@@ -48,12 +48,12 @@ def main(recipe: str) -> None:
     processor = load_processor(Path(plan.base_dir), plan.images)
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
-    foresee = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
+    predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    fit = fit_of(foresee.counted(plan), foresee, foresee.capacity_bytes(plan.device))
-    fit = decide(fit, foresee, memory.fit)
-    answers = foresee.answers(fit.plan, params.active.evaluation)
-    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=foresee.capacity_bytes(plan.device.one()))
+    fit = fit_of(predict.counted(plan), predict, predict.capacity_bytes(plan.device))
+    fit = decide(fit, predict, memory.fit)
+    answers = predict.answers(fit.plan, params.active.evaluation)
+    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=predict.capacity_bytes(plan.device.one()))
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(fit.record(evaluation), run_dir / "memory.json")

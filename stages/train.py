@@ -33,7 +33,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
 from stages.core.parent_death import end_with_own_parent
 from stages.core.publish import published
-from stages.core.signals import ENDING, GRACE_S, heeded
+from stages.core.signals import ENDING, GRACE_S, handled_signals
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
@@ -82,10 +82,10 @@ def main(recipe: str, attempt: int) -> None:
         expand_segments()
     seed_everything(plan.seed)
     maker = made_by(plan.base_dir.removeprefix("data/"))
-    base_lineage = verified_lineage(Path(plan.base_dir), mend=f"dvc repro -f -s {maker}")
+    base_lineage = verified_lineage(Path(plan.base_dir), fix=f"dvc repro -f -s {maker}")
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
-    # What a person may have to mend is looked at before the weights, which can take minutes to load.
+    # What a person may have to fix is looked at before the weights, which can take minutes to load.
     params = load_params()
     reporting = wandb_settings(params.tracking, recipe)
     processor = load_processor(Path(plan.base_dir), plan.images)
@@ -164,7 +164,7 @@ def run_one_process_a_device(plan: Plan, attempt: int) -> None:
     they were asked to end, once they have saved their work.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_S)  # torchrun's own, 30 s, may not suffice to save
-    asked = ",".join(number.name for number in heeded())
+    asked = ",".join(number.name for number in handled_signals())
     worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
     try:
         torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])

@@ -18,7 +18,7 @@ from stages.core.lineage import LINEAGE_FILE, write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import Machine, Provenance, records_dir, write_provenance
-from stages.kit.memory_use.stage_memory import Held, StageMemory, stage_memory_path
+from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 
@@ -92,8 +92,8 @@ def made_up_memory(stage: str, name: str, *, gpus: int = 0) -> StageMemory:
     """600 MiB before a model of 100 MiB is loaded, and 300 more for the work; on GPUs nothing before."""
     held = 0 if gpus else 600 * MIB
 
-    def at(held_bytes: int, peak_bytes: int) -> Held:
-        return Held(
+    def at(held_bytes: int, peak_bytes: int) -> MemoryReading:
+        return MemoryReading(
             held_bytes=held_bytes,
             reserved_bytes=held_bytes,
             peak_bytes=peak_bytes,

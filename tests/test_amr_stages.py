@@ -70,7 +70,7 @@ def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return copy
 
 
-def test_a_parser_is_scored_by_every_figure_and_its_memory_was_foreseen(finished: Path) -> None:
+def test_a_parser_is_scored_by_every_figure_and_its_memory_was_predicted(finished: Path) -> None:
     run_dir = finished / "data/runs/amr-mtup"
     metrics = json.loads((run_dir / "metrics.json").read_text())
     count = pq.read_table(finished / "data/prepared/visempar/val.parquet").num_rows

@@ -157,15 +157,15 @@ def test_the_same_expert_twice_is_refused_by_its_content(workspace: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("damaged", "mend"),
+    ("damaged", "fix"),
     [("runs/expert-ptr/merged", "merge@expert-ptr"), ("bases/llm", "base@llm"), ("builds/moe", "build@moe")],
 )
-def test_what_no_longer_is_what_it_was_is_refused_with_what_mends_it(workspace: Path, damaged: str, mend: str) -> None:
+def test_what_no_longer_is_what_it_was_is_refused_with_what_fixes_it(workspace: Path, damaged: str, fix: str) -> None:
     (Path("data") / damaged / "config.json").open("a").write(" ")
     stage, name = ("train", "after") if damaged.startswith("builds") else ("build", "moe")
-    assert f"rebuild it with: dvc repro -f -s {mend}" in refused(stage, name)
+    assert f"rebuild it with: dvc repro -f -s {fix}" in refused(stage, name)
     if stage == "train":
-        assert f"rebuild it with: dvc repro -f -s {mend}" in refused("evaluate", "base-moe")
+        assert f"rebuild it with: dvc repro -f -s {fix}" in refused("evaluate", "base-moe")
 
 
 def test_experts_of_another_base_are_refused(workspace: Path) -> None:

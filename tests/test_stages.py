@@ -273,7 +273,7 @@ def test_a_merge_that_keeps_no_weights_is_evaluated_to_the_same_answers(workspac
     done("merge", "r1-llm-only")
     assert {"config.json", "tokenizer.json", "lineage.json"} <= {path.name for path in (run_dir / "merged").iterdir()}
     assert not list((run_dir / "merged").glob("*.safetensors*"))
-    lineage = verified_lineage(run_dir / "merged", mend="")
+    lineage = verified_lineage(run_dir / "merged", fix="")
     certificate = read_certificate(run_dir / "merge.json", "r1-llm-only")
     assert certificate == replace(kept, merged_digest=lineage.digest)
     (run_dir / "predictions.parquet").unlink()
@@ -347,7 +347,7 @@ def test_two_processes_share_the_effective_batch(workspace: Path, placement: str
     assert together.keys() == alone.keys()
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
-    assert verified_lineage(run_dir / "trained", mend="").name == recipe
+    assert verified_lineage(run_dir / "trained", fix="").name == recipe
     done("merge", recipe)
 
 

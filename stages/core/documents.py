@@ -103,19 +103,19 @@ def refuse_aliases(path: Path) -> None:
                 )
 
 
-def read_json(kind: type[T], path: Path, *, mend: str) -> T:
+def read_json(kind: type[T], path: Path, *, fix: str) -> T:
     """A JSON file as the dataclass that was written to it.
 
-    mend: the command that makes it anew, for the message of the UserError raised where it is missing or damaged.
+    fix: the command that makes it anew, for the message of the UserError raised where it is missing or damaged.
     """
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; rebuild it with: {mend}") from None
+        raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
     except ValidationError as error:
-        raise damaged(path, problems(error, kind), mend=mend) from None
+        raise damaged(path, problems(error, kind), fix=fix) from None
 
 
 def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
@@ -125,11 +125,11 @@ def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) ->
     return UserError("\n  ".join([f"{path} has {count}:", *lines]))
 
 
-def damaged(path: Path, found: Mapping[str, str], *, mend: str) -> UserError:
+def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
     """To be raised for a file that a stage wrote. found: what is wrong with it, by dotted path."""
     faults = [f"{where}: {what}" for where, what in found.items()]
     more = f" and {len(faults) - MAX_SHOWN_FAULTS:,} more" if len(faults) > MAX_SHOWN_FAULTS else ""
-    return UserError(f"{path} is damaged: {', '.join(faults[:MAX_SHOWN_FAULTS])}{more}; rebuild it with: {mend}")
+    return UserError(f"{path} is damaged: {', '.join(faults[:MAX_SHOWN_FAULTS])}{more}; rebuild it with: {fix}")
 
 
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The one exception family for what a user can mend."""
+"""The one exception family for what a user can fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class UserError(click.ClickException):
     """A user's fault: click prints the message and exits with 1, without a traceback.
 
-    The message says what was found, what was expected, and the command that mends it. What it quotes of files and of
+    The message says what was found, what was expected, and the command that fixes it. What it quotes of files and of
     their names may hold anything, and is made printable.
     """
 

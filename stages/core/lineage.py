@@ -151,10 +151,10 @@ def write_lineage(
     return lineage
 
 
-def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, mend: str = "dvc repro") -> Lineage:
+def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:
     """The recorded lineage, not yet compared with the files. Raises UserError where there is none.
 
-    name: of the file, where it is a copy that tells of another folder. mend: the command that rebuilds the folder, for
+    name: of the file, where it is a copy that tells of another folder. fix: the command that rebuilds the folder, for
     the message.
     """
     path = folder / name
@@ -163,50 +163,50 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, mend: str = "dvc rep
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
     except ValidationError as error:
-        raise damaged(path, problems(error, _Sealed), mend=mend) from None
+        raise damaged(path, problems(error, _Sealed), fix=fix) from None
     except ValueError as error:
-        raise damaged(path, {"seal": str(error)}, mend=mend) from None
+        raise damaged(path, {"seal": str(error)}, fix=fix) from None
 
 
-def verified_lineage(folder: Path, *, mend: str) -> Lineage:
+def verified_lineage(folder: Path, *, fix: str) -> Lineage:
     """The recorded lineage, after the files were compared with it.
 
-    mend: the command that rebuilds the folder, for the message of the UserError raised where they differ.
+    fix: the command that rebuilds the folder, for the message of the UserError raised where they differ.
     """
-    lineage = read_lineage(folder, mend=mend)
+    lineage = read_lineage(folder, fix=fix)
     try:
         found = folder_digest(folder)
     except (OSError, UnicodeEncodeError) as error:  # the latter for a file whose name is no text
-        raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {mend}") from None
+        raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {fix}") from None
     if found != lineage.digest:
         raise UserError(
             f"{folder} was recorded with content {short(lineage.digest)}, but now holds {short(found)}; "
-            f"rebuild it with: {mend}"
+            f"rebuild it with: {fix}"
         )
     return lineage
 
 
 def require_base(
-    trained_dir: Path, base_dir: Path, *, mend: str, mend_base: str | None = None
+    trained_dir: Path, base_dir: Path, *, fix: str, fix_base: str | None = None
 ) -> tuple[Lineage, Lineage]:
     """(trained, base) lineages, once it is certain that `trained_dir` was trained on what `base_dir` holds.
 
     This refuses the accident of evaluating an adapter on another base than its own. Raises UserError naming both
     digests where the contents differ.
 
-    mend_base: the command that rebuilds the base where that itself is damaged; not given: `mend`.
+    fix_base: the command that rebuilds the base where that itself is damaged; not given: `fix`.
     """
-    trained = verified_lineage(trained_dir, mend=mend)
-    base = verified_lineage(base_dir, mend=mend_base or mend)
+    trained = verified_lineage(trained_dir, fix=fix)
+    base = verified_lineage(base_dir, fix=fix_base or fix)
     if "base" not in trained.parents:
-        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}; rebuild it with: {mend}")
+        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}; rebuild it with: {fix}")
     wanted = trained.parents["base"].lineage
     if wanted.digest != base.digest:
         raise UserError(
             f"{trained.name} was trained on base {short(wanted.digest)} ({true_base(trained_dir)}), "
-            f"but {base_dir} holds {short(base.digest)}; rebuild it with: {mend}"
+            f"but {base_dir} holds {short(base.digest)}; rebuild it with: {fix}"
         )
     return trained, base
 

@@ -16,7 +16,7 @@ def configure_logging(stage: str, *, facts: bool = True) -> None:
     """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger().handlers[0].setFormatter(_Printable("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    # Libraries warn of each other's old names; nothing that whoever runs a stage could mend.
+    # Libraries warn of each other's old names; nothing that whoever runs a stage could fix.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)
     logging.getLogger("stages").info("%s", stage)

@@ -122,7 +122,7 @@ def write_provenance(provenance: Provenance, path: Path) -> None:
 
 def read_provenance(path: Path) -> Provenance:
     """Raises UserError where it is missing or damaged."""
-    return read_json(Provenance, path, mend=f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}")
+    return read_json(Provenance, path, fix=f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}")
 
 
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:

@@ -7,15 +7,15 @@ import signal
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what Slurm is commonly told to send before a job's time is up (sbatch --signal)."""
 
-SAME_WISH_S = 2.0
-"""Signals within this time are one wish to end: a closed terminal, a killed dvc or Slurm send several, by several ways,
+SAME_REQUEST_S = 2.0
+"""Signals within this time are one request to end: a closed terminal, a killed dvc or Slurm send several,
 and a stage that is saving its work must not be interrupted by the second."""
 
 GRACE_S = 120
 """What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
 
 
-def heeded() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """All of ENDING, but not SIGHUP where the caller, nohup, has this process ignore it."""
     hung_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in ENDING if number != signal.SIGHUP or not hung_up_ignored)

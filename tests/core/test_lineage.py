@@ -49,7 +49,7 @@ def test_the_adapter_of_stage_2_is_refused_on_the_original_base(chain: Path) -> 
     """The accident of the original experiment: mean IoU 0.6221 instead of 0.8366."""
     adapter, original = chain / "runs/r3-stage2/trained", chain / "bases/vlm"
     with pytest.raises(UserError) as error:
-        require_base(adapter, original, mend="dvc repro train@r3-stage2")
+        require_base(adapter, original, fix="dvc repro train@r3-stage2")
     wanted, found = read_lineage(chain / "runs/r3-stage1/merged").digest, read_lineage(original).digest
     assert short(wanted) in error.value.message
     assert short(found) in error.value.message
@@ -57,7 +57,7 @@ def test_the_adapter_of_stage_2_is_refused_on_the_original_base(chain: Path) -> 
 
 
 def test_an_adapter_is_accepted_on_its_own_base(chain: Path) -> None:
-    trained, base = require_base(chain / "runs/r3-stage2/trained", chain / "runs/r3-stage1/merged", mend="")
+    trained, base = require_base(chain / "runs/r3-stage2/trained", chain / "runs/r3-stage1/merged", fix="")
     assert trained.parents["base"].lineage == base
 
 
@@ -80,7 +80,7 @@ def test_the_true_base_is_found_after_the_workspace_moved(chain: Path, tmp_path:
     shutil.copytree(chain / "bases", moved / "bases")
     shutil.copytree(chain / "runs", moved / "runs")
     assert true_base(moved / "runs/r3-stage2/trained") == moved / "runs/r3-stage1/merged"
-    require_base(moved / "runs/r3-stage2/trained", true_base(moved / "runs/r3-stage2/trained"), mend="")
+    require_base(moved / "runs/r3-stage2/trained", true_base(moved / "runs/r3-stage2/trained"), fix="")
 
 
 @pytest.mark.parametrize("damage", ["change", "add", "remove", "rename"])
@@ -95,7 +95,7 @@ def test_a_changed_folder_is_refused(chain: Path, damage: str) -> None:
     else:
         (folder / "weights.safetensors").rename(folder / "w.safetensors")
     with pytest.raises(UserError, match=r"recorded with content [0-9a-f]{12}, but now holds .*dvc repro base@vlm"):
-        verified_lineage(folder, mend="dvc repro base@vlm")
+        verified_lineage(folder, fix="dvc repro base@vlm")
 
 
 def test_an_adapter_on_a_rebuilt_base_is_refused(chain: Path) -> None:
@@ -103,7 +103,7 @@ def test_an_adapter_on_a_rebuilt_base_is_refused(chain: Path) -> None:
     (merged / "weights.safetensors").write_text("another")
     write_lineage(merged, kind="merged", name="r3-stage1")
     with pytest.raises(UserError, match="was trained on base"):
-        require_base(chain / "runs/r3-stage2/trained", merged, mend="")
+        require_base(chain / "runs/r3-stage2/trained", merged, fix="")
 
 
 def test_the_digest_does_not_depend_on_place_time_or_lineage(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_damaged_lineage_gives_a_message_or_stays_in_the_workspace(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LINEAGE_FILE).write_bytes(content)
     try:
-        lineage = read_lineage(folder, mend="dvc repro train@r1")
+        lineage = read_lineage(folder, fix="dvc repro train@r1")
     except UserError as error:
         assert re.fullmatch(r".*lineage\.json is damaged: .*; rebuild it with: dvc repro train@r1", error.message)
         return
@@ -181,14 +181,14 @@ def test_a_path_out_of_the_workspace_is_never_followed(path: str, chain: Path) -
     with pytest.raises(UserError, match=r"lineage\.json is damaged: parents\.base\.path: "):
         true_base(folder)
     with pytest.raises(UserError, match="rebuild it with: dvc repro train@r3-stage2"):
-        require_base(folder, chain / "runs/r3-stage1/merged", mend="dvc repro train@r3-stage2")
+        require_base(folder, chain / "runs/r3-stage1/merged", fix="dvc repro train@r3-stage2")
 
 
 def test_a_damaged_base_is_rebuilt_by_its_own_stage(chain: Path) -> None:
     base = chain / "runs/r3-stage1/merged"
     (base / "stray").touch()
     with pytest.raises(UserError, match=r"r3-stage1/merged was recorded .*; rebuild it with: merge it"):
-        require_base(chain / "runs/r3-stage2/trained", base, mend="train it", mend_base="merge it")
+        require_base(chain / "runs/r3-stage2/trained", base, fix="train it", fix_base="merge it")
 
 
 def test_a_flipped_bit_of_a_lineage_is_never_taken(chain: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_or_named_is_no_traceback(chain: Path) -> Non
     folder = chain / "bases/vlm"
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).write_text("{}")
     with pytest.raises(UserError, match=r"bases/vlm cannot be read: .*; rebuild it with: dvc repro base@vlm"):
-        verified_lineage(folder, mend="dvc repro base@vlm")
+        verified_lineage(folder, fix="dvc repro base@vlm")
 
 
 def test_a_missing_folder_or_lineage_gives_a_message(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def library_versions() -> str:
 
 
 def chosen_kernels(device: torch.device) -> dict[str, str]:
-    """What scaled_dot_product_attention takes there for what cuda.chosen_kernel foresees: (query heads, key heads,
+    """What scaled_dot_product_attention takes there for what cuda.chosen_kernel predicts: (query heads, key heads,
     tokens, width, whether there is a mask)."""
     from torch.nn.attention import SDPBackend
 

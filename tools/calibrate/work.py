@@ -52,12 +52,12 @@ def measure_settings(
     todo.sort(key=lambda setting: setting.name in known)
     capacity_bytes = session.facts.total_bytes if device == "cuda" else None
 
-    def foresee(setting: Setting) -> Forecast:
+    def predict(setting: Setting) -> Forecast:
         task = predict_task(setting.name, session.facts, device)
         return forecast_of(children, replace(task, capacity_bytes=capacity_bytes))
 
     try:
-        for setting, future in ahead(todo, foresee, workers):
+        for setting, future in ahead(todo, predict, workers):
             if time.monotonic() > deadline:
                 children.stop()
                 break
@@ -72,13 +72,13 @@ def predict_again(session: Session, path: Path, children: Children, *, device: D
     """New predictions beside what was measured; for after a change of the predictor."""
     outcomes = [outcome for outcome in session.outcomes.values() if outcome.measured and outcome.forecast]
 
-    def foresee(outcome: Outcome) -> Forecast:
+    def predict(outcome: Outcome) -> Forecast:
         assert outcome.forecast is not None
         task = predict_task(outcome.setting, session.facts, device)
         return forecast_of(children, replace(task, layers=outcome.forecast.layers))
 
     try:
-        for outcome, future in ahead(outcomes, foresee, workers):
+        for outcome, future in ahead(outcomes, predict, workers):
             session.keep(replace(outcome, forecast=future.result()), path)
             log.info("%s: predicted again", outcome.setting)
     finally:

@@ -152,13 +152,13 @@ def own_metrics(params: Params, name: str, lineage: Lineage, sample_ids: Sequenc
     trained = name in params.recipes
     card_dir = cards_dir(Path("data"), params.subject(name).task) / name
     run = read_run(card_dir, identity=("id",), columns=(), trained=trained)
-    mend = f"run: dvc repro {evaluation_stage(name, trained=trained)}"
+    fix = f"run: dvc repro {evaluation_stage(name, trained=trained)}"
     if run is None:
-        return {}, f"{name} has not been evaluated yet, so there is nothing to compare with; {mend}"
+        return {}, f"{name} has not been evaluated yet, so there is nothing to compare with; {fix}"
     if read_lineage(card_dir, name=MODEL_LINEAGE_FILE).digest != lineage.digest:
-        return {}, f"metrics.json is of what {name} was before, and left out; {mend}"
+        return {}, f"metrics.json is of what {name} was before, and left out; {fix}"
     if run.sample_ids != tuple(sample_ids):
-        return {}, f"metrics.json is of other samples, and left out; {mend}"
+        return {}, f"metrics.json is of other samples, and left out; {fix}"
     return run.metrics, ""
 
 

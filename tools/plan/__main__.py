@@ -33,7 +33,7 @@ from stages.kit.memory.fit import advice, sharded_advice, sharded_fit
 from stages.kit.planning.disk import comparison_text
 from stages.kit.planning.ladder import settings
 from stages.kit.reporting.tables import terminal_table
-from tools.plan.available_inputs import base_at_hand, trainable_recipes
+from tools.plan.available_inputs import available_base, trainable_recipes
 from tools.plan.drawing import MatrixCell, budget_table, matrix_table
 from tools.plan.recipe_memory import RecipeMemory
 
@@ -92,7 +92,7 @@ def main(
         )
     names = [recipe] if recipe else trainable_recipes(params)
     for name in names:
-        base_at_hand(params, name)
+        available_base(params, name)
     if compare_sizes or gpu_sizes:
         refuse_cpu(params)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -153,7 +153,7 @@ def show_recipe(previews: Previews, name: str, memory_gb: float | None, console:
 
 
 def print_sharded(preview: Preview, judged: Judged, console: Console) -> None:
-    if (sharded := sharded_fit(judged.cheapest, preview.foresee)) is not None:
+    if (sharded := sharded_fit(judged.cheapest, preview.predict)) is not None:
         console.print(Text(sharded_advice(sharded)))
 
 

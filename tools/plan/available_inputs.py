@@ -15,7 +15,7 @@ from stages.kit.models.geometries import PUBLISHED, geometry_config_path
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseAtHand:
+class AvailableBase:
     name: str
     source: str
     """As the profile names it."""
@@ -45,16 +45,16 @@ def trainable_recipes(params: Params) -> list[str]:
     ]
 
 
-def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
+def available_base(params: Params, recipe: str) -> AvailableBase:
     """Raises UserError where the profile has no such base, or where nobody here knows its geometry."""
     name, build = root_base(params, recipe)
     source = params.base_source(name)
     built = Path("data/bases") / name
     if _built_from(built, source):
-        return BaseAtHand(name=name, source=source, config_dir=built, processor_dir=built, build=build)
+        return AvailableBase(name=name, source=source, config_dir=built, processor_dir=built, build=build)
     kind, _, where = source.partition(":")
     if kind == "folder":
-        return BaseAtHand(name=name, source=source, config_dir=Path(where), processor_dir=Path(where), build=build)
+        return AvailableBase(name=name, source=source, config_dir=Path(where), processor_dir=Path(where), build=build)
     repo_id = where.partition("@")[0]
     geometry = where if kind == "random" else PUBLISHED.get(repo_id)
     if geometry is None:
@@ -63,10 +63,10 @@ def base_at_hand(params: Params, recipe: str) -> BaseAtHand:
             f"fetch it with: dvc exp run -S profile={params.profile} base@{name}"
         )
     config_dir = geometry_config_path(geometry).parent
-    return BaseAtHand(name=name, source=source, config_dir=config_dir, processor_dir=None, build=build)
+    return AvailableBase(name=name, source=source, config_dir=config_dir, processor_dir=None, build=build)
 
 
-def data_at_hand(params: Params, name: str) -> Path | None:
+def available_data(params: Params, name: str) -> Path | None:
     """The folder of a prepared dataset; None where there is none, or where it is another profile's."""
     dataset = params.dataset(name)
     folder = Path("data/prepared") / name

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stages.core.params.schema import Params
 from stages.kit.memory.fit import Fit, cheapest_fit, fit_of
-from stages.kit.memory.foresight import Foresight
+from stages.kit.memory.predictor import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
@@ -28,7 +28,7 @@ from stages.kit.planning.prediction import Prediction
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task
-from tools.plan.available_inputs import BaseAtHand, base_at_hand, data_at_hand
+from tools.plan.available_inputs import AvailableBase, available_base, available_data
 from tools.plan.recipe_memory import CheaperPlan, RecipeMemory, run_command
 
 
@@ -37,19 +37,19 @@ class Preview:
     """A recipe's plan, and what predicts its memory."""
 
     plan: Plan
-    base: BaseAtHand
-    foresight: Foresight
+    base: AvailableBase
+    predictor: MemoryPredictor
     disk: DiskUse
     batch: str
     """Where the batch came from that the prediction is for, in words."""
 
-    def foresee(self, plan: Plan) -> Prediction:
+    def predict(self, plan: Plan) -> Prediction:
         with _console().status(f"{plan.recipe}: {said(plan)}", spinner="line"):
-            return self.foresight(plan)
+            return self.predictor(plan)
 
     def fit(self, memory_gb: float | None) -> Fit:
         device = replace(self.plan.device, memory_gb=memory_gb)
-        return fit_of(self.plan, self.foresee, self.foresight.capacity_bytes(device))
+        return fit_of(self.plan, self.predict, self.predictor.capacity_bytes(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,11 @@ class Previews:
             preview = self.of(name)
             fit = preview.fit(memory_gb)
             one_device = replace(preview.plan.device.one(), memory_gb=memory_gb)
-            alone = replace(fit, capacity_bytes=preview.foresight.capacity_bytes(one_device))
+            alone = replace(fit, capacity_bytes=preview.predictor.capacity_bytes(one_device))
             batch_size = self.params.active.evaluation.batch_size
             self._judged[key] = Judged(
                 fit=fit,
-                cheapest=cheapest_fit(fit, preview.foresee),
+                cheapest=cheapest_fit(fit, preview.predict),
                 evaluation=self._evaluation(preview, alone, batch_size),
                 evaluation_batch_size=self._fitting_batch_size(preview, alone, batch_size),
             )
@@ -124,7 +124,7 @@ class Previews:
         if key not in self._answers:
             evaluation = replace(self.params.active.evaluation, batch_size=batch_size)
             with _console().status(f"{plan.recipe}: evaluation, {batch_size} at once", spinner="line"):
-                self._answers[key] = preview.foresight.answers(plan, evaluation)
+                self._answers[key] = preview.predictor.answers(plan, evaluation)
         return replace(fit, prediction=self._answers[key])
 
     def needs(self, name: str) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def _console() -> Console:
 def _preview(params: Params, name: str, *, exact: bool, made: dict[str, Prediction]) -> Preview:
     """made: the predictions of this profile so far."""
     recipe = params.recipe(name)
-    base, data_dir = base_at_hand(params, name), data_at_hand(params, recipe.data)
+    base, data_dir = available_base(params, name), available_data(params, recipe.data)
     config = load_config(base.config_dir)
     if base.build is not None:
         config = mixture_config(config, experts=len(base.build.experts), top_k=base.build.top_k)
@@ -203,12 +203,12 @@ def _preview(params: Params, name: str, *, exact: bool, made: dict[str, Predicti
         plan = resolve_plan(params, name, train_samples=len(records))
         processor = load_processor(base.processor_dir, plan.images)
         collator = ConversationCollator.of_plan(plan, processor, records, samples)
-        foresight = Foresight(config=config, processor=processor, batch_of=partial(largest_batch, collator))
+        predictor = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
         batch = f"the largest samples of {data_dir}"
     else:
         plan = resolve_plan(params, name, train_samples=recipe.effective_batch)
         max_pixels = plan.images.max_pixels if plan.images else None
-        foresight = Foresight(
+        predictor = MemoryPredictor(
             config=config,
             processor=stand_in_processor(config, plan.images),
             batch_of=partial(stand_in_batch, config, max_length=plan.max_length, max_pixels=max_pixels),
@@ -216,10 +216,10 @@ def _preview(params: Params, name: str, *, exact: bool, made: dict[str, Predicti
         missing = "data" if data_dir is None else "tokenizer"
         limits = f"max_length {plan.max_length}" + (f" and max_pixels {max_pixels}" if max_pixels else "")
         batch = f"no {missing} yet: the worst within {limits}"
-    foresight = replace(foresight, exact=exact, made=made)
+    predictor = replace(predictor, exact=exact, made=made)
     plan = replace(plan, base_dir=str(base.config_dir))  # that of a recipe which continues another is not made yet
-    plan = foresight.counted(plan)
-    return Preview(plan=plan, base=base, foresight=foresight, disk=disk_use(plan, params), batch=batch)
+    plan = predictor.counted(plan)
+    return Preview(plan=plan, base=base, predictor=predictor, disk=disk_use(plan, params), batch=batch)
 
 
 def said(plan: Plan) -> str:

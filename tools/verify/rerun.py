@@ -21,11 +21,11 @@ from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
-from stages.core.signals import heeded
+from stages.core.signals import handled_signals
 from stages.kit.launcher.launch import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
-from stages.kit.launcher.witness import SEEN_BY_STAGES
+from stages.kit.launcher.provenance_recorder import SEEN_BY_STAGES
 from tools.verify.differences import Comparison, compare_outputs
 
 RERUN_DIR = Path(".bakeoff/verify")
@@ -173,7 +173,7 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded()}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in handled_signals()}
     try:
         yield
     finally:

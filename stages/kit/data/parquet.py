@@ -42,31 +42,31 @@ def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
     return [name for name in required if not _has_column(columns, name.split("."))]
 
 
-def read_schema(path: Path, *, mend: str = _FETCH) -> pa.Schema:
-    """mend: as for read_rows."""
-    with _open(path, mend) as file:
+def read_schema(path: Path, *, fix: str = _FETCH) -> pa.Schema:
+    """fix: as for read_rows."""
+    with _open(path, fix) as file:
         try:
             schema = file.schema_arrow
             str(schema)  # names are decoded where they are looked at
         except READING_ERRORS as error:
-            raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
+            raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
     return schema
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None, *, mend: str = _FETCH) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _FETCH) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, as plain Python values, a few at a time.
 
-    mend: for the message of the UserError raised where the file is not parquet or is damaged, or a row takes more
+    fix: for the message of the UserError raised where the file is not parquet or is damaged, or a row takes more
     memory than any picture or text.
     """
-    with _open(path, mend) as file:
+    with _open(path, fix) as file:
         try:
             rows = _rows_at_once(file, columns, path)
             for batch in file.iter_batches(batch_size=rows, columns=list(columns) if columns else None):
                 batch.validate(full=True)
                 yield from batch.to_pylist()
         except READING_ERRORS as error:
-            raise UserError(f"{path} is damaged: {error}; {mend}") from error
+            raise UserError(f"{path} is damaged: {error}; {fix}") from error
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
@@ -106,11 +106,11 @@ def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Pat
     return max(1, min(ROW_GROUP, MAX_BYTES // largest))
 
 
-def _open(path: Path, mend: str = _FETCH) -> pq.ParquetFile:
+def _open(path: Path, fix: str = _FETCH) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except READING_ERRORS as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}; {mend}") from error
+        raise UserError(f"{path} cannot be read as parquet: {error}; {fix}") from error
 
 
 def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:

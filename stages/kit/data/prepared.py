@@ -43,7 +43,7 @@ class Origin:
 
 def read_origin(prepared_dir: Path, *, stage: str) -> Origin:
     """Raises UserError where stats.json is missing or damaged. stage: what prepares the folder, for the message."""
-    return read_json(Origin, prepared_dir / STATS_FILE, mend=f"dvc repro -f -s {stage}")
+    return read_json(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s {stage}")
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ def read_prepared(
     may_lack: columns whose value may be missing.
     Raises UserError where prepare has not run, and where the file is damaged or another task's.
     """
-    path, mend = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
+    path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
         raise UserError(f"no prepared data at {path}; run: dvc repro {_preparing_stage(prepared_dir)}")
-    found = read_schema(path, mend=mend)
+    found = read_schema(path, fix=fix)
     if not found.equals(schema):
         wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
-        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {mend}")
+        raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")
     records = []
-    for number, row in enumerate(read_rows(path, mend=mend)):
+    for number, row in enumerate(read_rows(path, fix=fix)):
         place = PreparedRow(path, number)
         if missing := [name for name, value in row.items() if value is None and name not in may_lack]:
             raise place.damaged(f"{', '.join(missing)} is missing")
@@ -94,7 +94,7 @@ def read_prepared(
         except (ValueError, TypeError) as error:
             raise place.damaged(str(error)) from None
     if not records:
-        raise UserError(f"{path} has no row; {mend}")
+        raise UserError(f"{path} has no row; {fix}")
     return records
 
 

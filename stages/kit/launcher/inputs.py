@@ -15,7 +15,7 @@ from stages.kit.launcher.pipeline import DeclaredStage, Pipeline
 def recorded_inputs(workspace_dir: Path, pipeline: Pipeline, stage: DeclaredStage) -> dict[str, str]:
     """Digests of the data that a stage reads, by path.
 
-    Raises UserError, with the commands that mend it, where one is an output of a stage whose record has another digest.
+    Raises UserError, with the commands that fix it, where one is an output of a stage whose record has another digest.
     """
     inputs = digests(workspace_dir, stage.inputs("data"))
     wrong: dict[str, DeclaredStage] = {}

@@ -30,9 +30,9 @@ from stages.kit.launcher.gpus import leased_gpus
 from stages.kit.launcher.outputs import ASIDE_DIR, link_aside, refuse_links_out, run_alone
 from stages.kit.launcher.permissions import writable_by_everybody
 from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
+from stages.kit.launcher.provenance_recorder import ProvenanceRecorder
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.launcher.triton_cache import triton_dir
-from stages.kit.launcher.witness import Witness
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rungs
 from stages.kit.planning.memory_record import read_memory_record
@@ -143,13 +143,13 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             pipeline=pipeline,
             triton_dir=triton_dir(engine.image, repository_dir(os.environ)) if gpus else None,
         )
-        witness = Witness.called(stage_run, params, engine)
+        recorder = ProvenanceRecorder.called(stage_run, params, engine)
         if declared is not None and "DVC_STAGE" in os.environ:
             share_with_cache(WORKSPACE_DIR, kept_inputs(declared, pipeline), aside=link_aside(declared, WORKSPACE_DIR))
         refuse_full_disk(stage, args[0] if args else "", params)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
-        if ended.code == 0 and witness is not None:
-            witness.testify(ended, attempt=attempt, gpus=gpus)
+        if ended.code == 0 and recorder is not None:
+            recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
 
 

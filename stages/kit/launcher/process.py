@@ -14,7 +14,7 @@ from typing import Protocol
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.parent_death import end_with_parent
-from stages.core.signals import SAME_WISH_S, heeded
+from stages.core.signals import SAME_REQUEST_S, handled_signals
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
@@ -30,16 +30,16 @@ class ForwardedSignals:
     """What was asked of the launcher while a stage ran, and who is told."""
 
     def __init__(self) -> None:
-        self.wishes: list[int] = []
+        self.received: list[int] = []
         self._receiver: Receiver | None = None
         self._early: list[int] = []
-        self._last = -SAME_WISH_S
+        self._last = -SAME_REQUEST_S
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - self._last < SAME_WISH_S:
+        if time.monotonic() - self._last < SAME_REQUEST_S:
             return
         self._last = time.monotonic()
-        self.wishes.append(number)
+        self.received.append(number)
         if self._receiver is None:
             self._early.append(number)
         else:
@@ -53,7 +53,7 @@ class ForwardedSignals:
 
     def code_of_stage(self, code: int) -> int:
         """The stage's exit code, but never one that would have it started anew after somebody asked it to end."""
-        return 128 + self.wishes[-1] if self.wishes and code == OUT_OF_MEMORY else code
+        return 128 + self.received[-1] if self.received and code == OUT_OF_MEMORY else code
 
 
 class ProcessEngine:
@@ -115,7 +115,7 @@ def run_stage(
 def forwarded_signals() -> Iterator[ForwardedSignals]:
     """Take the signals that ask to end, for who runs the stage."""
     signals = ForwardedSignals()
-    before = {number: signal.signal(number, signals.on_signal) for number in heeded()}
+    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
     try:
         yield signals
     finally:

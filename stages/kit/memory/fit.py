@@ -13,7 +13,7 @@ from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
 
-Foresee: TypeAlias = Callable[[Plan], Prediction]
+Predict: TypeAlias = Callable[[Plan], Prediction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Fit:
         return budget_lines(self.prediction, self.capacity_bytes)
 
 
-def fit_of(plan: Plan, foresee: Foresee, capacity_bytes: int | None) -> Fit:
+def fit_of(plan: Plan, predict: Predict, capacity_bytes: int | None) -> Fit:
     """The plan as it is."""
-    return Fit(plan=plan, prediction=foresee(plan), capacity_bytes=capacity_bytes)
+    return Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes)
 
 
-def cheapest_fit(fit: Fit, foresee: Foresee) -> Fit:
+def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
     """The first plan down the ladder that fits; where none does, the first that might; else the last there is."""
     asked, might = fit.plan, None
     for rung in rungs(fit.plan):
@@ -85,27 +85,27 @@ def cheapest_fit(fit: Fit, foresee: Foresee) -> Fit:
             might = might or fit
         fit = Fit(
             plan=rung.plan,
-            prediction=foresee(rung.plan),
+            prediction=predict(rung.plan),
             capacity_bytes=fit.capacity_bytes,
             changes=changes_between(asked, rung.plan),
         )
     return fit if fit.verdict == "fits" else might or fit
 
 
-def decide(fit: Fit, foresee: Foresee, how: str) -> Fit:
+def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     """What is to be run: the plan, or with `auto` the cheapest change of it that fits.
 
     how: memory.fit. Raises UserError with the budget where nothing of that fits.
     """
     if how == "off" or fit.verdict != "does not fit":
-        return fit if how != "auto" else cheapest_fit(fit, foresee)
-    cheapest = cheapest_fit(fit, foresee)
+        return fit if how != "auto" else cheapest_fit(fit, predict)
+    cheapest = cheapest_fit(fit, predict)
     if how == "auto" and cheapest.verdict != "does not fit":
         return cheapest
-    raise UserError(refusal(fit, cheapest, foresee))
+    raise UserError(refusal(fit, cheapest, predict))
 
 
-def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
+def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
     plan = fit.plan
     gpu = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
     count = plan.device.count
@@ -113,7 +113,7 @@ def refusal(fit: Fit, cheapest: Fit, foresee: Foresee) -> str:
     device = gpu if plan.device.kind == "cuda" else f"{share}the memory of this machine, the CPU"
     lines = [f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:", *fit.lines()]
     lines.append(advice(cheapest))
-    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, foresee)) is not None:
+    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, predict)) is not None:
         lines.append(sharded_advice(sharded))
     if cheapest.verdict != "does not fit":
         lines.append(f"take that: add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
@@ -126,7 +126,7 @@ MORE_DEVICES = (2, 4, 8)
 SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
 
 
-def sharded_fit(cheapest: Fit, foresee: Foresee) -> Fit | None:
+def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
     """Over the fewest GPUs that a plan fits if it is sharded over them, where nothing on its own ladder helps.
 
     cheapest: the last of that ladder. None where no machine's GPUs would do, or sharding is none for it.
@@ -139,7 +139,7 @@ def sharded_fit(cheapest: Fit, foresee: Foresee) -> Fit | None:
         return None  # what every process needs for itself is too much already
     for count in MORE_DEVICES:
         if count > plan.device.count and (over_more := sharded_over(plan, count)) is not None:
-            fit = fit_of(over_more, foresee, cheapest.capacity_bytes)
+            fit = fit_of(over_more, predict, cheapest.capacity_bytes)
             if fit.verdict == "fits":
                 return fit
     return None

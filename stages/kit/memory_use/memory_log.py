@@ -10,7 +10,7 @@ import torch
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory_use.resident import free_and_total_bytes, resident_bytes
-from stages.kit.memory_use.stage_memory import Held, StageMemory
+from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory
 from stages.kit.models.load import check_count, local_device
 
 log = logging.getLogger("stages")
@@ -29,7 +29,7 @@ class MemoryLog:
         check_count(device)
         self._gpus = _gpus(device, placement)
         self._before = self._held()
-        self._after: Held | None = None
+        self._after: MemoryReading | None = None
         log.info("memory before loading: %s; %s free", *self._said(self._before))
 
     def loaded(self) -> None:
@@ -61,10 +61,10 @@ class MemoryLog:
             end=end,
         )
 
-    def _held(self) -> Held:
+    def _held(self) -> MemoryReading:
         return held_on_gpus(self._gpus) if self._gpus else held_on_cpu()
 
-    def _said(self, held: Held) -> tuple[str, str]:
+    def _said(self, held: MemoryReading) -> tuple[str, str]:
         free = f"{held.free_bytes / GIB:.2f} of {held.total_bytes / GIB:.2f} GiB"
         return self._amount(held.held_bytes, held.reserved_bytes), free
 
@@ -82,10 +82,10 @@ def _gpus(device: DeviceParams, placement: str) -> tuple[int, ...]:
     return tuple(range(device.count)) if placement == "balanced" else (local_device(device).index,)
 
 
-def held_on_cpu() -> Held:
+def held_on_cpu() -> MemoryReading:
     now, most = resident_bytes()
     free, total = free_and_total_bytes()
-    return Held(
+    return MemoryReading(
         held_bytes=now,
         reserved_bytes=now,
         peak_bytes=most,
@@ -95,10 +95,10 @@ def held_on_cpu() -> Held:
     )
 
 
-def held_on_gpus(gpus: Sequence[int]) -> Held:
+def held_on_gpus(gpus: Sequence[int]) -> MemoryReading:
     """free_bytes is the driver's word, so CUDA's own context for this process, which asking makes, is not in it."""
     free, total = zip(*map(torch.cuda.mem_get_info, gpus), strict=True)
-    return Held(
+    return MemoryReading(
         held_bytes=sum(map(torch.cuda.memory_allocated, gpus)),
         reserved_bytes=sum(map(torch.cuda.memory_reserved, gpus)),
         peak_bytes=sum(map(torch.cuda.max_memory_allocated, gpus)),

@@ -23,7 +23,7 @@ Amount = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class Held:
+class MemoryReading:
     """At one moment. Of several GPUs the sum, of their peaks too, which need not be at one moment."""
 
     held_bytes: Amount
@@ -31,7 +31,7 @@ class Held:
     reserved_bytes: Amount
     """What torch took from the GPU for its tensors; on a CPU the same as held."""
     peak_bytes: Amount
-    """Held at most until then."""
+    """MemoryReading at most until then."""
     peak_reserved_bytes: Amount
     """Likewise."""
     free_bytes: Amount
@@ -49,10 +49,10 @@ class StageMemory:
     """What counts as held."""
     gpus: int
     """How many it is the sum of; 0 on a CPU. Of a training in several processes it is the first one's, on its GPU."""
-    before_load: Held
-    after_load: Held
+    before_load: MemoryReading
+    after_load: MemoryReading
     """The fullest, where several models are loaded, one after the other."""
-    end: Held
+    end: MemoryReading
 
 
 def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Path:

@@ -89,4 +89,4 @@ def write_build_certificate(certificate: BuildCertificate, path: Path) -> None:
 
 def read_build_certificate(path: Path) -> BuildCertificate:
     """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(BuildCertificate, path, mend=f"dvc repro build@{path.stem}")
+    return read_json(BuildCertificate, path, fix=f"dvc repro build@{path.stem}")

@@ -98,22 +98,22 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
 
 def read_certificate(path: Path, recipe: str) -> Certificate:
     """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(Certificate, path, mend=_mend(recipe))
+    return read_json(Certificate, path, fix=_fix(recipe))
 
 
-def _mend(recipe: str) -> str:
+def _fix(recipe: str) -> str:
     return f"dvc repro merge@{recipe}"
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, mend = read_certificate(path, merged.name), f"rebuild it with: {_mend(merged.name)}"
+    certificate, fix = read_certificate(path, merged.name), f"rebuild it with: {_fix(merged.name)}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
-            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {mend}"
+            f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {fix}"
         )
     if problems := certificate.problems():
-        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {mend}")
+        raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {fix}")
 
 
 def certified_merge(recipe: str) -> tuple[Path, Lineage]:
@@ -122,7 +122,7 @@ def certified_merge(recipe: str) -> tuple[Path, Lineage]:
     Raises UserError unless it is complete, unchanged, and what its certificate certifies.
     """
     folder = Path("data/runs") / recipe / "merged"
-    lineage = verified_lineage(folder, mend=f"dvc repro -f -s merge@{recipe}")
+    lineage = verified_lineage(folder, fix=f"dvc repro -f -s merge@{recipe}")
     require_certificate(folder.parent / "merge.json", lineage)
     return folder, lineage
 
@@ -137,7 +137,7 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     else:
         base = params.subject(name).base
         folder = Path("data") / base
-        lineage = verified_lineage(folder, mend=f"dvc repro -f -s {made_by(base)}")
+        lineage = verified_lineage(folder, fix=f"dvc repro -f -s {made_by(base)}")
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
     return folder, lineage

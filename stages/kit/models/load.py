@@ -194,12 +194,12 @@ def check_count(device: DeviceParams) -> None:
 def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
     """Every weight on the kind of device that the profile names: none on meta, a disk, or a CPU beside a GPU."""
     map_ = getattr(model, "hf_device_map", {})
-    astray = [f"{name or 'the model'} on {where}" for name, where in map_.items() if str(where) in ("cpu", "disk")]
+    misplaced = [f"{name or 'the model'} on {where}" for name, where in map_.items() if str(where) in ("cpu", "disk")]
     if device.kind == "cpu":
-        astray = []
+        misplaced = []
     wanted: Literal["cpu", "cuda"] = device.kind
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    astray += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
-    if astray:
-        shown = ", ".join(astray[:3]) + (f" and {len(astray) - 3} more" if len(astray) > 3 else "")
+    misplaced += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
+    if misplaced:
+        shown = ", ".join(misplaced[:3]) + (f" and {len(misplaced) - 3} more" if len(misplaced) > 3 else "")
         raise UserError(f"offloaded away from {wanted}: {shown}; free its memory, or choose a profile that fits")

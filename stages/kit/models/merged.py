@@ -33,7 +33,7 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     base_dir, trained_dir = (
         Path(os.path.normpath(folder / lineage.parents[role].path)) for role in ("base", "trained")
     )
-    trained, _ = require_base(trained_dir, base_dir, mend=rebuild)
+    trained, _ = require_base(trained_dir, base_dir, fix=rebuild)
     if trained != lineage.parents["trained"].lineage:
         raise UserError(
             f"{folder} was merged from {short(lineage.parents['trained'].lineage.digest)}, but {trained_dir} holds "

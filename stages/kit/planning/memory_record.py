@@ -93,4 +93,4 @@ def write_memory_record(record: MemoryRecord, path: Path) -> None:
 
 def read_memory_record(path: Path) -> MemoryRecord:
     """Raises UserError where it is missing or damaged."""
-    return read_json(MemoryRecord, path, mend=f"dvc repro -f -s plan@{path.parent.name}")
+    return read_json(MemoryRecord, path, fix=f"dvc repro -f -s plan@{path.parent.name}")

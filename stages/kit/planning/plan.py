@@ -181,24 +181,24 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
     """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
-    path, mend = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
+    path, fix = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
     try:
         plan = read_yaml(Plan, path)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; rebuild it with: {mend}") from None
+        raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {mend}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
     except Unreadable as error:
-        raise damaged(path, {"the file": str(error)}, mend=mend) from None
+        raise damaged(path, {"the file": str(error)}, fix=fix) from None
     except ValidationError as error:
-        raise damaged(path, problems(error, Plan), mend=mend) from None
+        raise damaged(path, problems(error, Plan), fix=fix) from None
     if faults := _faults(plan, recipe):
-        raise damaged(path, faults, mend=mend)
+        raise damaged(path, faults, fix=fix)
     return plan
 
 
 def _faults(plan: Plan, recipe: str) -> dict[str, str]:
-    """What no plan of ours has, and a stage would go astray with."""
+    """What no plan of ours has, and no stage could work with."""
     found = {}
     if plan.recipe != recipe:
         found["recipe"] = f"this is the plan of {shown(plan.recipe)}"

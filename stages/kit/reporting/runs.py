@@ -105,8 +105,8 @@ def read_run(
     return Run(
         name=name,
         stage=stage,
-        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE, mend=_command(stage)).of_random_weights(),
-        metrics=read_json(dict[str, Figure], metrics_path, mend=_command(stage)),
+        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=_command(stage)).of_random_weights(),
+        metrics=read_json(dict[str, Figure], metrics_path, fix=_command(stage)),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
@@ -116,7 +116,7 @@ def read_run(
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
         pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
         memory=tuple(
-            read_json(StageMemory, path, mend=_command(made_by))
+            read_json(StageMemory, path, fix=_command(made_by))
             for made_by, path in (memory_by_stage or {}).items()
             if path.is_file()
         ),

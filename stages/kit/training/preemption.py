@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams
-from stages.core.signals import SAME_WISH_S, heeded
+from stages.core.signals import SAME_REQUEST_S, handled_signals
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.resumable import ResumableTrainer
 from stages.kit.training.trace import StepBits
@@ -69,7 +69,7 @@ class EndRequest:
             # No logging, nor any other lock that whatever was interrupted may hold.
             with suppress(OSError):  # of a terminal that was closed, or a pipe that nobody reads any more
                 os.write(2, f"{signal.Signals(number).name}: ends after this step; asked again, at once\n".encode())
-        elif time.monotonic() - self._at > SAME_WISH_S:
+        elif time.monotonic() - self._at > SAME_REQUEST_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -78,7 +78,7 @@ class EndRequest:
 def asked_to_end() -> Iterator[EndRequest]:
     """Takes the signals that ask to end, and tells of them."""
     request = EndRequest()
-    before = {number: signal.signal(number, request.on_signal) for number in heeded()}
+    before = {number: signal.signal(number, request.on_signal) for number in handled_signals()}
     try:
         yield request
     finally:

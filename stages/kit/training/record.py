@@ -40,7 +40,7 @@ class TrainingRecord:
     num_steps: Count
     epochs: Amount
     train_loss: float
-    """Mean over the run. NaN, like the next, where training went astray."""
+    """Mean over the run. NaN, like the next, where training diverged."""
     final_loss: float
     """As logged last."""
     train_seconds: Amount
@@ -106,4 +106,4 @@ def write_record(record: TrainingRecord, path: Path) -> None:
 
 def read_record(path: Path) -> TrainingRecord:
     """Raises UserError where it is missing or damaged."""
-    return read_json(TrainingRecord, path, mend=f"dvc repro -f -s train@{path.parent.parent.name}")
+    return read_json(TrainingRecord, path, fix=f"dvc repro -f -s train@{path.parent.parent.name}")

@@ -1,4 +1,4 @@
-"""What evaluation was foreseen to take is what torch's profiler measures while a model really answers."""
+"""What evaluation was predicted to take is what torch's profiler measures while a model really answers."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def questions(config: PreTrainedConfig, *, batch_size: int, length: int) -> dict
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def foreseen_bytes(config: PreTrainedConfig, batch: dict[str, torch.Tensor], max_new_tokens: int) -> int:
+def predicted_bytes(config: PreTrainedConfig, batch: dict[str, torch.Tensor], max_new_tokens: int) -> int:
     recording = record_answers(
         config, batch, precision="fp32", flash_only=False, on_cuda=False, max_new_tokens=max_new_tokens
     )
@@ -53,16 +53,18 @@ def measured_bytes(config: PreTrainedConfig, batch: dict[str, torch.Tensor], max
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-def test_long_questions_are_foreseen(model: str) -> None:
+def test_long_questions_are_predicted(model: str) -> None:
     batch = questions(CONFIGS[model], batch_size=4, length=128)
-    assert foreseen_bytes(CONFIGS[model], batch, 4) == pytest.approx(measured_bytes(CONFIGS[model], batch, 4), rel=0.02)
+    assert predicted_bytes(CONFIGS[model], batch, 4) == pytest.approx(
+        measured_bytes(CONFIGS[model], batch, 4), rel=0.02
+    )
 
 
-def test_long_answers_are_foreseen() -> None:
+def test_long_answers_are_predicted() -> None:
     """In a small model much else is of the cache's size."""
     text = CONFIGS["text"]
     batch = questions(text, batch_size=8, length=10)
-    assert foreseen_bytes(text, batch, 150) == pytest.approx(measured_bytes(text, batch, 150), rel=0.03)
+    assert predicted_bytes(text, batch, 150) == pytest.approx(measured_bytes(text, batch, 150), rel=0.03)
 
 
 def test_the_cache_has_two_tensors_a_layer_of_the_heads_that_are_shared() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.memory import foresight
+from stages.kit.memory import predictor
 from stages.kit.memory.fit import Fit, cheapest_fit, decide, fit_of
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
@@ -48,17 +48,17 @@ def predicted(gib: float) -> Prediction:
     )
 
 
-def foresee(*gib: float) -> Callable[[Plan], Prediction]:
+def predict(*gib: float) -> Callable[[Plan], Prediction]:
     """gib: what the plan takes, and each rung below it in turn."""
     ladder = [PLAN, *(rung.plan for rung in rungs(PLAN))]
     return lambda plan: predicted(gib[ladder.index(plan)])
 
 
-FALLING = foresee(20, 15, 11, 10, 9, 8, 7)
+FALLING = predict(20, 15, 11, 10, 9, 8, 7)
 
 
-def start(capacity_gib: float | None, foresee: Callable[[Plan], Prediction] = FALLING) -> Fit:
-    return fit_of(PLAN, foresee, None if capacity_gib is None else round(capacity_gib * GIB))
+def start(capacity_gib: float | None, predict: Callable[[Plan], Prediction] = FALLING) -> Fit:
+    return fit_of(PLAN, predict, None if capacity_gib is None else round(capacity_gib * GIB))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_the_cheapest_fit_is_the_first_rung_that_fits_else_the_first_that_might(
 
 
 def test_the_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (8 * GIB, 16 * GIB))
-    predictor: Any = foresight.Foresight(config=None, processor=None, batch_of=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(predictor, "free_and_total_bytes", lambda: (8 * GIB, 16 * GIB))
+    cpu: Any = predictor.MemoryPredictor(config=None, processor=None, batch_of=None)  # type: ignore[arg-type]
 
     def capacity(**device: Any) -> int:
-        return predictor.capacity_bytes(DeviceParams(**device))
+        return cpu.capacity_bytes(DeviceParams(**device))
 
     assert capacity(kind="cpu") == 16 * GIB
     assert capacity(kind="cpu", count=8) == 2 * GIB
@@ -132,7 +132,7 @@ def test_what_is_run_is_what_was_asked_for(capacity_gib: float | None, how: str,
 
 
 def test_a_plan_that_fits_nowhere_down_the_ladder_but_might_as_it_is_is_run_as_it_is() -> None:
-    stubborn = foresee(*[10] * 7)
+    stubborn = predict(*[10] * 7)
     assert decide(start(10, stubborn), stubborn, "auto").changes == ()
 
 
@@ -173,14 +173,14 @@ def test_a_refusal_names_how_many_gpus_would_do_where_nothing_else_does(capacity
     """8 GiB, all but one of which can be shared out."""
     asked: list[int] = []
 
-    def foresee(plan: Plan) -> Prediction:
+    def predict(plan: Plan) -> Prediction:
         asked.append(plan.device.count)
         gib = 1 + 7 / plan.device.count
         return replace(predicted(gib), budget={"weights": round((gib - 1) * GIB), "overhead": GIB})
 
     plan = replace(PLAN, may_quantize=False)
     with pytest.raises(UserError) as caught:
-        decide(fit_of(plan, foresee, round(capacity_gib * GIB)), foresee, "refuse")
+        decide(fit_of(plan, predict, round(capacity_gib * GIB)), predict, "refuse")
     message = str(caught.value)
     assert ("such GPUs" in message) == (said is not None)
     assert said is None or said in message

@@ -1,4 +1,4 @@
-"""Sharded over processes, or a whole one in each, a model is trained as in one, and what sharding takes is foreseen.
+"""Sharded over processes, or a whole one in each, a model is trained as in one, and what sharding takes is predicted.
 
 What is trained is that of two real processes. Memory is that of one that pretends there are others: of real ones the
 profiler sees neither gloo's copies for sure, nor what its threads free.

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory_use import memory_log
 from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.memory_use.stage_memory import Held, StageMemory, stage_memory_path, write_stage_memory
+from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path, write_stage_memory
 
 MIB, GIB = 2**20, 2**30
 CPU = DeviceParams(kind="cpu")
@@ -135,8 +135,8 @@ def test_it_is_kept_below_the_report_of_its_task(tmp_path: Path, monkeypatch: py
 
 
 def test_the_peak_is_never_less_than_what_was_held_at_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def held(amount: int, peak: int) -> Held:
-        return Held(
+    def held(amount: int, peak: int) -> MemoryReading:
+        return MemoryReading(
             held_bytes=amount,
             reserved_bytes=amount,
             peak_bytes=peak,

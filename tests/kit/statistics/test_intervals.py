@@ -73,13 +73,6 @@ def test_many_samples_give_the_plain_percentile_interval() -> None:
     assert (interval.low, interval.high) == pytest.approx(tuple(plain.confidence_interval), abs=8e-4)
 
 
-@pytest.mark.parametrize("probability", [0.95, 0.975, 0.995])
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 49, 1000])
-def test_student_t_quantile_is_that_of_scipy_within_one_percent(probability: float, freedom: int) -> None:
-    expected = scipy.stats.t.ppf(probability, freedom)
-    assert intervals._student_t_quantile(probability, freedom) == pytest.approx(expected, rel=0.01)
-
-
 def test_pairing_narrows_the_interval_where_the_samples_are_shared() -> None:
     rng = np.random.default_rng(6)
     hardness = rng.normal(0, 0.2, 60)

@@ -270,7 +270,7 @@ def test_signals_of_one_wish_are_one_and_a_later_one_ends_it_at_once(
         assert request.number == number
     assert signal.getsignal(number) == before
     assert capfd.readouterr().err == f"{number.name}: ends after this step; asked again, at once\n"
-    monkeypatch.setattr(preemption, "SAME_WISH_S", -1.0)
+    monkeypatch.setattr(preemption, "SAME_REQUEST_S", -1.0)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     with asked_to_end():

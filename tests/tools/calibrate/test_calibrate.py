@@ -79,8 +79,8 @@ def measured(allocated_mib: int, reserved_mib: int, beside_mib: int = 500) -> Me
 
 def outcome(name: str, exact: Prediction | None = None, **amounts: Any) -> Outcome:
     scaled = prediction(1000, 1100)
-    foreseen = Forecast(layers=(28, 32), scaled=scaled, exact=exact or scaled)
-    return Outcome(setting=name, forecast=foreseen, measured=measured(**amounts))
+    predicted = Forecast(layers=(28, 32), scaled=scaled, exact=exact or scaled)
+    return Outcome(setting=name, forecast=predicted, measured=measured(**amounts))
 
 
 def session_of(*outcomes: Outcome) -> Session:

@@ -14,7 +14,7 @@ from stages.core.lineage import write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
-from tools.plan.available_inputs import base_at_hand, data_at_hand, root_base, same_source, trainable_recipes
+from tools.plan.available_inputs import available_base, available_data, root_base, same_source, trainable_recipes
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
 
@@ -63,7 +63,7 @@ def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched(profil
     recipes = trainable_recipes(params)
     assert recipes
     for recipe in recipes:
-        assert (base_at_hand(params, recipe).config_dir / "config.json").is_file()
+        assert (available_base(params, recipe).config_dir / "config.json").is_file()
 
 
 def test_a_profile_trains_the_recipes_whose_base_and_data_it_has() -> None:
@@ -82,7 +82,7 @@ def test_every_published_geometry_is_there() -> None:
 def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params) -> None:
     third = replace(params.recipes["r3-stage2"], base="runs/r3-stage2/merged")
     assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == ("vlm", None)
-    assert base_at_hand(params, "r3-stage2") == base_at_hand(params, "r3-stage1")
+    assert available_base(params, "r3-stage2") == available_base(params, "r3-stage1")
 
 
 def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(params: Params) -> None:
@@ -97,12 +97,12 @@ def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(p
     params = replace(params, recipes=recipes, builds={"moe": build})
     for recipe in ("after", "further"):
         assert root_base(params, recipe) == ("vlm", build)
-        assert base_at_hand(params, recipe) == replace(base_at_hand(params, "r1-llm-only"), build=build)
+        assert available_base(params, recipe) == replace(available_base(params, "r1-llm-only"), build=build)
 
 
 def test_a_base_that_was_fetched_is_taken_with_its_tokenizer(params: Params) -> None:
     folder = built({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT})
-    base = base_at_hand(params, "r1-llm-only")
+    base = available_base(params, "r1-llm-only")
     assert (base.config_dir, base.processor_dir) == (folder, folder)
 
 
@@ -117,35 +117,35 @@ def test_a_base_that_was_fetched_is_taken_with_its_tokenizer(params: Params) -> 
 )
 def test_a_base_of_another_profile_is_not_taken(params: Params, source: dict[str, str]) -> None:
     built(source)
-    base = base_at_hand(params, "r1-llm-only")
+    base = available_base(params, "r1-llm-only")
     assert (base.config_dir, base.processor_dir) == (geometry_config_path("qwen2-vl-2b").parent, None)
 
 
 def test_a_random_base_is_known_by_its_geometry(params: Params) -> None:
-    base = base_at_hand(with_base(params, "random:qwen2-vl-tiny"), "r1-llm-only")
+    base = available_base(with_base(params, "random:qwen2-vl-tiny"), "r1-llm-only")
     assert base.config_dir == geometry_config_path("qwen2-vl-tiny").parent
 
 
 def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
     unknown = with_base(params, f"hub:Nobody/Knows@{COMMIT}")
     with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b-24gb base@vlm"):
-        base_at_hand(unknown, "r1-llm-only")
+        available_base(unknown, "r1-llm-only")
     folder = built({"hub": "Nobody/Knows", "revision": COMMIT})
-    assert base_at_hand(unknown, "r1-llm-only").config_dir == folder
+    assert available_base(unknown, "r1-llm-only").config_dir == folder
 
 
 def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None:
-    assert data_at_hand(params, "nutrition-tables") is None
+    assert available_data(params, "nutrition-tables") is None
     stats = Path("data/prepared/nutrition-tables/stats.json")
     stats.parent.mkdir(parents=True)
     stats.write_text(json.dumps({"source": "generated"}))
-    assert data_at_hand(params, "nutrition-tables") is None
-    assert data_at_hand(params.on("tiny"), "nutrition-tables") == stats.parent
+    assert available_data(params, "nutrition-tables") is None
+    assert available_data(params.on("tiny"), "nutrition-tables") == stats.parent
     stats.write_text(json.dumps({"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"}))
-    assert data_at_hand(params, "nutrition-tables") == stats.parent
+    assert available_data(params, "nutrition-tables") == stats.parent
     stats.write_text("[]")
     with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@nutrition-tables"):
-        data_at_hand(params, "nutrition-tables")
+        available_data(params, "nutrition-tables")
 
 
 def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of_each(params: Params) -> None:
@@ -163,12 +163,12 @@ def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of
     )
     for parts in others:
         stats.write_text(json.dumps({"source": "mix", "parts": parts}))
-        assert data_at_hand(params, "finetune-mix") is None
+        assert available_data(params, "finetune-mix") is None
     stats.write_text(json.dumps({"source": "mix", "parts": ours}))
-    assert data_at_hand(params, "finetune-mix") == stats.parent
-    assert data_at_hand(params.on("moe-80gb"), "finetune-mix") is None
+    assert available_data(params, "finetune-mix") == stats.parent
+    assert available_data(params.on("moe-80gb"), "finetune-mix") is None
     faults: tuple[Any, ...] = ({"qmsum": 1}, {"qmsum": {}}, [1])
     for damaged in faults:
         stats.write_text(json.dumps({"source": "mix", "parts": damaged}))
         with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
-            data_at_hand(params, "finetune-mix")
+            available_data(params, "finetune-mix")

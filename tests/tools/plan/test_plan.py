@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
 from stages import base, plan, prepare
-from stages.kit.memory import foresight
+from stages.kit.memory import predictor
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config
@@ -81,8 +81,8 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
             calibration="assumed",
         )
 
-    monkeypatch.setattr(foresight, "predict", predict)
-    monkeypatch.setattr(foresight, "predict_answers", predict_answers)
+    monkeypatch.setattr(predictor, "predict", predict)
+    monkeypatch.setattr(predictor, "predict_answers", predict_answers)
     return plans
 
 
@@ -171,14 +171,14 @@ def test_what_fits_ends_with_the_command_that_runs_it(workspace: Path, predicted
 def test_a_recipe_that_continues_one_which_does_not_fit_has_no_command(
     workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_batch = vars(foresight)["predict"]
+    of_batch = vars(predictor)["predict"]
 
     def more_in_full(plan: Plan, *_: Any, **__: Any) -> Prediction:
         prediction = of_batch(plan, *_, **__)
         in_full = 2**40 if plan.parts.vision == "full" else 0
         return replace(prediction, low_bytes=prediction.low_bytes + in_full, high_bytes=2**41)
 
-    monkeypatch.setattr(foresight, "predict", more_in_full)
+    monkeypatch.setattr(predictor, "predict", more_in_full)
     text = shown(*on_gpu("r3-stage2"))
     assert "before it   r3-stage1 is trained: does not fit" in text
     assert command(text) is None
@@ -190,13 +190,13 @@ def test_an_evaluation_that_does_not_fit_is_left_out_of_the_command(
 ) -> None:
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "2"))
     assert "evaluation  2.00 GiB: does not fit; it halves its batch to 4" in text
-    of_batch = vars(foresight)["predict_answers"]
+    of_batch = vars(predictor)["predict_answers"]
 
     def enlarged(*args: Any, **kwargs: Any) -> Prediction:
         prediction = of_batch(*args, **kwargs)
         return replace(prediction, low_bytes=2**35, high_bytes=2**35)
 
-    monkeypatch.setattr(foresight, "predict_answers", enlarged)
+    monkeypatch.setattr(predictor, "predict_answers", enlarged)
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
     assert "evaluation  2.00 GiB: does not fit, nor does a batch of 1" in text.replace(";", ",")
     assert command(text) == f"dvc exp run --temp -S profile={GPU_PROFILE} train@r1-llm-only"
@@ -221,9 +221,9 @@ def test_json_says_the_same(workspace: Path, predicted: list[Plan]) -> None:
 def test_a_cpus_recipe_is_held_against_the_machines_memory(
     workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**35))
+    monkeypatch.setattr(predictor, "free_and_total_bytes", lambda: (2**28, 2**35))
     assert "verdict   fits" in shown("r1-llm-only")
-    monkeypatch.setattr(foresight, "free_and_total_bytes", lambda: (2**28, 2**29))
+    monkeypatch.setattr(predictor, "free_and_total_bytes", lambda: (2**28, 2**29))
     text = shown("r1-llm-only")
     assert "usable    0.50 GiB\nverdict   does not fit" in text
     assert command(text) is None
@@ -295,7 +295,7 @@ def test_it_says_what_the_plan_stage_says_once_base_and_data_are_there(
     text = shown("r1-llm-only")
     assert (planned["verdict"], planned["usable_gib"]) == ("fits", None)
     with monkeypatch.context() as machine:
-        machine.setattr(foresight, "free_and_total_bytes", lambda: (2**20, 2**20))
+        machine.setattr(predictor, "free_and_total_bytes", lambda: (2**20, 2**20))
         refusal = CliRunner().invoke(plan.main, ["r1-llm-only"])
     assert refusal.exit_code == 1
     assert "r1-llm-only does not fit the memory of this machine, the CPU of profile tiny" in refusal.output

@@ -102,7 +102,7 @@ def train(name: str) -> None:
         save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
         (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
         write_lineage(
-            folder, kind="trained", name=name, parents={"base": (base_dir, verified_lineage(base_dir, mend=""))}
+            folder, kind="trained", name=name, parents={"base": (base_dir, verified_lineage(base_dir, fix=""))}
         )
     (run_dir / "training").mkdir(exist_ok=True)
     (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
@@ -113,7 +113,7 @@ def train(name: str) -> None:
 def merge(name: str) -> None:
     base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
     parents = {
-        role: (path, verified_lineage(path, mend=""))
+        role: (path, verified_lineage(path, fix=""))
         for role, path in (("base", base_dir), ("trained", run_dir / "trained"))
     }
     with published(run_dir / "merged") as folder:

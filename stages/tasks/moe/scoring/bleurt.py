@@ -29,7 +29,7 @@ def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    mend = (
+    fix = (
         "expected is BLEURT as transformers saves it: config.json of a BERT with one output, model.safetensors and its "
         "tokenizer; put that there, or remove the folder"
     )
@@ -41,13 +41,13 @@ def load_bleurt(folder: Path = CHECKPOINT) -> Callable[[str, str], float] | None
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
     except UserError as error:
-        raise UserError(f"{error.message}; {mend}") from None
+        raise UserError(f"{error.message}; {fix}") from None
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what transformers has against a folder
-        raise UserError(f"{folder} cannot be loaded: {' '.join(str(error).split())}; {mend}") from error
+        raise UserError(f"{folder} cannot be loaded: {' '.join(str(error).split())}; {fix}") from error
     if model.config.num_labels != 1:
-        raise UserError(f"{folder} holds a classifier of {model.config.num_labels} outputs, BLEURT has 1; {mend}")
+        raise UserError(f"{folder} holds a classifier of {model.config.num_labels} outputs, BLEURT has 1; {fix}")
     if lacking := sorted(loaded["missing_keys"]):
-        raise UserError(f"{folder} lacks the weights {', '.join(lacking[:3])}; {mend}")
+        raise UserError(f"{folder} lacks the weights {', '.join(lacking[:3])}; {fix}")
     model.eval()
 
     @cache

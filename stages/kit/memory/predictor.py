@@ -22,7 +22,7 @@ from stages.kit.planning.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foresight:
+class MemoryPredictor:
     config: PreTrainedConfig
     processor: Processor
     batch_of: Callable[..., Mapping[str, torch.Tensor]]

@@ -24,7 +24,7 @@ from stages.kit.launcher import machine
 from stages.kit.launcher.gpus import Gpu, GpuState
 from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.launcher.witness import code_digest, git_state, used_params
+from stages.kit.launcher.provenance_recorder import code_digest, git_state, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml
 from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml

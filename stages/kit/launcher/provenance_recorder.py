@@ -1,4 +1,4 @@
-"""What the launcher can testify of a stage: its provenance (stages/core/provenance.py).
+"""Records the provenance of a stage (stages/core/provenance.py).
 
 Imports nothing heavy: it is on the way of every stage.
 """
@@ -33,7 +33,7 @@ SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml
 """Whatever else is changed in a checkout, dvc.lock by every stage, is no part of a run."""
 
 
-class Witness:
+class ProvenanceRecorder:
     """Sees a stage start, and when it has ended well writes down what its outputs were made of, in place of what an
     earlier run left there.
 
@@ -58,7 +58,7 @@ class Witness:
         self.lock = lock_digest(workspace_dir, engine, target=params.active.device.kind)
 
     @classmethod
-    def called(cls, stage_run: StageRun, params: Params, engine: Engine) -> Witness | None:
+    def called(cls, stage_run: StageRun, params: Params, engine: Engine) -> ProvenanceRecorder | None:
         """None for a run that dvc.yaml declares no record of. Raises UserError where it would read what is damaged."""
         stage = stage_run.pipeline.that_runs(stage_run.call)
         if stage is None:
@@ -68,7 +68,7 @@ class Witness:
             return None
         return cls(stage_run, stage, stage_run.workspace_dir / stage.provenance, params, engine, inputs)
 
-    def testify(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
+    def write(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
         """Write the record. attempt: the one that ended well; those before it left nothing."""
         names = [gpu.name for gpu in gpus]
         plan = plan_followed(self.stage_run, self.stage, attempt)
