@@ -11,6 +11,7 @@ Run     docker/run compare detection
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -24,16 +25,18 @@ from stages.core.provenance import records_dir
 from stages.core.publish import publish_text
 from stages.kit.memory_use.stage_memory import stage_memory_path
 from stages.kit.reporting.cards import cards_dir
-from stages.kit.reporting.comparison import Comparison, Contender, TaskReport, compare, score_contender
+from stages.kit.reporting.comparison import Comparison, Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import (
     Run,
+    different_models,
     evaluation_stage,
     read_run,
     refuse_different_samples,
     refuse_random_beside_trained,
 )
-from stages.kit.reporting.tables import Table, csv_text
+from stages.kit.reporting.tables import csv_text
+from stages.kit.reporting.task_report import TaskReport
 from stages.kit.reporting.texts import (
     comparison_markdown,
     comparison_table,
@@ -57,13 +60,8 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     report = load_report(params, task)
-    contenders = read_contenders(params, task, report, data_dir)
-    comparison = compare(report, contenders)
-    table = comparison_table(comparison)
-    report_dir = data_dir / "report" / task
-    write_report(comparison, table, report_dir, task=task, profile=params.profile)
-    print_comparison(comparison, table, console)
-    console.print(Text(f"The whole report: {report_dir / 'index.html'}"), soft_wrap=True)
+    comparison = compare(report, read_contenders(params, task, report, [data_dir]))
+    write_report(comparison, data_dir / "report" / task, profile=params.profile, console=console)
     return comparison
 
 
@@ -77,12 +75,18 @@ def load_report(params: Params, task: str) -> TaskReport:
     return report
 
 
-def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Path) -> list[Contender]:
-    """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not."""
+def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
+    """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not.
+
+    data_dirs: of one workspace, or of several, in each of which the recipes were trained under another seed.
+    """
     names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
     names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
-    runs: dict[str, Run | None] = {name: read_task_run(params, task, name, report, data_dir) for name in names}
-    evaluated = [run for run in runs.values() if run]
+    runs = {
+        name: list(filter(None, (read_task_run(params, task, name, report, data_dir) for data_dir in data_dirs)))
+        for name in names
+    }
+    evaluated = [run for found in runs.values() for run in found]
     if not evaluated:
         raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
     refuse_different_samples(evaluated)
@@ -93,7 +97,7 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dir: Pat
         score_contender(
             report,
             name,
-            runs[name],
+            different_models(runs[name]),
             baseline=baseline,
             stage_of=tuple(other for other, parent in continued_by.items() if parent == name),
         )
@@ -152,17 +156,21 @@ def _refuse_other_profile(params: Params, runs: list[Run]) -> None:
         )
 
 
-def write_report(comparison: Comparison, table: Table, report_dir: Path, *, task: str, profile: str) -> None:
+def write_report(comparison: Comparison, report_dir: Path, *, profile: str, console: Console) -> None:
+    """Into its files, and to the terminal."""
+    table = comparison_table(comparison)
     written = {
         "table.txt": comparison_text(comparison, table),
         "comparison.md": comparison_markdown(comparison, table),
         "comparison.csv": csv_text(table),
         "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
         "distribution.csv": distribution_csv(comparison),
-        "index.html": render_page(comparison, table, task=task, profile=profile),
+        "index.html": render_page(comparison, table, profile=profile),
     }
     for name, text in written.items():
         publish_text(text, report_dir / name)
+    print_comparison(comparison, table, console)
+    console.print(Text(f"The whole report: {report_dir / 'index.html'}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ A run has its metrics, and the scores of each sample as arrays:
 Is it better than its base, and which is best?
 
     >>> comparison = compare_runs("detection")
-    >>> comparison.best.value == max(each.value for each in comparison.evaluated)
+    >>> comparison.best.score.mean == max(each.score.mean for each in comparison.evaluated)
     True
     >>> next(each.words for each in comparison.insights if each.topic == "r1-llm-only against its base")
     'r1-llm-only is better than base-vlm by ...'
@@ -98,9 +98,9 @@ def read_run(name: str) -> Run:
 def compare_runs(task: str) -> Comparison:
     """The comparison of a task's models as they were last evaluated, with the fields of reporting/comparison.py.
 
-    `contenders` has each model's `value` of the primary metric and its 95% `interval`, in the order of params.yaml;
-    both are None where it was not run, and `evaluated` leaves those models out. `best` is the best one, `answer` says
-    whether the evidence is enough to call it that, and `insights` answers the task's questions.
+    `evaluated` has the models that were run, in the order of params.yaml, each with its `score` by the primary metric:
+    `mean` and 95% `interval`. `best` is the best one, `answer` says whether the evidence is enough to call it that, and
+    `insights` answers the task's questions.
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     from stages.compare import load_report, read_contenders
@@ -108,7 +108,7 @@ def compare_runs(task: str) -> Comparison:
 
     params = load_params()
     report = load_report(params, task)
-    return compare(report, read_contenders(params, task, report, Path("data")))
+    return compare(report, read_contenders(params, task, report, [Path("data")]))
 
 
 def table_text(comparison: Comparison) -> str:

@@ -201,7 +201,8 @@ class RecipeParams:
     max_length: Positive
     """Tokens of a sample, picture tokens counted; a longer one is an error. Only a text that the task lets be cut, such
     as the transcript that a question is about, is cut to fit; an answer never."""
-    seed: Seed = 42
+    seed: Seed | None = None
+    """Null: that of the whole pipeline."""
 
     def base_recipe(self) -> str | None:
         """The recipe that this one continues, or None where it starts from a base."""
@@ -318,6 +319,8 @@ class CheckpointParams:
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Params:
     profile: Name
+    seed: Seed = 42
+    """Of every training: its order of samples, new weights, dropout. Recipes may have one of their own."""
     data: DataParams
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)

@@ -130,7 +130,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
         max_length=recipe.max_length,
         images=profile.images,
         schedule=_schedule(params, name, train_samples),
-        seed=recipe.seed,
+        seed=params.seed if recipe.seed is None else recipe.seed,
         trainable={},
     )
 

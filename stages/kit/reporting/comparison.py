@@ -1,4 +1,4 @@
-"""Which model is best, by how much, and whether the samples are enough to say so."""
+"""Which is best, by how much, and whether the evidence is enough to say so: of models, or of recipes over seeds."""
 
 from __future__ import annotations
 
@@ -10,109 +10,46 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.kit.reporting.runs import Run, evaluation_stage
-from stages.kit.statistics.intervals import (
-    Difference,
-    Floats,
-    Interval,
-    Statistic,
-    bootstrap,
-    paired_difference,
-    sample_mean,
-)
-
-UNAVAILABLE = "unavailable"
-"""In metrics.json, of a figure that could not be computed: never 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    key: str
-    """In metrics.json."""
-    heading: str
-    format: str
-    """As in `tables.Column`."""
-    meaning: str
-    """A few words for the reader of the page."""
-    optional: bool = False
-    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
-    higher_is_better: bool = True
-    evidence: tuple[str, ...] = ()
-    """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none. Those of
-    the primary metric are the report's."""
-    statistic: Statistic = sample_mean
-    among: str | None = None
-    """A per-sample column of 0 and 1, 1 where `evidence` says something; None where it does of every sample."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A pair of recipes that the experiment was made to compare."""
-
-    topic: str
-    ours: str
-    theirs: str
-    metric: str | None = None
-    """Key of the metric to compare them by, one with evidence; None for the primary one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskReport:
-    """What a task says about itself, so that the comparison need not know it."""
-
-    title: str
-    metrics: tuple[Metric, ...]
-    """The columns of the table; the first one is primary: models are ranked by it."""
-    primary_words: str
-    """The primary metric within a sentence."""
-    identity: tuple[str, ...]
-    """Columns of predictions.parquet that say what a sample is: its id, then its truth."""
-    evidence: tuple[str, ...]
-    """Per-sample columns from which `statistic` gives the primary metric."""
-    statistic: Statistic = sample_mean
-    score: str
-    """The per-sample column whose distribution is drawn, in 0..1."""
-    score_heading: str
-    questions: tuple[Question, ...]
-
-    @property
-    def primary(self) -> Metric:
-        """With its evidence."""
-        return replace(self.metrics[0], evidence=self.evidence, statistic=self.statistic)
-
-    @property
-    def measured(self) -> tuple[Metric, ...]:
-        """The metrics with evidence, the primary one first."""
-        return (self.primary, *(metric for metric in self.metrics[1:] if metric.evidence))
-
-    @property
-    def extreme(self) -> str:
-        """Where the best value of the primary metric is."""
-        return "highest" if self.primary.higher_is_better else "lowest"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The per-sample columns that a comparison needs."""
-        needed = {self.score}
-        for metric in self.measured:
-            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
-        return tuple(sorted(needed))
+from stages.kit.reporting.task_report import UNAVAILABLE, Metric, Question, TaskReport
+from stages.kit.statistics.differences import Difference, Score, as_family, difference, score
+from stages.kit.statistics.intervals import Floats, Interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A model that takes part, evaluated or not."""
+    """A recipe, or a base as it is, with the models that came of it."""
 
     name: str
     baseline: str | None
     """The untrained base it comes from; None for a base itself."""
     stage_of: tuple[str, ...] = ()
     """Recipes that continue this one."""
-    run: Run | None
-    value: float | None = None
-    """Of the primary metric."""
-    interval: Interval | None = None
-    other_intervals: Mapping[str, Interval | None] = field(default_factory=dict)
-    """By key, of the other metrics with evidence."""
+    runs: tuple[Run, ...] = ()
+    """Its trainings, each under a seed of its own; none where it was not evaluated."""
+    scores: Mapping[str, Score | None] = field(default_factory=dict)
+    """By key of the metrics with evidence; None of one that no sample is about."""
+    primary: str
+    """Key of the metric by which it is ranked."""
+
+    @property
+    def run(self) -> Run | None:
+        """The first of them."""
+        return self.runs[0] if self.runs else None
+
+    @property
+    def score(self) -> Score:
+        """By the primary metric."""
+        found = self.scores[self.primary]
+        assert found is not None, self.name
+        return found
+
+    def figure(self, key: str) -> float | str | None:
+        """A figure of metrics.json; its mean over the trainings where it is a number in all of them."""
+        found = [run.metrics.get(key) for run in self.runs]
+        numbers = [value for value in found if isinstance(value, int | float)]
+        if len(found) == 1 or len(numbers) < len(found):
+            return found[0] if found else None
+        return sum(numbers) / len(numbers)
 
     @property
     def stage(self) -> str:
@@ -137,22 +74,29 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Insight:
+    """A question and its answer."""
+
     topic: str
     ours: str
     theirs: str
     metric: Metric
-    difference: Difference | None
-    """None where one of the two was not run, or no sample is about the metric."""
-    words: str
+    difference: Difference | None = None
+    """Corrected for the number of questions. None where there is no answer."""
+    unanswered: str = ""
+    """Why there is none."""
+
+    @property
+    def words(self) -> str:
+        if self.difference is None:
+            return f"not answered, {self.unanswered}"
+        return difference_words(self.ours, self.theirs, self.difference) + "."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     headline: str
     enough: bool
-    """Whether the intervals single out the best model."""
-    reasons: tuple[str, ...]
-    """The best against each of the others, the closest first."""
+    """Whether the evidence singles out the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +106,8 @@ class Comparison:
     best: Contender
     answer: Answer
     insights: tuple[Insight, ...]
+    over_seeds: bool
+    """Whether recipes are compared, and not one model of each."""
 
     @property
     def evaluated(self) -> tuple[Contender, ...]:
@@ -169,7 +115,12 @@ class Comparison:
 
     @property
     def runs(self) -> tuple[Run, ...]:
+        """One of each contender, its first."""
         return tuple(contender.run for contender in self.contenders if contender.run)
+
+    @property
+    def all_runs(self) -> tuple[Run, ...]:
+        return tuple(run for contender in self.contenders for run in contender.runs)
 
     @property
     def missing(self) -> tuple[Contender, ...]:
@@ -182,53 +133,49 @@ class Comparison:
 
 
 def score_contender(
-    report: TaskReport, name: str, run: Run | None, *, baseline: str | None, stage_of: tuple[str, ...] = ()
+    report: TaskReport, name: str, runs: Sequence[Run], *, baseline: str | None, stage_of: tuple[str, ...] = ()
 ) -> Contender:
-    """A contender with the primary metric and its interval.
+    """A contender with its scores.
 
-    Raises UserError where predictions and metrics.json do not tell the same, so that one of them is stale.
+    Raises UserError where predictions and metrics.json of a run do not tell the same, so that one of them is stale.
     """
-    if run is None:
-        return Contender(name=name, baseline=baseline, stage_of=stage_of, run=None)
-    if not run.samples:
-        raise UserError(f"{name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
-    for metric in report.metrics:
-        recorded = run.metrics.get(metric.key)
-        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
-            raise UserError(
-                f"metrics.json of {name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
-            )
-    values, intervals = {}, {}
-    for metric in report.measured:
-        values[metric.key], intervals[metric.key] = _value_and_interval(metric, run)
-    primary = report.primary.key
+    for run in runs:
+        _refuse_incomplete(report, run)
+    scores = {
+        metric.key: score(np.stack(evidence), metric.statistic) if len(evidence[0]) else None
+        for metric in report.measured
+        if (evidence := [_evidence(metric, run) for run in runs])
+    }
     return Contender(
-        name=name,
-        baseline=baseline,
-        stage_of=stage_of,
-        run=run,
-        value=values[primary],
-        interval=intervals.pop(primary),
-        other_intervals=intervals,
+        name=name, baseline=baseline, stage_of=stage_of, runs=tuple(runs), scores=scores, primary=report.primary.key
     )
 
 
 def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
-    """Rank, and answer every question that the runs at hand can answer.
+    """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
 
     contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`), and all or
-    none of random weights (`runs.refuse_random_beside_trained`).
+    none of random weights (`runs.refuse_random_beside_trained`). Where one of them has several runs, recipes are
+    compared, and those with a single training take no part.
     """
-    evaluated = [contender for contender in contenders if contender.run]
-    assert evaluated, "nothing to compare"
-    assert len({_run(contender).random_weights for contender in evaluated}) == 1, "random weights beside trained ones"
-    best = max(evaluated, key=partial(_goodness, report))
+    over_seeds = any(len(contender.runs) > 1 for contender in contenders)
+    reasons = {contender.name: _why_left_out(contender, over_seeds=over_seeds) for contender in contenders}
+    compared = [contender for contender in contenders if not reasons[contender.name]]
+    assert compared, "nothing to compare"
+    assert len({run.random_weights for each in compared for run in each.runs}) == 1, "random beside trained"
+    best, *rivals = sorted(compared, key=partial(_goodness, report), reverse=True)
+    by_name = {contender.name: contender for contender in contenders}
+    insights = [_insight(report, question, by_name, reasons) for question in _questions(report, by_name)]
+    of_best = [_insight(report, Question("the best", best.name, rival.name), by_name, reasons) for rival in rivals]
+    # To be best is one more question: to be better than every other. The one with the least evidence answers it.
+    corrected = _corrected([*insights, *sorted(of_best, key=_p_value)[-1:]])
     return Comparison(
         report=report,
         contenders=tuple(contenders),
         best=best,
-        answer=_answer(report, best, evaluated, all_run=len(evaluated) == len(contenders)),
-        insights=_insights(report, {contender.name: contender for contender in contenders}),
+        answer=_answer(report, best, corrected[len(insights) :], compared, all_run=len(compared) == len(contenders)),
+        insights=tuple(corrected[: len(insights)]),
+        over_seeds=over_seeds,
     )
 
 
@@ -237,89 +184,119 @@ def interval_words(interval: Interval | None, *, sign: str = "") -> str:
 
 
 def difference_words(ours: str, theirs: str, difference: Difference) -> str:
-    """The verdict as a sentence without its full stop: `r4 is better than r1 by +0.050 [+0.020, +0.080]`."""
+    """The verdict as a sentence without its full stop: `r4 is better than r1 by +0.050 [+0.020, +0.080], p 0.003`.
+
+    Where each was trained once, it is about their models. The p-value is the corrected one.
+    """
+    if not difference.of_recipes:
+        ours, theirs = f"the model of {ours}", f"that of {theirs}"
     amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
+    p_value = f"p {difference.adjusted_p:.3f}" if difference.adjusted_p >= 0.0005 else "p < 0.001"
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
         case "no difference shown":
-            return f"no difference shown between {ours} and {theirs} ({amount})"
+            return f"no difference shown between {ours} and {theirs} ({amount}, {p_value})"
         case verdict:
-            return f"{ours} is {verdict} than {theirs} by {amount}"
+            return f"{ours} is {verdict} than {theirs} by {amount}, {p_value}"
 
 
-def _answer(report: TaskReport, best: Contender, evaluated: Sequence[Contender], *, all_run: bool) -> Answer:
-    rivals = sorted((other for other in evaluated if other is not best), key=partial(_goodness, report), reverse=True)
-    against = {rival.name: _difference(report.primary, best, rival) for rival in rivals}
-    undecided = [name for name, difference in against.items() if difference.verdict != "better"]
-    score = f"{report.primary_words} {_value(best):.3f}{interval_words(best.interval)}"
-    ahead = f"{best.name} scores {report.extreme}, {score}, but"
-    if not rivals:
-        headline = f"{best.name} is the only model evaluated: {score}"
-    elif not undecided:
-        headline = f"{best.name} is best: {score}, better than {_all_of(rivals, all_run=all_run)}"
-    elif against[undecided[0]].verdict == "too few samples":
-        headline = f"{ahead} {_too_few(against[undecided[0]].samples)}"
-    else:
-        headline = f"{ahead} no difference is shown against {_listed(undecided)}"
-    if _run(best).random_weights:
-        headline = f"On random weights, {headline}"
-    return Answer(
-        headline=_sentence(headline),
-        enough=bool(rivals) and not undecided,
-        reasons=tuple(_sentence(difference_words(best.name, name, against[name])) for name in against),
-    )
+def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
+    """Empty where it takes part."""
+    if not contender.runs:
+        return f"not run: dvc repro {contender.stage}"
+    if over_seeds and contender.baseline is not None and len(contender.runs) == 1:
+        return f"{contender.name} was trained under one seed only"
+    return ""
 
 
-def _insights(report: TaskReport, by_name: Mapping[str, Contender]) -> tuple[Insight, ...]:
-    """The task's own questions, then every recipe against the base it comes from."""
-    questions = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
-    questions += [
+def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
+    """The task's own, then every recipe against the base it comes from."""
+    asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
+    return asked + [
         Question(f"{name} against its base", name, contender.baseline)
         for name, contender in by_name.items()
         if contender.baseline is not None and contender.baseline in by_name
     ]
-    return tuple(_insight(report, question, by_name) for question in questions)
 
 
-def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
+def _insight(
+    report: TaskReport, question: Question, by_name: Mapping[str, Contender], reasons: Mapping[str, str]
+) -> Insight:
+    """Not yet corrected."""
     ours, theirs = by_name[question.ours], by_name[question.theirs]
     metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
-    difference = None
-    if unanswered := [contender.stage for contender in (ours, theirs) if contender.run is None]:
-        words = f"not answered, not run: dvc repro {' '.join(unanswered)}"
-    elif len(_evidence(metric, _run(ours))) == 0:
-        words = f"not answered: no sample is about {metric.heading}"
+    answer = partial(Insight, topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric)
+    if why := list(filter(None, dict.fromkeys([reasons[ours.name], reasons[theirs.name]]))):
+        return answer(unanswered="; ".join(why))
+    if ours.scores[metric.key] is None:
+        return answer(unanswered=f"no sample is about {metric.heading}")
+    evidence = (np.stack([_evidence(metric, run) for run in contender.runs]) for contender in (ours, theirs))
+    return answer(
+        difference=difference(*evidence, statistic=metric.statistic, higher_is_better=metric.higher_is_better)
+    )
+
+
+def _corrected(insights: Sequence[Insight]) -> list[Insight]:
+    """The answered ones as one family."""
+    answered = [insight.difference for insight in insights if insight.difference]
+    differences = iter(as_family(answered))
+    return [replace(insight, difference=next(differences)) if insight.difference else insight for insight in insights]
+
+
+def _p_value(insight: Insight) -> float:
+    assert insight.difference is not None, insight
+    return insight.difference.p_value
+
+
+def _answer(
+    report: TaskReport, best: Contender, of_best: Sequence[Insight], compared: Sequence[Contender], *, all_run: bool
+) -> Answer:
+    """of_best: whether it is better than the others; empty where there are none."""
+    found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
+    model, other = (f"the model of {best.name}", "that of ") if len(best.runs) == 1 else (best.name, "")
+    if not of_best:
+        headline = f"{best.name} is the only model evaluated: {found}"
+        return Answer(headline=_headline(headline, best), enough=False)
+    difference, rival = of_best[0].difference, of_best[0].theirs
+    assert difference is not None
+    others = f"{other}{rival}" if len(compared) == 2 else "every other" if other else "every other model"
+    if enough := difference.verdict in ("better", "worse"):
+        headline = f"{model} is best: {found}, better than {others}{'' if all_run else ' that was run'}"
+    elif difference.verdict == "too few samples":
+        headline = f"{model} scores {report.extreme}, {found}, but {_too_few(difference.samples)}"
     else:
-        difference = _difference(metric, ours, theirs)
-        words = _sentence(difference_words(ours.name, theirs.name, difference))
-    return Insight(
-        topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric, difference=difference, words=words
-    )
+        headline = f"{model} scores {report.extreme}, {found}, but no difference is shown against {other}{rival}"
+    return Answer(headline=_headline(headline, best), enough=enough)
 
 
-def _difference(metric: Metric, ours: Contender, theirs: Contender) -> Difference:
-    return paired_difference(
-        _evidence(metric, _run(ours)),
-        _evidence(metric, _run(theirs)),
-        statistic=metric.statistic,
-        higher_is_better=metric.higher_is_better,
-    )
+def _headline(words: str, best: Contender) -> str:
+    assert best.run is not None
+    words = f"On random weights, {words}" if best.run.random_weights else words
+    return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
 
-def _value_and_interval(metric: Metric, run: Run) -> tuple[float | None, Interval | None]:
-    """Of a metric with evidence; (None, None) where no sample is about it."""
-    evidence = _evidence(metric, run)
-    if len(evidence) == 0:
-        return None, None
-    value, recorded = float(metric.statistic(evidence.mean(axis=0))), run.metrics.get(metric.key)
-    if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
-        said = f"{recorded:.4f}" if isinstance(recorded, int | float) else "nothing"
-        raise UserError(
-            f"metrics.json of {run.name} says {metric.key} {said}, its predictions.parquet says "
-            f"{value:.4f}; one of them is stale: dvc repro -f -s {run.stage}"
-        )
-    return value, bootstrap(evidence, metric.statistic)
+def _refuse_incomplete(report: TaskReport, run: Run) -> None:
+    """Raise UserError where there are no samples, where metrics.json lacks a figure, and where one is another than the
+    predictions give."""
+    if not run.samples:
+        raise UserError(f"{run.name} was evaluated on no sample; rebuild it with: dvc repro -f -s {run.stage}")
+    for metric in report.metrics:
+        recorded = run.metrics.get(metric.key)
+        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
+            raise UserError(
+                f"metrics.json of {run.name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
+            )
+    for metric in report.measured:
+        if len(evidence := _evidence(metric, run)) == 0:
+            continue
+        value, recorded = float(metric.statistic(evidence.mean(axis=0))), run.metrics.get(metric.key)
+        if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
+            said = f"{recorded:.4f}" if isinstance(recorded, int | float) else "nothing"
+            raise UserError(
+                f"metrics.json of {run.name} says {metric.key} {said}, its predictions.parquet says "
+                f"{value:.4f}; one of them is stale: dvc repro -f -s {run.stage}"
+            )
 
 
 def _evidence(metric: Metric, run: Run) -> Floats:
@@ -328,33 +305,9 @@ def _evidence(metric: Metric, run: Run) -> Floats:
     return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]
 
 
-def _run(contender: Contender) -> Run:
-    assert contender.run is not None, contender.name
-    return contender.run
-
-
 def _goodness(report: TaskReport, contender: Contender) -> float:
     """By the primary metric; more is better."""
-    return _value(contender) if report.primary.higher_is_better else -_value(contender)
-
-
-def _value(contender: Contender) -> float:
-    assert contender.value is not None, contender.name
-    return contender.value
-
-
-def _sentence(words: str) -> str:
-    return words + "."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _all_of(rivals: Sequence[Contender], *, all_run: bool) -> str:
-    if len(rivals) == 1:
-        return rivals[0].name + ("" if all_run else ", the only other model that was run")
-    return "every other model" + ("" if all_run else " that was run")
+    return contender.score.mean if report.primary.higher_is_better else -contender.score.mean
 
 
 def _too_few(num_samples: int) -> str:

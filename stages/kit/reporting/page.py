@@ -17,7 +17,8 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.kit.data.images import DECODING_ERRORS
 from stages.kit.reporting import plots
-from stages.kit.reporting.comparison import Comparison, Contender, Metric, interval_words
+from stages.kit.reporting.comparison import Comparison, Contender, interval_words
+from stages.kit.reporting.evidence import EVIDENCE, design_words, evidence_table
 from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.settings import (
@@ -31,6 +32,7 @@ from stages.kit.reporting.settings import (
     trainable_table,
 )
 from stages.kit.reporting.tables import Table, cell_text
+from stages.kit.reporting.task_report import Metric
 
 TEMPLATE = "page.html"
 MAX_PICTURE_WIDTH = 512
@@ -61,7 +63,7 @@ class Gallery:
     """(best, worst or random; its pictures)."""
 
 
-def render_page(comparison: Comparison, table: Table, *, task: str, profile: str) -> str:
+def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
     """The whole page; names and texts are escaped, whatever they hold.
 
     table: the one that the terminal shows.
@@ -82,7 +84,7 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
         report=comparison.report,
-        task=task,
+        task=comparison.report.task,
         profile=profile,
         table=table,
         palette=plots.PALETTE,
@@ -101,7 +103,10 @@ def render_page(comparison: Comparison, table: Table, *, task: str, profile: str
         memory=memory_table(runs),
         memory_of_stages=MEMORY_OF_STAGES,
         origins=origins_table(runs),
-        origin_warnings=origin_warnings(runs),
+        origin_warnings=origin_warnings(comparison.all_runs),
+        evidence=evidence_table(comparison),
+        evidence_lead=EVIDENCE,
+        design=design_words(comparison),
     )
 
 
@@ -159,19 +164,21 @@ def _scores(comparison: Comparison, colours: dict[str, str]) -> Drawing:
     rows = [
         plots.IntervalRow(
             label=contender.name,
-            value=contender.value,
-            interval=contender.interval,
-            text=f"{contender.value:.3f}{interval_words(contender.interval)}",
+            value=contender.score.mean,
+            interval=contender.score.interval,
+            text=f"{contender.score.mean:.3f}{interval_words(contender.score.interval)}",
             colour=colours[contender.name],
+            dots=contender.score.by_training if comparison.over_seeds else (),
         )
         for contender in comparison.evaluated
-        if contender.value is not None
     ]
     said = "; ".join(f"{row.label} {row.text}" for row in rows)
     return _drawing(
         plots.plot_intervals(rows, primary.heading),
         "scores",
-        f"{primary.heading} of each model with its 95% interval.",
+        f"{primary.heading} of each recipe, the mean over its seeds, with its 95% interval; a dot is one training."
+        if comparison.over_seeds
+        else f"{primary.heading} of each model with its 95% interval.",
         f"{primary.heading} and 95% interval: {said}",
     )
 
@@ -203,8 +210,8 @@ def _differences_in(metric: Metric, comparison: Comparison) -> Drawing | None:
     return _drawing(
         plots.plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
         "differences" if primary else f"differences-{metric.key}",
-        f"Each difference with its 95% interval. {ahead} of the dashed line the first of the pair is ahead; an "
-        "interval that touches the line shows no difference.",
+        f"Each difference with its own 95% interval. {ahead} of the dashed line the first of the pair is ahead. "
+        "Colour marks what the evidence shows, the number of questions counted.",
         "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
     )
 

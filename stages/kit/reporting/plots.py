@@ -79,6 +79,8 @@ class IntervalRow:
     """The figures in words, at the end of the row."""
     colour: str
     """A name of PALETTE."""
+    dots: tuple[float, ...] = ()
+    """Values that `value` is the mean of, drawn below it."""
 
 
 def series_colour(index: int) -> str:
@@ -151,6 +153,7 @@ def plot_intervals(rows: Sequence[IntervalRow], xlabel: str, *, reference: float
                     solid_capstyle="butt", marker="|", markersize=8, markeredgewidth=1.6,
                 )  # fmt: skip
             axes.plot(row.value, index, "o", color=colour, markersize=6.5)
+            axes.plot(row.dots, [index + 0.17] * len(row.dots), "o", color=colour, markersize=3.5, alpha=0.6)
             _say(axes, row.label, index, at="left", color=PALETTE["ink"])
             _say(axes, row.text, index, at="right", color=PALETTE["muted"], fontsize=9)
         axes.set_ylim(len(rows) - 0.65, -0.8)

@@ -50,6 +50,8 @@ class Run:
     name: str
     stage: str
     """The pipeline stage that evaluates it."""
+    model: str
+    """Digest of the model evaluated."""
     random_weights: bool
     """Whether the model descends from random weights, so that its scores say nothing."""
     metrics: Mapping[str, float | str]
@@ -102,10 +104,12 @@ def read_run(
     stage = evaluation_stage(name, trained=trained)
     rows = _read_predictions(predictions_path, [*identity, *columns], stage)
     described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
+    lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=_command(stage))
     return Run(
         name=name,
         stage=stage,
-        random_weights=read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=_command(stage)).of_random_weights(),
+        model=lineage.digest,
+        random_weights=lineage.of_random_weights(),
         metrics=read_json(dict[str, Figure], metrics_path, fix=_command(stage)),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
@@ -153,6 +157,21 @@ def refuse_random_beside_trained(runs: Sequence[Run]) -> None:
             f"{', '.join(trained)}; leave either out of params.yaml, or evaluate all on one base with: dvc repro "
             + " ".join(run.stage for run in runs)
         )
+
+
+def different_models(runs: Sequence[Run]) -> list[Run]:
+    """The runs of a recipe without those of a model that is there already: no seed changes an untrained base.
+
+    Raises UserError where one seed gave two models.
+    """
+    models = list({run.model: run for run in runs}.values())
+    seeds = [run.plan.seed for run in models if run.plan]
+    if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        raise UserError(
+            f"{runs[0].name} gave different models under the same seed ({', '.join(map(str, twice))}), so that they do "
+            "not come of seeds alone; leave all but one of them out"
+        )
+    return models
 
 
 def _first_difference(one: Run, other: Run) -> str:

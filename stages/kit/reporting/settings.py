@@ -9,9 +9,9 @@ from typing import Any
 
 from stages.core.params.schema import PARTS
 from stages.kit.planning.plan import Plan
-from stages.kit.reporting.comparison import Metric
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, Column, Row, Table
+from stages.kit.reporting.task_report import Metric
 
 MEMORY_OF_STAGES = (
     "Each stage is a process of its own: before it loads a model it holds nothing on a GPU, and on a CPU only Python, "

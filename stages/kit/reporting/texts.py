@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stages.kit.reporting.comparison import Comparison, Contender, Metric
+from stages.kit.reporting.comparison import Comparison, Contender
+from stages.kit.reporting.evidence import EVIDENCE, design_words, evidence_table
 from stages.kit.reporting.origins import origin_warnings
 from stages.kit.reporting.plots import share_at_least
 from stages.kit.reporting.settings import (
@@ -23,9 +23,12 @@ from stages.kit.reporting.settings import (
     split_settings,
 )
 from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, in_parts, markdown, terminal_table
+from stages.kit.reporting.task_report import Metric
 
 TEXT_WIDTH = 120
 """Characters, of a table that is kept as text."""
+_SEEDS = (Column("seeds", "Seeds", "d"), Column("between_seeds", "Between seeds", ".3f"))
+"""Trainings of a recipe, and the standard deviation of their scores."""
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -36,16 +39,17 @@ def comparison_table(comparison: Comparison) -> Table:
         Column("model", "Model"),
         *(column for metric in metrics for column in _columns(metric, comparison)),
         Column(primary.key, "95% interval", primary.format),
+        *(_SEEDS if comparison.over_seeds else ()),
         Column("role", ""),
     )
     rows = []
     for contender in comparison.contenders:
-        recorded = contender.run.metrics if contender.run else {}
         best = contender is comparison.best
         cells = (
             contender.name,
-            *(cell for metric in metrics for cell in _cells(metric, contender, recorded, comparison)),
-            contender.interval,
+            *(cell for metric in metrics for cell in _cells(metric, contender, comparison)),
+            contender.score.interval if contender.runs else None,
+            *((len(contender.runs) or None, _between_seeds(contender)) if comparison.over_seeds else ()),
             comparison.report.extreme if best and not comparison.answer.enough else "best" if best else contender.role,
         )
         rows.append(Row(cells=cells, emphasised=best, note=contender.note))
@@ -58,15 +62,19 @@ def _columns(metric: Metric, comparison: Comparison) -> tuple[Column, ...]:
     return (column, replace(column, heading="95% interval")) if _has_interval(metric, comparison) else (column,)
 
 
-def _cells(
-    metric: Metric, contender: Contender, recorded: Mapping[str, Cell], comparison: Comparison
-) -> tuple[Cell, ...]:
-    cell = recorded.get(metric.key)
-    return (cell, contender.other_intervals.get(metric.key)) if _has_interval(metric, comparison) else (cell,)
+def _cells(metric: Metric, contender: Contender, comparison: Comparison) -> tuple[Cell, ...]:
+    cell, score = contender.figure(metric.key), contender.scores.get(metric.key)
+    return (cell, score.interval if score else None) if _has_interval(metric, comparison) else (cell,)
 
 
 def _has_interval(metric: Metric, comparison: Comparison) -> bool:
-    return any(contender.other_intervals.get(metric.key) for contender in comparison.evaluated)
+    """Whether it has a column of its own for one."""
+    found = [contender.scores.get(metric.key) for contender in comparison.evaluated]
+    return metric.key != comparison.report.primary.key and any(score and score.interval for score in found)
+
+
+def _between_seeds(contender: Contender) -> float | None:
+    return contender.score.between_seeds if contender.runs else None
 
 
 def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:
@@ -86,9 +94,10 @@ def print_comparison(comparison: Comparison, table: Table, console: Console) -> 
         for part in in_parts(costs, console.width):
             console.print(terminal_table(part))
         console.print()
-    for line in (fairness(comparison), *origin_warnings(comparison.runs)):
+    for line in (fairness(comparison), *origin_warnings(comparison.all_runs)):
         console.print(Text(line), soft_wrap=True)
-    console.print(Text(f"{comparison.num_samples} samples; intervals are 95%, paired by sample.", style="dim"))
+    for line in design_words(comparison):
+        console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def comparison_text(comparison: Comparison, table: Table) -> str:
@@ -104,12 +113,12 @@ def comparison_markdown(comparison: Comparison, table: Table) -> str:
         f"- {escape_markdown(insight.topic)}: {escape_markdown(insight.words)}" for insight in comparison.insights
     )
     costs = quantization_table(comparison.runs, comparison.report.primary)
-    fair = escape_markdown(" ".join((fairness(comparison), *origin_warnings(comparison.runs))))
+    fair = escape_markdown(" ".join((fairness(comparison), *origin_warnings(comparison.all_runs))))
+    design = escape_markdown(" ".join(design_words(comparison)))
     return (
         f"# {escape_markdown(comparison.report.title)}\n\n{escape_markdown(comparison.answer.headline)}\n\n"
-        f"{markdown(table)}\n{insights}\n\n{fair}\n\n"
-        f"{comparison.num_samples} samples. Intervals are 95% bootstrap intervals, differences paired by "
-        "sample; each stands for its own pair, without correction for the number of pairs.\n"
+        f"{markdown(table)}\n{insights}\n\n{fair}\n\n{design}\n"
+        f"{_section('Evidence', EVIDENCE, evidence_table(comparison))}"
         f"{_section('Merged out of 4 bits', QUANTIZATION_COST, costs)}"
         f"{_section('Memory by stage', MEMORY_OF_STAGES, memory_table(comparison.runs))}"
     )
@@ -134,20 +143,17 @@ def fairness(comparison: Comparison) -> str:
 
 def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
     """For `dvc metrics`: the best model, and of each model the metrics that have an interval, with it."""
-    key = comparison.report.primary.key
     flat: dict[str, float | str] = {"best": comparison.best.name, "evidence_enough": comparison.answer.enough}
     for contender in comparison.evaluated:
-        assert contender.value is not None
-        flat[f"{contender.name}.{key}"] = contender.value
-        if contender.interval:
-            flat[f"{contender.name}.{key}_low"] = contender.interval.low
-            flat[f"{contender.name}.{key}_high"] = contender.interval.high
-        assert contender.run is not None
-        for other, interval in contender.other_intervals.items():
-            if interval:
-                flat[f"{contender.name}.{other}"] = contender.run.metrics[other]
-                flat[f"{contender.name}.{other}_low"] = interval.low
-                flat[f"{contender.name}.{other}_high"] = interval.high
+        for key, score in contender.scores.items():
+            if score is None or (score.interval is None and key != contender.primary):
+                continue
+            recorded = contender.figure(key)
+            assert recorded is not None, key
+            flat[f"{contender.name}.{key}"] = score.mean if key == contender.primary else recorded
+            if score.interval:
+                flat[f"{contender.name}.{key}_low"] = score.interval.low
+                flat[f"{contender.name}.{key}_high"] = score.interval.high
     return flat
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.comparison import Metric, Question, TaskReport
+from stages.kit.reporting.task_report import Metric, Question, TaskReport
 from stages.kit.statistics.intervals import corpus_f1
 
 REPORT = TaskReport(
+    task="amr",
     title="Vietnamese AMR parsing",
     metrics=(
         Metric(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.comparison import Metric, Question, TaskReport
+from stages.kit.reporting.task_report import Metric, Question, TaskReport
 
 REPORT = TaskReport(
+    task="detection",
     title="Nutrition-table detection",
     metrics=(
         Metric(

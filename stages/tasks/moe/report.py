@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.comparison import Metric, Question, TaskReport
+from stages.kit.reporting.task_report import Metric, Question, TaskReport
 from stages.kit.statistics.intervals import perplexity
 
 
@@ -22,6 +22,7 @@ def _perplexity(domain: str, name: str) -> Metric:
 
 
 REPORT = TaskReport(
+    task="moe",
     title="Experts to a mixture",
     metrics=(
         Metric(

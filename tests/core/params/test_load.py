@@ -26,10 +26,11 @@ def test_the_shipped_file_loads() -> None:
 
 
 def test_the_original_experiments_numbers_are_kept() -> None:
-    recipe = load_params(SHIPPED).recipe("r4-joint")
+    params = load_params(SHIPPED)
+    recipe = params.recipe("r4-joint")
     assert recipe.lora is not None
     assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (64, 128, 0.1)
-    assert (recipe.learning_rate, recipe.effective_batch, recipe.epochs, recipe.seed) == (1e-4, 16, 3, 42)
+    assert (recipe.learning_rate, recipe.effective_batch, recipe.epochs, params.seed) == (1e-4, 16, 3, 42)
 
 
 def test_every_hub_source_is_pinned_to_a_commit() -> None:

@@ -1,0 +1,86 @@
+"""What a task says about its report: the columns, the evidence behind them, the questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stages.kit.statistics.intervals import Statistic, sample_mean
+
+UNAVAILABLE = "unavailable"
+"""In metrics.json, of a figure that could not be computed: never 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    key: str
+    """In metrics.json."""
+    heading: str
+    format: str
+    """As in `tables.Column`."""
+    meaning: str
+    """A few words for the reader of the page."""
+    optional: bool = False
+    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
+    higher_is_better: bool = True
+    evidence: tuple[str, ...] = ()
+    """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none. Those of
+    the primary metric are the report's."""
+    statistic: Statistic = sample_mean
+    among: str | None = None
+    """A per-sample column of 0 and 1, 1 where `evidence` says something; None where it does of every sample."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A pair of recipes that the experiment was made to compare."""
+
+    topic: str
+    ours: str
+    theirs: str
+    metric: str | None = None
+    """Key of the metric to compare them by, one with evidence; None for the primary one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """What a task says about itself, so that the comparison need not know it."""
+
+    task: str
+    """Its name in params.yaml."""
+    title: str
+    metrics: tuple[Metric, ...]
+    """The columns of the table; the first one is primary: models are ranked by it."""
+    primary_words: str
+    """The primary metric within a sentence."""
+    identity: tuple[str, ...]
+    """Columns of predictions.parquet that say what a sample is: its id, then its truth."""
+    evidence: tuple[str, ...]
+    """Per-sample columns from which `statistic` gives the primary metric."""
+    statistic: Statistic = sample_mean
+    score: str
+    """The per-sample column whose distribution is drawn, in 0..1."""
+    score_heading: str
+    questions: tuple[Question, ...]
+
+    @property
+    def primary(self) -> Metric:
+        """With its evidence."""
+        return replace(self.metrics[0], evidence=self.evidence, statistic=self.statistic)
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics with evidence, the primary one first."""
+        return (self.primary, *(metric for metric in self.metrics[1:] if metric.evidence))
+
+    @property
+    def extreme(self) -> str:
+        """Where the best value of the primary metric is."""
+        return "highest" if self.primary.higher_is_better else "lowest"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The per-sample columns that a comparison needs."""
+        needed = {self.score}
+        for metric in self.measured:
+            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
+        return tuple(sorted(needed))

@@ -1,0 +1,309 @@
+"""Which of two is better: the difference of their scores, how sure it is, and what evidence a claim would take.
+
+Both answered the same samples. What may be claimed depends on how often each was trained:
+
+- **Once each: two models.** The swap test: where the two do not differ, either could have given each answer, so the
+  difference is set against those after swapping the two models' answers sample by sample. All 2^n swaps where they are
+  at most `SWAPS`, else as many random ones. Source: Noreen, "Computer-Intensive Methods for Testing Hypotheses", 1989.
+  It says nothing about the recipes: another seed gives another model.
+- **Several times: two recipes.** Seeds and samples are both drawn by chance. A difference must stand out against both
+  of two errors, so that the larger p-value counts, and the wider interval:
+
+  1. between seeds, on these samples: Welch's t test of the trainings' scores (Biometrika 34, 1947);
+  2. between seeds + between samples - the rest, which both of them hold, with the degrees of freedom of Satterthwaite
+     (Biometrics Bulletin 2, 1946): the quasi F ratio of Clark, "The language-as-fixed-effect fallacy", JVLVB 12, 1973.
+
+  The second alone claims too much after few seeds: where these happen to agree it trusts its many samples. The variance
+  between samples of a ratio of sums, such as a corpus F1, is that of its jackknife pseudo-values (Tukey, Ann. Math.
+  Stat. 29, 1958). A crossed bootstrap draws three seeds from three, which is too narrow: docs/statistics.md compares.
+
+All questions of a report are one family: `holm` corrects for their number (Holm, Scand. J. Stat. 6, 1979).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from stages.kit.statistics.intervals import Floats, Interval, Statistic, bootstrap, sample_mean
+
+SWAPS = 10_000
+LEVEL = 0.95
+POWER = 0.8
+MAX_SEEDS = 100
+"""More are not worth proposing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The variance of a score, or of a difference of scores, by where it comes from."""
+
+    seeds: tuple[tuple[float, int], ...]
+    """(variance of one training's score, number of trainings) of each recipe that was trained more than once."""
+    samples: float
+    """Variance of the score over draws of all samples, as observed."""
+    shared: float
+    """How much of that is the rest, which the variance between seeds holds too."""
+    num_samples: int
+
+    def errors(self, num_seeds: int | None = None) -> list[tuple[float, float]]:
+        """(variance, degrees of freedom) of the score over draws of seeds, and of seeds and samples; of samples alone
+        where every recipe was trained once. With `num_seeds` trainings each; None for as many as there are."""
+        seeds = [(variance / (num_seeds or count), (num_seeds or count) - 1) for variance, count in self.seeds]
+        between_seeds = sum(variance for variance, _ in seeds)
+        parts = [*seeds, (self.samples, self.num_samples - 1)]
+        both = _satterthwaite(between_seeds + self.samples - self.shared, parts)
+        return [_satterthwaite(between_seeds, seeds), both] if seeds else [both]
+
+    def half_width(self, level: float = LEVEL) -> float:
+        """Of the interval around the score."""
+        return max(
+            float(stdtrit(freedom, (1 + level) / 2)) * math.sqrt(variance) for variance, freedom in self.errors()
+        )
+
+    def p_value(self, mean: float) -> float:
+        """Two-sided, of a score of 0."""
+        return max(
+            float(2 * stdtr(freedom, -abs(mean) / math.sqrt(variance))) if variance else float(mean == 0)
+            for variance, freedom in self.errors()
+        )
+
+    def detectable(self, alpha: float, num_seeds: int | None = None) -> float:
+        """The smallest true difference that is found at `alpha` in about 80 % of reports (`POWER`)."""
+        return max(
+            float(stdtrit(freedom, 1 - alpha / 2) + stdtrit(freedom, POWER)) * math.sqrt(variance)
+            for variance, freedom in self.errors(num_seeds)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Ours minus theirs on the same samples; positive where ours is higher."""
+
+    mean: float
+    interval: Interval | None
+    """At `LEVEL`, of this difference alone. None below two samples."""
+    p_value: float
+    """Two-sided: the chance of a difference at least as large where there is none. Of this difference alone."""
+    adjusted_p: float
+    """The same in a family of questions (`holm`)."""
+    family: int = 1
+    """Questions in it."""
+    samples: int
+    trainings: tuple[int, int] = (1, 1)
+    """Of ours and of theirs. Where both are 1, models are compared and no recipes."""
+    spread: Spread | None
+    """None below two samples."""
+    ahead: int
+    """Samples on which every model of ours is better than every model of theirs."""
+    behind: int
+    win_rate: float
+    """Share of the pairs of a model of ours and a model of theirs in which ours scores better, a tie being half a
+    pair: an estimate of P(ours > theirs) for one training each (Bouthillier et al., MLSys 2021)."""
+    higher_is_better: bool = True
+
+    @property
+    def of_recipes(self) -> bool:
+        return self.trainings != (1, 1)
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", "no difference shown", or "too few samples".
+
+        Too few is judged by the exact sign test: where nothing differs, all n signs agree with a chance of 2 / 2^n, so
+        below 6 samples not even unanimity is evidence at 95 %.
+        """
+        if least_p(self.samples) > 1 - LEVEL:
+            return "too few samples"
+        if self.adjusted_p > 1 - LEVEL:
+            return "no difference shown"
+        return "better" if (self.mean > 0) == self.higher_is_better else "worse"
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest difference that this design shows in 80 % of reports, with Holm's correction at its hardest."""
+        return self.spread.detectable((1 - LEVEL) / self.family) if self.spread else None
+
+    def seeds_needed(self) -> int | None:
+        """Trainings of each recipe that show a difference as large as this one in 80 % of reports.
+
+        None where no number up to `MAX_SEEDS` does on these samples, or where the spread between seeds is not known.
+        """
+        if not self.spread or not self.spread.seeds:
+            return None
+        alpha = (1 - LEVEL) / self.family
+        enough = (num for num in range(2, MAX_SEEDS + 1) if self.spread.detectable(alpha, num) <= abs(self.mean))
+        return next(enough, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a recipe scores: the mean over its trainings."""
+
+    mean: float
+    interval: Interval | None
+    """Over seeds and samples; with one training over samples. None below two samples."""
+    by_training: tuple[float, ...]
+    between_seeds: float | None
+    """Standard deviation of one training's score; None with one."""
+
+
+def score(trainings: Floats, statistic: Statistic = sample_mean) -> Score:
+    """trainings: (trainings, samples) or (trainings, samples, columns). Errors as in `difference`."""
+    trained = _as_trainings(trainings)
+    by_training = statistic(trained.mean(axis=1))
+    if len(trained) == 1:
+        interval, deviation = bootstrap(trained[0], statistic), None
+    else:
+        spread = _spread([trained], statistic)
+        interval = _around(float(by_training.mean()), spread.half_width()) if spread else None
+        deviation = float(by_training.std(ddof=1))
+    return Score(
+        mean=float(by_training.mean()),
+        interval=interval,
+        by_training=tuple(map(float, by_training)),
+        between_seeds=deviation,
+    )
+
+
+def difference(
+    ours: Floats, theirs: Floats, *, statistic: Statistic = sample_mean, higher_is_better: bool = True
+) -> Difference:
+    """Ours minus theirs, as a family of one question.
+
+    ours, theirs: (trainings, samples) or (trainings, samples, columns); sample i is the same in both. One training
+        beside several is a model that no seed changes, such as an untrained base.
+    higher_is_better: of the statistic; the difference keeps its sign.
+    Raises ValueError where the samples differ in number, where there are none, and for values that are not finite.
+    The same arguments give the same result, bit for bit.
+    """
+    our_scores, their_scores = _as_trainings(ours), _as_trainings(theirs)
+    if our_scores.shape[1:] != their_scores.shape[1:]:
+        raise ValueError(f"not the same samples: ours are {our_scores.shape[1:]}, theirs {their_scores.shape[1:]}")
+    our_values, their_values = statistic(our_scores.mean(axis=1)), statistic(their_scores.mean(axis=1))
+    mean = float(our_values.mean() - their_values.mean())
+    spread = _spread([our_scores, their_scores], statistic)
+    if len(our_scores) == len(their_scores) == 1:
+        p_value = _swap_test(our_scores[0], their_scores[0], statistic)
+        interval = _bootstrapped(our_scores[0], their_scores[0], statistic)
+    else:
+        p_value = spread.p_value(mean) if spread else 1.0
+        interval = _around(mean, spread.half_width()) if spread else None
+    p_value = max(p_value, least_p(our_scores.shape[1]))
+    sign = 1 if higher_is_better else -1
+    by_sample = sign * (statistic(our_scores)[:, None] - statistic(their_scores)[None])  # (ours, theirs, samples)
+    by_pair = sign * (our_values[:, None] - their_values[None])  # (ours, theirs)
+    return Difference(
+        mean=mean,
+        interval=interval,
+        p_value=p_value,
+        adjusted_p=p_value,
+        samples=our_scores.shape[1],
+        trainings=(len(our_scores), len(their_scores)),
+        spread=spread,
+        ahead=int((by_sample > 0).all(axis=(0, 1)).sum()),
+        behind=int((by_sample < 0).all(axis=(0, 1)).sum()),
+        win_rate=float((by_pair > 0).mean() + (by_pair == 0).mean() / 2),
+        higher_is_better=higher_is_better,
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value as it counts in the family of all of them: at most a share of `alpha` of families in which nothing
+    differs has one below `alpha`, however they depend on each other."""
+    order = np.argsort(p_values)
+    steps = [p_values[index] * (len(p_values) - rank) for rank, index in enumerate(order)]
+    adjusted = dict(zip(order.tolist(), itertools.accumulate(steps, max), strict=True))
+    return [min(1.0, adjusted[index]) for index in range(len(p_values))]
+
+
+def as_family(differences: Sequence[Difference]) -> list[Difference]:
+    """The same, each corrected for the number of them."""
+    adjusted = holm([found.p_value for found in differences])
+    return [
+        replace(found, adjusted_p=p_value, family=len(differences))
+        for found, p_value in zip(differences, adjusted, strict=True)
+    ]
+
+
+def least_p(num_samples: int) -> float:
+    """The least p-value that so many samples can give, all of them agreeing: the exact sign test's."""
+    return min(1.0, 2 * 0.5**num_samples)
+
+
+def _as_trainings(values: Floats) -> Floats:
+    """(trainings, samples, columns)."""
+    trained = np.asarray(values, dtype=np.float64)
+    trained = trained.reshape(*trained.shape[:2], -1) if trained.ndim == 3 else trained[..., None]
+    if trained.ndim != 3 or not trained.shape[0] or not trained.shape[1]:
+        raise ValueError(f"expected scores of at least one training on at least one sample, got {np.shape(values)}")
+    if broken := int((~np.isfinite(trained)).any(axis=(0, 2)).sum()):
+        raise ValueError(f"{broken} of {trained.shape[1]} samples are NaN or infinite")
+    return trained
+
+
+def _spread(recipes: Sequence[Floats], statistic: Statistic) -> Spread | None:
+    """Of the score of one recipe, or of the difference of two; each (trainings, samples, columns)."""
+    num_samples = recipes[0].shape[1]
+    if num_samples < 2:
+        return None
+    seeds, by_sample, rest = [], np.zeros(num_samples), 0.0
+    for sign, trained in zip((1, -1), recipes, strict=False):
+        values = _pseudo_values(trained, statistic)  # (trainings, samples)
+        by_sample += sign * values.mean(axis=0)
+        if (count := len(trained)) > 1:
+            seeds.append((float(statistic(trained.mean(axis=1)).var(ddof=1)), count))
+            residuals = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
+            rest += float((residuals**2).sum()) / ((count - 1) * (num_samples - 1)) / (count * num_samples)
+    between_seeds = sum(variance / count for variance, count in seeds)
+    between_samples = float(by_sample.var(ddof=1)) / num_samples
+    # No estimate of the rest makes the sum of both less than either of them.
+    shared = min(rest, between_seeds, between_samples)
+    return Spread(seeds=tuple(seeds), samples=between_samples, shared=shared, num_samples=num_samples)
+
+
+def _satterthwaite(total: float, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(total, its degrees of freedom) of a sum of variances, each with its own; one without variance never varies."""
+    squares = sum(variance**2 / freedom for variance, freedom in parts)
+    return total, total**2 / squares if squares else math.inf
+
+
+def _pseudo_values(trained: Floats, statistic: Statistic) -> Floats:
+    """What each sample adds to the statistic: (trainings, samples, columns) -> (trainings, samples)."""
+    num_samples = trained.shape[1]
+    means = trained.mean(axis=1, keepdims=True)
+    without = (num_samples * means - trained) / (num_samples - 1)
+    return num_samples * statistic(means) - (num_samples - 1) * statistic(without)
+
+
+def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic) -> float:
+    """Two-sided p-value of two models' scores, each (samples, columns)."""
+    num_samples = len(ours)
+    if exact := 2**num_samples <= SWAPS:
+        swapped = (np.arange(2**num_samples)[:, None] >> np.arange(num_samples)) & 1
+    else:
+        swapped = np.random.default_rng(0).integers(0, 2, (SWAPS, num_samples), dtype=np.int8)
+    change = np.concatenate([part @ (theirs - ours) for part in np.array_split(swapped, 10)]) / num_samples
+    after = statistic(ours.mean(axis=0) + change) - statistic(theirs.mean(axis=0) - change)
+    found = abs(statistic(ours.mean(axis=0)) - statistic(theirs.mean(axis=0)))
+    at_least = int((np.abs(after) >= found - 1e-12 * max(1.0, float(found))).sum())  # rounding must not break a tie
+    return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
+
+
+def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic) -> Interval | None:
+    """Of the difference of two models, redrawing *samples*, so that what is hard for both cancels out."""
+    width = ours.shape[1]
+
+    def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
+        return statistic(means[..., :width]) - statistic(means[..., width:])
+
+    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs)
+
+
+def _around(mean: float, half_width: float) -> Interval:
+    return Interval(mean - half_width, mean + half_width)
