@@ -117,11 +117,12 @@ def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) ->
     ]  # fmt: skip
     assert re.search(r"^r4-joint +0\.7\d\d +100\.0% .* best", shown, re.MULTILINE)
     assert "r4-joint is best: mean IoU 0.7" in shown
-    assert "Joint against LLM-only: r4-joint is better than r1-llm-only by +0.0" in shown
-    assert "Two-stage against LLM-only: no difference shown between r3-stage2 and r1-llm-only" in shown
-    assert "r2-vision-only against its base: r2-vision-only is better than base-vlm by" in shown
+    assert "Joint against LLM-only: the model of r4-joint is better than that of r1-llm-only by +0.0" in shown
+    assert "Two-stage against LLM-only: no difference shown between the model of r3-stage2 and that of r1-" in shown
+    assert "r2-vision-only against its base: the model of r2-vision-only is better than that of base-vlm by" in shown
     assert "r3-stage1: a stage of r3-stage2" in shown
-    assert "r3-stage2 against its base: r3-stage2 is better than base-vlm" in shown  # through r3-stage1
+    through_stage1 = "r3-stage2 against its base: the model of r3-stage2 is better than that of base-vlm"
+    assert through_stage1 in shown
 
 
 def test_the_reader_learns_in_what_the_recipes_differ(complete: tuple[Path, str]) -> None:
@@ -259,7 +260,7 @@ def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> No
         assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
     assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-stage2" in shown
     assert "r4-joint is best" in shown
-    assert "every other model that was run" in shown
+    assert "better than every other that was run" in shown
     assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")
 
 
@@ -280,12 +281,12 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     comparison = compare_task(params, "detection", data_dir=tmp_path, console=console)
     best = comparison.best
     assert best.run is not None
-    best = replace(best, name=nasty, run=replace(best.run, name=nasty))
+    best = replace(best, name=nasty, runs=(replace(best.run, name=nasty),))
     contenders = (*(other for other in comparison.contenders if other is not comparison.best), best)
-    insights = tuple(replace(insight, topic=nasty, words=nasty) for insight in comparison.insights)
-    answer = replace(comparison.answer, headline=nasty, reasons=(nasty,))
+    insights = tuple(replace(insight, topic=nasty, ours=nasty) for insight in comparison.insights)
+    answer = replace(comparison.answer, headline=nasty)
     poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, answer=answer)
-    page = render_page(poisoned, comparison_table(poisoned), task=nasty, profile=nasty)
+    page = render_page(poisoned, comparison_table(poisoned), profile=nasty)
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20
     assert not [name for name in links(page).attributes if name.startswith("on")]
@@ -320,7 +321,7 @@ def test_random_weights_beside_trained_ones_are_refused(tmp_path: Path) -> None:
 def test_a_report_of_random_weights_says_so_everywhere(tmp_path: Path) -> None:
     write_runs(tmp_path, source=RANDOM)
     shown = run_compare(tmp_path)
-    assert "On random weights, r4-joint" in shown
+    assert "On random weights, the model of r4-joint" in shown
     assert "r3-stage1: random weights, a stage of r3-stage2" in shown
     for name in MEANS:
         assert f"{name}: random weights" in shown
@@ -346,7 +347,7 @@ def test_one_sample_makes_a_report_that_decides_nothing(tmp_path: Path) -> None:
     write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])
     write_made_up_run(cards_dir(tmp_path, "detection"), "r1-llm-only", [0.9], params=params, num_pictures=0)
     shown = run_compare(tmp_path)
-    assert "r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
+    assert "The model of r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
     assert "does not single out one model" in report(tmp_path, "index.html")
 
 

@@ -28,7 +28,7 @@ Is it better than its base, and which is best?
     >>> comparison.best.score.mean == max(each.score.mean for each in comparison.evaluated)
     True
     >>> next(each.words for each in comparison.insights if each.topic == "r1-llm-only against its base")
-    'r1-llm-only is better than base-vlm by ...'
+    'the model of r1-llm-only is better than that of base-vlm by ...'
     >>> print(table_text(comparison))
     Model ...
 

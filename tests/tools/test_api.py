@@ -49,7 +49,7 @@ def test_a_run_and_a_comparison_are_those_of_the_report(workspace: Path) -> None
     comparison = api.compare_runs("detection")
     assert comparison.best.name == "r4-joint"
     assert {each.name for each in comparison.evaluated} == {"base-vlm", "r1-llm-only", "r4-joint"}
-    assert comparison.best.value == api.read_run("r4-joint").metrics["mean_iou"]
+    assert comparison.best.score.mean == api.read_run("r4-joint").metrics["mean_iou"]
     assert api.read_run("base-vlm").plan is None
     rows = [row.cells[0] for row in comparison_table(comparison).rows]
     assert all(str(name) in api.table_text(comparison) for name in rows)

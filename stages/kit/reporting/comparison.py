@@ -47,9 +47,9 @@ class Contender:
         """A figure of metrics.json; its mean over the trainings where it is a number in all of them."""
         found = [run.metrics.get(key) for run in self.runs]
         numbers = [value for value in found if isinstance(value, int | float)]
-        if len(found) == 1 or len(numbers) < len(found):
-            return found[0] if found else None
-        return sum(numbers) / len(numbers)
+        if len(found) > 1 and len(numbers) == len(found):
+            return sum(numbers) / len(numbers)
+        return found[0] if found else None
 
     @property
     def stage(self) -> str:

@@ -4,7 +4,7 @@ Both answered the same samples. What may be claimed depends on how often each wa
 
 - **Once each: two models.** The swap test: where the two do not differ, either could have given each answer, so the
   difference is set against those after swapping the two models' answers sample by sample. All 2^n swaps where they are
-  at most `SWAPS`, else as many random ones. Source: Noreen, "Computer-Intensive Methods for Testing Hypotheses", 1989.
+  at most 10,000, else as many random ones. Source: Noreen, "Computer-Intensive Methods for Testing Hypotheses", 1989.
   It says nothing about the recipes: another seed gives another model.
 - **Several times: two recipes.** Seeds and samples are both drawn by chance. A difference must stand out against both
   of two errors, so that the larger p-value counts, and the wider interval:
@@ -32,7 +32,6 @@ from scipy.special import stdtr, stdtrit
 
 from stages.kit.statistics.intervals import Floats, Interval, Statistic, bootstrap, sample_mean
 
-SWAPS = 10_000
 LEVEL = 0.95
 POWER = 0.8
 MAX_SEEDS = 100
@@ -172,13 +171,19 @@ def score(trainings: Floats, statistic: Statistic = sample_mean) -> Score:
 
 
 def difference(
-    ours: Floats, theirs: Floats, *, statistic: Statistic = sample_mean, higher_is_better: bool = True
+    ours: Floats,
+    theirs: Floats,
+    *,
+    statistic: Statistic = sample_mean,
+    higher_is_better: bool = True,
+    resamples: int = 10_000,
 ) -> Difference:
     """Ours minus theirs, as a family of one question.
 
     ours, theirs: (trainings, samples) or (trainings, samples, columns); sample i is the same in both. One training
         beside several is a model that no seed changes, such as an untrained base.
     higher_is_better: of the statistic; the difference keeps its sign.
+    resamples: swaps and redraws of the samples of two models.
     Raises ValueError where the samples differ in number, where there are none, and for values that are not finite.
     The same arguments give the same result, bit for bit.
     """
@@ -189,8 +194,8 @@ def difference(
     mean = float(our_values.mean() - their_values.mean())
     spread = _spread([our_scores, their_scores], statistic)
     if len(our_scores) == len(their_scores) == 1:
-        p_value = _swap_test(our_scores[0], their_scores[0], statistic)
-        interval = _bootstrapped(our_scores[0], their_scores[0], statistic)
+        p_value = _swap_test(our_scores[0], their_scores[0], statistic, resamples)
+        interval = _bootstrapped(our_scores[0], their_scores[0], statistic, resamples)
     else:
         p_value = spread.p_value(mean) if spread else 1.0
         interval = _around(mean, spread.half_width()) if spread else None
@@ -281,13 +286,13 @@ def _pseudo_values(trained: Floats, statistic: Statistic) -> Floats:
     return num_samples * statistic(means) - (num_samples - 1) * statistic(without)
 
 
-def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic) -> float:
+def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic, swaps: int) -> float:
     """Two-sided p-value of two models' scores, each (samples, columns)."""
     num_samples = len(ours)
-    if exact := 2**num_samples <= SWAPS:
+    if exact := 2**num_samples <= swaps:
         swapped = (np.arange(2**num_samples)[:, None] >> np.arange(num_samples)) & 1
     else:
-        swapped = np.random.default_rng(0).integers(0, 2, (SWAPS, num_samples), dtype=np.int8)
+        swapped = np.random.default_rng(0).integers(0, 2, (swaps, num_samples), dtype=np.int8)
     change = np.concatenate([part @ (theirs - ours) for part in np.array_split(swapped, 10)]) / num_samples
     after = statistic(ours.mean(axis=0) + change) - statistic(theirs.mean(axis=0) - change)
     found = abs(statistic(ours.mean(axis=0)) - statistic(theirs.mean(axis=0)))
@@ -295,14 +300,14 @@ def _swap_test(ours: Floats, theirs: Floats, statistic: Statistic) -> float:
     return at_least / len(after) if exact else (at_least + 1) / (len(after) + 1)
 
 
-def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic) -> Interval | None:
+def _bootstrapped(ours: Floats, theirs: Floats, statistic: Statistic, resamples: int) -> Interval | None:
     """Of the difference of two models, redrawing *samples*, so that what is hard for both cancels out."""
     width = ours.shape[1]
 
     def ours_minus_theirs(means: Floats) -> Floats:  # (..., 2 columns) -> (...)
         return statistic(means[..., :width]) - statistic(means[..., width:])
 
-    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs)
+    return bootstrap(np.concatenate([ours, theirs], axis=1), ours_minus_theirs, resamples=resamples)
 
 
 def _around(mean: float, half_width: float) -> Interval:

@@ -1,4 +1,4 @@
-"""How sure a score is: bootstrap intervals of a mean, and of the difference between two paired models.
+"""How sure a model's score is: bootstrap intervals of a statistic over the samples.
 
 The samples are redrawn with replacement. The interval is the *expanded percentile* interval: percentiles of
 the redrawn statistics, at levels widened as Student's t widens the normal interval, because the plain one is
@@ -44,31 +44,6 @@ class Interval:
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Ours minus theirs on the same samples; positive where ours is higher."""
-
-    mean: float
-    interval: Interval | None
-    """None below two samples."""
-    samples: int
-    level: float = 0.95
-    higher_is_better: bool = True
-
-    @property
-    def verdict(self) -> str:
-        """ "better", "worse", "no difference shown" (the interval holds 0), or "too few samples".
-
-        Too few is judged by the exact sign test: where nothing differs, all n signs agree with a chance
-        of 2 / 2^n, so below 6 pairs not even unanimity is evidence at 95 %, and a bootstrap is a guess.
-        """
-        if self.interval is None or 2 * 0.5**self.samples > 1 - self.level:
-            return "too few samples"
-        if 0 in self.interval:
-            return "no difference shown"
-        return "better" if (self.mean > 0) == self.higher_is_better else "worse"
 
 
 def sample_mean(means: Floats) -> Floats:
@@ -126,44 +101,6 @@ def bootstrap(
     if len(columns) < 2:
         return None
     return _expanded_percentiles(_redraw(columns, statistic, seed, resamples), len(columns), level)
-
-
-def paired_difference(
-    ours: Sequence[float] | Floats,
-    theirs: Sequence[float] | Floats,
-    *,
-    statistic: Statistic = sample_mean,
-    seed: int = 0,
-    resamples: int = 10_000,
-    level: float = 0.95,
-    higher_is_better: bool = True,
-) -> Difference:
-    """Ours minus theirs with its interval, redrawing *samples*, so that what is hard for both cancels out.
-
-    ours, theirs: (n,) or (n, k), row i of both being the same sample.
-    higher_is_better: of the statistic, for the verdict; the difference keeps its sign.
-    Raises ValueError where the lengths differ, where there is no sample, and as `bootstrap` does.
-    """
-    our_columns, their_columns = _as_columns(ours), _as_columns(theirs)
-    if our_columns.shape != their_columns.shape:
-        raise ValueError(
-            f"a paired difference needs the same samples: ours has {our_columns.shape}, theirs {their_columns.shape}"
-        )
-    if len(our_columns) == 0:
-        raise ValueError("a paired difference needs at least one sample")
-    width = our_columns.shape[1]
-
-    def difference(means: Floats) -> Floats:  # (..., 2k) -> (...)
-        return statistic(means[..., :width]) - statistic(means[..., width:])
-
-    both = np.concatenate([our_columns, their_columns], axis=1)  # (n, 2k)
-    return Difference(
-        mean=float(difference(both.mean(axis=0))),
-        interval=bootstrap(both, difference, seed=seed, resamples=resamples, level=level),
-        samples=len(both),
-        level=level,
-        higher_is_better=higher_is_better,
-    )
 
 
 def _as_columns(values: Sequence[float] | Floats) -> Floats:

@@ -102,7 +102,10 @@ SMALL = small(SHIPPED_RAW)
 SMALL_TEXT = io.StringIO()
 YAML().dump(SMALL, SMALL_TEXT)
 STEP = r"""(?:[\w/@+-]+|['"].*)"""
-A_REFUSAL = re.compile(rf"\S+ is not YAML: .+|\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+")
+A_REFUSAL = re.compile(
+    r"\S+ is not YAML: .+|\S+, line \d+: the alias .+ is refused, .+|"
+    rf"\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+"
+)
 """Every line but the first is a problem with its path."""
 
 

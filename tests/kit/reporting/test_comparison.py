@@ -7,12 +7,8 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.kit.reporting.comparison import (
-    UNAVAILABLE,
     Comparison,
     Contender,
-    Metric,
-    Question,
-    TaskReport,
     compare,
     difference_words,
     score_contender,
@@ -20,10 +16,13 @@ from stages.kit.reporting.comparison import (
 from stages.kit.reporting.page import _differences
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, cell_text
+from stages.kit.reporting.task_report import UNAVAILABLE, Metric, Question, TaskReport
 from stages.kit.reporting.texts import comparison_table, flat_metrics
-from stages.kit.statistics.intervals import Difference, Floats, Interval
+from stages.kit.statistics.differences import difference
+from stages.kit.statistics.intervals import Floats, Interval
 
 REPORT = TaskReport(
+    task="a-task",
     title="A task",
     metrics=(Metric(key="score", heading="Score", format=".3f", meaning="How good it is."),),
     primary_words="score",
@@ -42,6 +41,7 @@ def run_of(name: str, scores: Floats, recorded: float | None = None, *, random_w
     return Run(
         name=name,
         stage=f"evaluate@{name}",
+        model=f"{scores.sum()}",
         random_weights=random_weights,
         metrics=metrics,
         samples=ids,
@@ -52,7 +52,7 @@ def run_of(name: str, scores: Floats, recorded: float | None = None, *, random_w
 
 
 def contender(name: str, scores: Floats | None, *, baseline: str | None = "base") -> Contender:
-    return score_contender(REPORT, name, None if scores is None else run_of(name, scores), baseline=baseline)
+    return score_contender(REPORT, name, [] if scores is None else [run_of(name, scores)], baseline=baseline)
 
 
 def scores_around(mean: float, seed: int) -> Floats:
@@ -78,30 +78,26 @@ def test_best_is_said_only_where_every_interval_says_so() -> None:
     comparison = comparison_of(0.5, 0.6)
     assert comparison.best.name == "b"
     assert comparison.answer.enough
-    assert comparison.answer.headline.startswith("b is best: score 0.")
-    assert comparison.answer.headline.endswith("better than every other model.")
-    assert [reason[:18] for reason in comparison.answer.reasons] == [
-        "b is better than a",
-        "b is better than b",
-    ]
+    assert comparison.answer.headline.startswith("The model of b is best: score 0.")
+    assert comparison.answer.headline.endswith("better than every other.")
 
 
 def test_highest_is_not_best_where_no_difference_is_shown() -> None:
     comparison = comparison_of(0.5, 0.5)
     assert not comparison.answer.enough
     rival = "a" if comparison.best.name == "b" else "b"
-    assert comparison.answer.headline.endswith(f"but no difference is shown against {rival}.")
+    assert comparison.answer.headline.endswith(f"but no difference is shown against that of {rival}.")
 
 
 def test_a_base_that_no_recipe_beats_is_what_scores_highest() -> None:
     comparison = comparison_of(0.3, 0.2, base=0.6)
-    assert comparison.answer.headline.startswith("base is best")
-    assert comparison.insights[-1].words.startswith("b is worse than base by -0.")
+    assert comparison.answer.headline.startswith("The model of base is best")
+    assert comparison.insights[-1].words.startswith("the model of b is worse than that of base by -0.")
 
 
 def test_best_of_those_that_were_run_is_not_called_best_of_all() -> None:
     comparison = comparison_of(None, 0.6)
-    assert comparison.answer.headline.endswith("better than base, the only other model that was run.")
+    assert comparison.answer.headline.endswith("better than that of base that was run.")
     assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
 
 
@@ -131,28 +127,79 @@ def test_a_question_about_a_missing_run_says_what_to_run() -> None:
     assert insight.words == "not answered, not run: dvc repro evaluate@a"
 
 
-def test_words_follow_the_verdict() -> None:
-    def words(mean: float, low: float, high: float, samples: int = 50) -> str:
-        return difference_words("r4", "r1", Difference(mean, Interval(low, high), samples))
+def test_words_follow_the_verdict_and_name_models_where_each_was_trained_once() -> None:
+    def words(shift: float, samples: int = 60, trainings: int = 1) -> str:
+        ours = np.stack([scores_around(0.5 + shift, seed) for seed in range(trainings)])[:, :samples]
+        theirs = np.stack([scores_around(0.5, 10 + seed) for seed in range(trainings)])[:, :samples]
+        return difference_words("r4", "r1", difference(ours, theirs))
 
-    assert words(0.05, 0.02, 0.08) == "r4 is better than r1 by +0.050 [+0.020, +0.080]"
-    assert words(-0.05, -0.08, -0.02) == "r4 is worse than r1 by -0.050 [-0.080, -0.020]"
-    assert words(0.01, -0.02, 0.04) == "no difference shown between r4 and r1 (+0.010 [-0.020, +0.040])"
-    assert words(0.5, 0.4, 0.6, samples=4).startswith("4 samples are too few to tell r4 from r1 (+0.500")
+    models = "the model of r4 is {} than that of r1 by {}0.0"
+    assert words(0.05).startswith(models.format("better", "+"))
+    assert words(-0.05).startswith(models.format("worse", "-"))
+    assert words(0.05).endswith("], p < 0.001")
+    assert words(0).startswith("no difference shown between the model of r4 and that of r1 (")
+    assert words(0.5, samples=4).startswith("4 samples are too few to tell the model of r4 from that of r1 (+0.5")
+    assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
+    assert words(0, trainings=3).startswith("no difference shown between r4 and r1 (")
+
+
+def over_seeds(means: dict[str, list[float]]) -> Comparison:
+    """Of recipes with a training of each mean; `base` is a baseline."""
+    contenders = []
+    for number, (name, trained) in enumerate(means.items()):
+        runs = [run_of(name, scores_around(mean, 10 * number + seed)) for seed, mean in enumerate(trained)]
+        contenders.append(score_contender(REPORT, name, runs, baseline=None if name == "base" else "base"))
+    return compare(REPORT, contenders)
+
+
+def test_recipes_are_compared_over_their_seeds() -> None:
+    comparison = over_seeds({"base": [0.1], "a": [0.5, 0.51, 0.52], "b": [0.6, 0.61, 0.63]})
+    assert comparison.over_seeds
+    assert comparison.answer.headline.startswith("b is best: score 0.6")
+    assert comparison.answer.headline.endswith("better than every other model.")
+    assert [insight.words.split(" by ")[0] for insight in comparison.insights] == [
+        "b is better than a",
+        "a is better than base",
+        "b is better than base",
+    ]
+    table = comparison_table(comparison)
+    assert [cell_text(row.cells[3], table.columns[3]) for row in table.rows] == ["1", "3", "3"]
+    assert [column.heading for column in table.columns][-3:] == ["Seeds", "Between seeds", ""]
+    b = comparison.contenders[2]
+    assert b.figure("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
+    assert comparison.runs[2] is b.runs[0]
+
+
+def test_seeds_that_lie_further_apart_than_recipes_show_no_difference() -> None:
+    comparison = over_seeds({"a": [0.5, 0.55, 0.45], "b": [0.56, 0.5, 0.6]})
+    assert comparison.insights[0].words.startswith("no difference shown between b and a")
+    assert comparison.answer.headline.endswith("but no difference is shown against a.")
+
+
+def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
+    comparison = over_seeds({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
+    assert comparison.best.name == "b"
+    assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+
+
+def test_all_questions_of_a_report_are_one_family_to_be_best_among_them() -> None:
+    comparison = comparison_of(0.5, 0.6)
+    families = {insight.difference.family for insight in comparison.insights if insight.difference}
+    assert families == {4}  # B against A, each against its base, the best against the next
 
 
 def test_metrics_that_do_not_match_the_predictions_are_refused() -> None:
     with pytest.raises(UserError, match=r"metrics\.json of a says score 0\.9000, its predictions.* 0\.5000"):
-        score_contender(REPORT, "a", run_of("a", np.full(10, 0.5), recorded=0.9), baseline=None)
+        score_contender(REPORT, "a", [run_of("a", np.full(10, 0.5), recorded=0.9)], baseline=None)
 
 
 def test_a_missing_or_nonsense_metric_is_refused() -> None:
     run = run_of("a", np.full(10, 0.5), recorded=float("nan"))
     with pytest.raises(UserError, match="score nan"):
-        score_contender(REPORT, "a", run, baseline=None)
+        score_contender(REPORT, "a", [run], baseline=None)
     run = replace(run, metrics={})
     with pytest.raises(UserError, match="no number score"):
-        score_contender(REPORT, "a", run, baseline=None)
+        score_contender(REPORT, "a", [run], baseline=None)
 
 
 def test_a_figure_that_only_some_models_have_is_optional() -> None:
@@ -160,13 +207,15 @@ def test_a_figure_that_only_some_models_have_is_optional() -> None:
     report = replace(REPORT, metrics=(*REPORT.metrics, only_some))
     run = run_of("a", np.full(10, 0.5))
     without, with_it = run, replace(run, metrics={**run.metrics, "restored": 0.25})
-    contenders = [score_contender(report, name, each, baseline=None) for name, each in (("a", without), ("b", with_it))]
+    contenders = [
+        score_contender(report, name, [each], baseline=None) for name, each in (("a", without), ("b", with_it))
+    ]
     table = comparison_table(compare(report, contenders))
     assert [cell_text(row.cells[2], table.columns[2]) for row in table.rows] == [ABSENT, "0.250"]
     unavailable = replace(run, metrics={**run.metrics, "restored": UNAVAILABLE})
-    assert score_contender(report, "a", unavailable, baseline=None).run == unavailable
+    assert score_contender(report, "a", [unavailable], baseline=None).run == unavailable
     with pytest.raises(UserError, match="no number restored"):
-        score_contender(report, "a", replace(run, metrics={**run.metrics, "restored": "high"}), baseline=None)
+        score_contender(report, "a", [replace(run, metrics={**run.metrics, "restored": "high"})], baseline=None)
 
 
 LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="How bad it is.", higher_is_better=False)
@@ -180,7 +229,7 @@ def losses_of(*names: str, apart: float) -> list[Contender]:
         losses = scores_around(2 + apart * number, number)
         run = run_of(name, losses)
         run = replace(run, metrics={"loss": float(losses.mean())}, columns={"loss": losses, "score": losses})
-        contenders.append(score_contender(report, name, run, baseline=None if name == "base" else "base"))
+        contenders.append(score_contender(report, name, [run], baseline=None if name == "base" else "base"))
     return contenders
 
 
@@ -188,13 +237,9 @@ def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> Non
     report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", "base", apart=0.5))
     assert comparison.best.name == "b"
-    assert comparison.answer.headline.startswith("b is best: loss 2.0")
-    assert [reason.split(" by ")[0] for reason in comparison.answer.reasons] == [
-        "b is better than a",
-        "b is better than base",
-    ]
-    assert comparison.insights[0].words.startswith("b is better than a by -0.4")
-    assert comparison.insights[1].words.startswith("b is better than base by -")
+    assert comparison.answer.headline.startswith("The model of b is best: loss 2.0")
+    assert comparison.insights[0].words.startswith("the model of b is better than that of a by -0.4")
+    assert comparison.insights[1].words.startswith("the model of b is better than that of base by -")
     drawn = _differences(comparison)
     assert [drawing.caption.split(" of the")[0].split()[-1] for drawing in drawn] == ["Left"]
 
@@ -202,7 +247,7 @@ def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> Non
 def test_where_less_is_better_and_the_evidence_not_enough_the_lowest_is_marked() -> None:
     report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", apart=0.001))
-    assert f"{comparison.best.name} scores lowest, loss 2." in comparison.answer.headline
+    assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.answer.headline
     marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
     assert marks[comparison.best.name] == "lowest"
 
@@ -223,13 +268,13 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
             run = run_of(name, scores)
             columns = {"score": scores, "own": scores * among, "ours": among}
             metrics = {**run.metrics, **({"own": float(scores[among == 1].mean())} if among.any() else {})}
-            found.append(score_contender(report, name, replace(run, columns=columns, metrics=metrics), baseline=None))
+            found.append(score_contender(report, name, [replace(run, columns=columns, metrics=metrics)], baseline=None))
         return found
 
     comparison = compare(report, contenders((np.arange(60) % 3 == 0).astype(float)))
     assert comparison.best.name == "b", "the primary metric alone ranks"
     (insight,) = comparison.insights
-    assert insight.words.startswith("b is worse than a by +0.398 [")
+    assert insight.words.startswith("the model of b is worse than that of a by +0.398 [")
     assert insight.difference is not None
     assert insight.difference.samples == 20
     table = comparison_table(comparison)
@@ -241,22 +286,22 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
     assert [drawing.svg.count("Of some, B against A") > 0 for drawing in _differences(comparison)] == [True]
 
     (unanswered,) = compare(report, contenders(np.zeros(60))).insights
-    assert unanswered.words == "not answered: no sample is about Own"
+    assert unanswered.words == "not answered, no sample is about Own"
 
 
 def test_an_evaluation_of_no_sample_is_refused() -> None:
     with pytest.raises(UserError, match="a was evaluated on no sample"):
-        score_contender(REPORT, "a", run_of("a", np.zeros(0), recorded=0.0), baseline=None)
+        score_contender(REPORT, "a", [run_of("a", np.zeros(0), recorded=0.0)], baseline=None)
 
 
 def test_random_weights_are_labelled_and_never_set_beside_trained_ones() -> None:
     scores = [scores_around(mean, seed) for seed, mean in enumerate((0.5, 0.6))]
     a, b = (
-        score_contender(REPORT, name, run_of(name, each, random_weights=True), baseline=None, stage_of=stages)
+        score_contender(REPORT, name, [run_of(name, each, random_weights=True)], baseline=None, stage_of=stages)
         for name, each, stages in zip("ab", scores, ((), ("c",)), strict=True)
     )
     comparison = compare(REPORT, [a, b])
-    assert comparison.answer.headline.startswith("On random weights, b is best: score 0.")
+    assert comparison.answer.headline.startswith("On random weights, the model of b is best: score 0.")
     assert [contender.note for contender in comparison.contenders] == ["random weights", "random weights, a stage of c"]
-    with pytest.raises(AssertionError, match="random weights beside trained ones"):
+    with pytest.raises(AssertionError, match="random beside trained"):
         compare(REPORT, [a, contender("b", scores[1])])

@@ -53,8 +53,8 @@ def test_figures_stay_on_one_line_and_names_keep_their_hyphens() -> None:
 
 def test_a_recipe_keeps_its_colour_whether_or_not_others_were_run() -> None:
     contenders = [
-        Contender(name="base", baseline=None, run=None),
-        *(Contender(name=name, baseline="base", run=None) for name in "abcdefgh"),
+        Contender(name="base", baseline=None, runs=(), primary="score"),
+        *(Contender(name=name, baseline="base", runs=(), primary="score") for name in "abcdefgh"),
     ]
     colours = contender_colours(contenders)
     assert colours["base"] == "series-0"

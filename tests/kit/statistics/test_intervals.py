@@ -9,12 +9,10 @@ from hypothesis.extra.numpy import arrays
 
 from stages.kit.statistics import intervals
 from stages.kit.statistics.intervals import (
-    Difference,
     Interval,
     bootstrap,
     bootstrap_mean,
     corpus_f1,
-    paired_difference,
     perplexity,
 )
 
@@ -41,15 +39,6 @@ def test_95_percent_interval_covers_the_true_mean_in_about_95_percent_of_data_se
     assert 0.925 <= covered / trials <= 0.975  # two and a half standard errors of the simulation
 
 
-def test_paired_interval_covers_the_true_difference_in_about_95_percent_of_data_sets() -> None:
-    rng, trials, covered = np.random.default_rng(2), 500, 0
-    for trial in range(trials):
-        hardness = rng.normal(0.6, 0.2, 60)
-        ours, theirs = hardness + 0.03 + rng.normal(0, 0.05, 60), hardness + rng.normal(0, 0.05, 60)
-        covered += 0.03 in found(paired_difference(ours, theirs, seed=trial, resamples=1000).interval)
-    assert 0.925 <= covered / trials <= 0.975
-
-
 def test_level_sets_the_coverage() -> None:
     rng, truth, trials = np.random.default_rng(3), 0.88 * 0.8, 500
     covered = sum(
@@ -73,58 +62,19 @@ def test_many_samples_give_the_plain_percentile_interval() -> None:
     assert (interval.low, interval.high) == pytest.approx(tuple(plain.confidence_interval), abs=8e-4)
 
 
-def test_pairing_narrows_the_interval_where_the_samples_are_shared() -> None:
-    rng = np.random.default_rng(6)
-    hardness = rng.normal(0, 0.2, 60)
-    ours, theirs = 0.62 + hardness + rng.normal(0, 0.02, 60), 0.60 + hardness + rng.normal(0, 0.02, 60)
-    paired = paired_difference(ours, theirs)
-    unpaired = paired_difference(ours, rng.permutation(theirs))
-    assert paired.mean == pytest.approx(unpaired.mean)
-    assert width(paired.interval) < 0.25 * width(unpaired.interval)
-    assert (paired.verdict, unpaired.verdict) == ("better", "no difference shown")
-
-
-@pytest.mark.parametrize(("shift", "verdict"), [(0.05, "better"), (-0.05, "worse"), (0.0, "no difference shown")])
-def test_verdict_follows_the_interval(shift: float, verdict: str) -> None:
-    rng = np.random.default_rng(7)
-    theirs = rng.random(100)
-    noise = rng.normal(0, 0.02, 100)
-    assert paired_difference(theirs + noise - noise.mean() + shift, theirs).verdict == verdict
-
-
-def test_an_interval_that_touches_zero_shows_no_difference() -> None:
-    assert Difference(0.1, Interval(0.0, 0.2), samples=50).verdict == "no difference shown"
-    assert Difference(-0.1, Interval(-0.2, 0.0), samples=50).verdict == "no difference shown"
-
-
-@pytest.mark.parametrize(("samples", "verdict"), [(5, "too few samples"), (6, "better")])
-def test_below_six_pairs_not_even_unanimity_is_evidence(samples: int, verdict: str) -> None:
-    assert paired_difference(np.linspace(0.5, 0.6, samples), np.zeros(samples)).verdict == verdict
-
-
-def test_one_sample_has_no_interval_and_no_verdict() -> None:
-    difference = paired_difference([0.9], [0.1])
-    assert (difference.interval, difference.verdict) == (None, "too few samples")
+def test_one_sample_has_no_interval() -> None:
     assert bootstrap_mean([0.9]) is None
     assert bootstrap_mean([]) is None
 
 
 def test_equal_values_give_an_interval_of_no_width() -> None:
     assert bootstrap_mean([0.25] * 10) == Interval(0.25, 0.25)
-    assert paired_difference([0.25] * 10, [0.25] * 10).verdict == "no difference shown"
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_values_that_are_no_numbers_are_refused_not_dropped(broken: float) -> None:
     with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite, the first at row 1"):
         bootstrap_mean([0.1, broken, 0.2])
-
-
-def test_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="same samples"):
-        paired_difference([0.1, 0.2, 0.3], [0.1, 0.2])
-    with pytest.raises(ValueError, match="at least one sample"):
-        paired_difference([], [])
 
 
 def test_level_outside_zero_to_one_is_refused() -> None:
@@ -157,9 +107,6 @@ def test_a_ratio_of_sums_is_redrawn_as_a_ratio_of_sums() -> None:
 
     interval = found(bootstrap(columns, f1))
     assert matched.sum() / gold.sum() in interval
-    difference = paired_difference(columns, columns * [0.9, 1, 1], statistic=f1)
-    assert difference.mean == pytest.approx(0.1 * matched.sum() / gold.sum())
-    assert difference.verdict == "better"
 
 
 @given(arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1)))
@@ -183,17 +130,6 @@ def test_a_corpus_f1_is_a_ratio_of_sums_and_not_a_mean_of_ratios() -> None:
     assert corpus_f1(np.zeros((2, 3))).tolist() == [0, 0]
 
 
-def test_paired_interval_of_a_corpus_f1_covers_the_true_difference() -> None:
-    rng, trials, covered = np.random.default_rng(6), 300, 0
-    many = (corpus(np.random.default_rng(7), 300_000, rate).mean(axis=0) for rate in (0.7, 0.6))
-    our_truth, their_truth = (float(corpus_f1(means)) for means in many)
-    for trial in range(trials):
-        ours, theirs = corpus(rng, 60, 0.7), corpus(rng, 60, 0.6)
-        found_difference = paired_difference(ours, theirs, statistic=corpus_f1, seed=trial, resamples=500)
-        covered += our_truth - their_truth in found(found_difference.interval)
-    assert 0.91 <= covered / trials <= 0.985
-
-
 def test_perplexity_is_of_the_corpus_and_each_domain_counts_the_same() -> None:
     samples = np.array([[2.0, 1, 0, 0], [2, 3, 0, 0], [0, 0, 60, 20]])  # nats and tokens of two domains
     one, other = np.exp(4 / 4), np.exp(60 / 20)
@@ -202,12 +138,3 @@ def test_perplexity_is_of_the_corpus_and_each_domain_counts_the_same() -> None:
     assert perplexity(samples[:2].mean(axis=0)) == pytest.approx(one), "a domain without tokens must not count"
     assert perplexity(np.zeros((2, 4))).tolist() == [1, 1]
     assert perplexity(np.stack([samples, samples]).mean(axis=1)).shape == (2,)
-
-
-@pytest.mark.parametrize(("higher_is_better", "verdict"), [(True, "better"), (False, "worse")])
-def test_which_way_is_better_turns_the_verdict_and_not_the_difference(higher_is_better: bool, verdict: str) -> None:
-    ours, theirs = np.linspace(2, 3, 20), np.linspace(1, 2, 20)
-    difference = paired_difference(ours, theirs, higher_is_better=higher_is_better)
-    assert difference.mean == pytest.approx(1)
-    assert difference.verdict == verdict
-    assert paired_difference(ours, ours, higher_is_better=higher_is_better).verdict == "no difference shown"

@@ -33,7 +33,8 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     write_model_lineage(run_dir, name)
     run = read_run(run_dir, identity=REPORT.identity, columns=[*REPORT.evidence, REPORT.score], trained=False)
-    return score_contender(REPORT, name, run, baseline=None)
+    assert run is not None
+    return score_contender(REPORT, name, [run], baseline=None)
 
 
 def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> None:
@@ -42,19 +43,19 @@ def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> Non
     refuse_different_samples([contender.run for contender in contenders if contender.run])
     comparison = compare(REPORT, contenders)
     words = [insight.words for insight in comparison.insights]
-    assert words[0].startswith("amr-ptr is better than amr-baseline by +")
-    assert words[1].startswith("amr-mtup is better than amr-baseline by +")
-    assert words[2].startswith("no difference shown between amr-mtup and amr-ptr")
+    assert words[0].startswith("the model of amr-ptr is better than that of amr-baseline by +")
+    assert words[1].startswith("the model of amr-mtup is better than that of amr-baseline by +")
+    assert words[2].startswith("no difference shown between the model of amr-mtup and that of amr-ptr")
     table = comparison_table(comparison)
     restored = [row.cells[[column.key for column in table.columns].index("smatch_f1_restored")] for row in table.rows]
-    assert restored == [None, None, contenders[2].value]
+    assert restored == [None, None, contenders[2].score.mean]
     assert "Smatch F1" in comparison_text(comparison, table)
-    assert render_page(comparison, table, task="amr", profile="tiny").count("<img") == 9
+    assert render_page(comparison, table, profile="tiny").count("<img") == 9
 
 
 def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:
     contender = evaluated(tmp_path, "a", "full", 10)
     assert contender.run is not None
-    assert contender.value == pytest.approx(contender.run.metrics["smatch_f1"], abs=1e-12)
-    assert contender.interval is not None
-    assert contender.interval.low == contender.run.metrics["smatch_f1_low"]
+    assert contender.score.mean == pytest.approx(contender.run.metrics["smatch_f1"], abs=1e-12)
+    assert contender.score.interval is not None
+    assert contender.score.interval.low == contender.run.metrics["smatch_f1_low"]

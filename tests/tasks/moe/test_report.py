@@ -4,9 +4,10 @@ from pathlib import Path
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
-from stages.kit.reporting.comparison import UNAVAILABLE, Contender, compare, score_contender
+from stages.kit.reporting.comparison import Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
+from stages.kit.reporting.task_report import UNAVAILABLE
 from stages.kit.reporting.texts import comparison_table, comparison_text
 from stages.tasks.moe.report import REPORT
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score, write_pictures
@@ -31,7 +32,8 @@ def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bo
     (run_dir / "metrics.json").write_text(json.dumps(figures), encoding="utf-8")
     write_model_lineage(run_dir, name)
     run = read_run(run_dir, identity=REPORT.identity, columns=REPORT.columns, trained=False)
-    return score_contender(REPORT, name, run, baseline=None)
+    assert run is not None
+    return score_contender(REPORT, name, [run], baseline=None)
 
 
 def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
@@ -42,14 +44,18 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     ]
     refuse_different_samples([contender.run for contender in contenders if contender.run])
     comparison = compare(REPORT, contenders)
-    assert comparison.answer.headline.startswith("moe-gate is best: perplexity 1.")
+    assert comparison.answer.headline.startswith("The model of moe-gate is best: perplexity 1.")
     words = {insight.topic: insight.words for insight in comparison.insights}
     home = "TruthfulQA's expert against QMSum's, on "
-    assert words[f"{home}TruthfulQA"].startswith("moe-expert-truthfulqa is better than moe-expert-qmsum by -")
-    assert words[f"{home}QMSum"].startswith("moe-expert-truthfulqa is worse than moe-expert-qmsum by +")
+    assert words[f"{home}TruthfulQA"].startswith(
+        "the model of moe-expert-truthfulqa is better than that of moe-expert-qmsum by -"
+    )
+    assert words[f"{home}QMSum"].startswith(
+        "the model of moe-expert-truthfulqa is worse than that of moe-expert-qmsum by +"
+    )
     away = "The gated mixture against TruthfulQA's expert, on "
-    assert words[f"{away}TruthfulQA"].startswith("moe-gate is worse than ")
-    assert words[f"{away}QMSum"].startswith("moe-gate is better than ")
+    assert words[f"{away}TruthfulQA"].startswith("the model of moe-gate is worse than ")
+    assert words[f"{away}QMSum"].startswith("the model of moe-gate is better than ")
     table = comparison_table(comparison)
     headings = [column.heading for column in table.columns]
     assert headings[2:6] == ["TruthfulQA perplexity", "95% interval", "QMSum perplexity", "95% interval"]
@@ -59,6 +65,6 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     assert metrics.UNAVAILABLE == UNAVAILABLE
     assert text.count(UNAVAILABLE) == 3
     assert "moe-expert-truthfulqa" in text
-    page = render_page(comparison, table, task="moe", profile="tiny")
+    page = render_page(comparison, table, profile="tiny")
     assert page.count("<img") == 9
     assert "Left of the dashed line" in page
