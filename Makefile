@@ -7,8 +7,10 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, lm-eval.
 EXTRAS ?=
-# What demo, report and repeat are of: detection, amr or moe.
+# What demo, compare, report and repeat are of: detection, amr or moe.
 TASK ?= detection
+# What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
+EXPERIMENTS ?=
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
 # Passed on to pytest, or to what measures on a GPU: make test ARGS="-k lineage -x"
@@ -87,6 +89,10 @@ verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it
 .PHONY: experiments
 experiments: ## Show the experiments: what each changed, and what came of it
 	@$(python) -m tools.experiments
+
+.PHONY: compare
+compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two": of these)
+	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS)
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe)

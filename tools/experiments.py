@@ -9,28 +9,19 @@ DVC's own table has a column for every figure of every recipe that differs anywh
 
 from __future__ import annotations
 
-import csv
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 
 import click
 
-from stages.core.errors import UserError
+from tools.compare.experiments import experiment_rows
 
-HIDDEN = r"^(data|stages)/.*|^(docker|params\.yaml)$|.*_(low|high)$"
-"""Columns left out: digests of files, and the ends of intervals."""
 ABOUT = ("Experiment", "rev", "typ", "Created", "parent", "State", "Executor")
 """DVC's columns about a row itself."""
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    asked = [sys.executable, "-m", "dvc", "exp", "show", "--csv", "--drop", HIDDEN]
-    shown = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if shown.returncode != 0:
-        raise UserError(f"dvc cannot show its experiments: {shown.stderr.strip()}")
-    for line in experiment_lines(csv.DictReader(shown.stdout.splitlines())):
+    for line in experiment_lines(experiment_rows()):
         click.echo(line)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tools import experiments
-from tools.experiments import HIDDEN, experiment_lines
+from tools.compare.experiments import HIDDEN
+from tools.experiments import experiment_lines
 
 SHOWN = """\
 Experiment,rev,typ,Created,State,best,r1.mean_iou,r2.mean_iou,recipes.r1.lora.rank,recipes.r1.max_steps

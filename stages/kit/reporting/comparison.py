@@ -108,6 +108,8 @@ class Comparison:
     insights: tuple[Insight, ...]
     over_seeds: bool
     """Whether recipes are compared, and not one model of each."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know of where the runs come from."""
 
     @property
     def evaluated(self) -> tuple[Contender, ...]:

@@ -64,9 +64,9 @@ def design_words(comparison: Comparison) -> list[str]:
         lines.append(
             "Each recipe was trained once: this compares these models, not the recipes, which give other models under "
             f"other seeds. For the recipes: dvc exp run --queue -S 'seed=42,43,44' compare@{comparison.report.task}, "
-            f"then dvc queue start, then make seeds TASK={comparison.report.task}"
+            f"then dvc queue start, then make compare TASK={comparison.report.task}"
         )
-    return lines
+    return [*lines, *comparison.notes]
 
 
 def _seeds_needed(insight: Insight) -> str:

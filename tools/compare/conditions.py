@@ -1,0 +1,86 @@
+"""Differences between experiments in settings, data, code and packages, as DVC and the launcher recorded them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from stages.core.provenance import provenance_of_run, records_dir
+from tools.compare.experiments import Experiment
+
+AXES = {"seed": ("seed", "recipes.*.seed")}
+"""By name, the settings in which experiments may differ."""
+_SOURCES = ("base", "prepare", "mix")
+"""Stages whose outputs come from outside too."""
+
+
+def differences(experiments: Sequence[Experiment], task: str, axis: str) -> dict[str, dict[str, list[str]]]:
+    """What is not the same in all of them, the axis left out: by fact, the experiments' names by its value.
+
+    A recipe that an experiment does not have is no difference.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for experiment in experiments:
+        for fact, value in conditions(experiment, task).items():
+            setting = fact.partition(": ")[2]
+            if not any(fnmatchcase(setting, allowed) for allowed in AXES[axis]):
+                found.setdefault(fact, {}).setdefault(value, []).append(experiment.name)
+    return {fact: by_value for fact, by_value in found.items() if len(by_value) > 1}
+
+
+def conditions(experiment: Experiment, task: str) -> dict[str, str]:
+    """Of every stage that the cards of a task come from: `STAGE: SETTING`, and the digest by path of what no stage
+    made (code, and data from outside), and the version of each package."""
+    facts = {}
+    for stage in sorted(_stages(experiment, task)):
+        entry = experiment.lock[stage]
+        for settings in entry.get("params", {}).values():
+            facts.update({f"{stage}: {path}": value for path, value in _flat(settings)})
+        made = {path for other in experiment.lock.values() for path in _digests(other.get("outs", []))}
+        facts |= {path: digest for path, digest in _digests(entry.get("deps", [])).items() if not _maker(path, made)}
+        if stage.partition("@")[0] in _SOURCES:
+            facts.update(_digests(entry.get("outs", [])))
+    return {fact: value for fact, value in facts.items() if "provenance/" not in fact} | _packages(experiment, task)
+
+
+def _stages(experiment: Experiment, task: str) -> set[str]:
+    """Those that evaluated, and all that came before; but not `check`, which reads every setting there is."""
+    makers = {path: stage for stage, entry in experiment.lock.items() for path in _digests(entry.get("outs", []))}
+    names = experiment.evaluated(task)
+    waiting = [f"{kind}@{name}" for name in names for kind in ("evaluate", "baseline")]
+    seen: set[str] = set()
+    while waiting:
+        stage = waiting.pop()
+        if stage in seen or stage == "check" or stage not in experiment.lock:
+            continue
+        seen.add(stage)
+        made = (_maker(path, makers) for path in _digests(experiment.lock[stage].get("deps", [])))
+        waiting += [makers[path] for path in made if path]
+    return seen
+
+
+def _maker(path: str, made: Mapping[str, Any] | set[str]) -> str | None:
+    """Which of the outputs a path is, or lies in; None for what no stage made."""
+    return next((out for out in made if path == out or path.startswith(f"{out}/")), None)
+
+
+def _digests(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return {entry["path"]: str(entry.get("md5") or entry.get("hash")) for entry in entries}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
+
+
+def _packages(experiment: Experiment, task: str) -> dict[str, str]:
+    """Version of each package that the stages could import, as far as they left records."""
+    folder = records_dir(experiment.data_dir, task)
+    records = [record for name in experiment.evaluated(task) for record in provenance_of_run(folder, name)]
+    machines = [record.machine for record in records if record.machine]
+    return {f"package {name}": version for machine in machines for name, version in machine.packages.items()}
