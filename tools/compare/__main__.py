@@ -58,17 +58,17 @@ def compare_experiments(params: Params, task: str, names: Sequence[str], *, cons
             found = [each for each in found if each.name not in left_out]
             left_out |= _of_other_conditions(found, task)
             found = [each for each in found if each.name not in left_out]
-        left = _listed(left_out)
+        left = f"left out: {_listed(left_out)}" if left_out else "none left out"
         if not found:
-            raise UserError(f"no experiment has a model of task {task}{left}; run: dvc repro compare@{task}")
+            raise UserError(f"no experiment has a model of task {task} ({left}); run: dvc repro compare@{task}")
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
         comparison = compare(report, contenders)
         if not comparison.over_seeds:
             raise UserError(
-                f"only one seed was run, in {', '.join(each.name for each in found)}{left}; run more with: "
+                f"only one seed was run, in {', '.join(each.name for each in found)} ({left}); run more with: "
                 f"dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start"
             )
-        notes = [_seeds(comparison, found), *([f"{left.removeprefix('; ').capitalize()}."] if left else [])]
+        notes = [_seeds(comparison, found), *([f"L{left[1:]}."] if left_out else [])]
         notes += _missing(found, task, [each.name for each in contenders if each.runs])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
@@ -115,7 +115,7 @@ def _missing(experiments: Sequence[Experiment], task: str, names: Sequence[str])
 
 
 def _listed(left_out: Mapping[str, str]) -> str:
-    return "; left out: " + ", ".join(f"{name} ({why})" for name, why in left_out.items()) if left_out else ""
+    return ", ".join(f"{name} ({why})" for name, why in left_out.items())
 
 
 def _shortened(facts: Sequence[str]) -> str:
