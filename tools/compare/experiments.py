@@ -68,13 +68,15 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
         return Experiment(name=name, data_dir=Path("data"), lock=read_lock(Path("dvc.lock")))
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
-    from dvc.scm import SCMError
+    from dvc.repo import Repo
+    from dvc.scm import SCMError, resolve_rev
 
     data_dir = folder / name / "data"
     needed = [cards_dir(Path("data"), task), records_dir(Path("data"), task)]
     needed.append(stage_memory_path(Path("data"), task, name="any", stage="any").parent.parent)
     try:
-        files = DVCFileSystem(rev=revision)
+        with Repo() as repo:
+            files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
         lock = YAML(typ="safe").load(files.read_text("dvc.lock"))["stages"] if files.exists("dvc.lock") else {}
         for path in needed:
             if files.exists(path.as_posix()):
