@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
+from stages.kit.training.collators import IGNORED
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import TARGET
 from tests.tiny import SMALLEST
 from tools.tiny_bases.architecture import build_tiny_qwen2_vl
 from tools.tiny_bases.detection import Settings, prepare
-from tools.tiny_bases.pointing import IGNORED, grid_targets
+from tools.tiny_bases.pointing import grid_targets
 from tools.tiny_bases.scenes import coordinate_digits, corpus, make_batch, make_example, merge_order, question
 
 

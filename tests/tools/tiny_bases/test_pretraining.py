@@ -104,7 +104,7 @@ def test_nothing_is_written_of_a_training_that_fails(built, tmp_path: Path) -> N
     (tmp_path / "base").mkdir()
     (tmp_path / "base/old").touch()
     with pytest.raises(KeyboardInterrupt):
-        pretrain(SETTINGS, tmp_path / "base", *built, iter([1.0]), measure=measure, card="moe.md")
+        pretrain(SETTINGS, tmp_path / "base", built[0], built[1], iter([1.0]), measure=measure, card="moe.md")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["base", "base/old"]
 
 
