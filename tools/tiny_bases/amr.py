@@ -11,32 +11,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-import click
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from stages.core.logs import configure_logging
 from stages.kit.data.conversation import Conversation
 from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2
 from tools.tiny_bases.exercises import FULL_LENGTH_FROM, corpus, exercise
-from tools.tiny_bases.pretraining import Settings, options, pretrain, share_right, train_on_answers
+from tools.tiny_bases.pretraining import Settings, command, share_right, train_on_answers
 
 SETTINGS = Settings(steps=2000, batch_size=32)
 GEOMETRY = Geometry(
     vocab_size=1280, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_key_value_heads=2
 )
 """1 million weights."""
-HELD_OUT_SEED, MEASURED = 2_000_003, 256
-"""The exercises that figures are measured on, and how many of them."""
-
-
-@click.command(help=__doc__)
-@options(SETTINGS)
-def main(out_dir: Path, settings: Settings) -> None:
-    configure_logging("pretrain")
-    pretrain(settings, out_dir, *prepare(settings), measure=partial(measure, count=MEASURED), card="amr.md")
+HELD_OUT_SEED = 2_000_003
+"""Of the exercises that figures are measured on."""
 
 
 def prepare(settings: Settings) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, Iterator[float]]:
@@ -50,7 +39,7 @@ def prepare(settings: Settings) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, Itera
     return model, tokenizer, train_on_answers(model, tokenizer, settings, batch_of)
 
 
-def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, count: int) -> dict[str, float]:
+def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, count: int = 256) -> dict[str, float]:
     """By kind, the share of `count` held-out exercises that are answered letter by letter.
 
     Writing a sentence has no right answer and is left out.
@@ -63,6 +52,8 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, count: int) -> d
     ]
     return dict(sorted(share_right(model, tokenizer, exercises, max_new_tokens=128).items()))
 
+
+main = command(__doc__, SETTINGS, prepare, measure, card="amr.md")
 
 if __name__ == "__main__":
     main()

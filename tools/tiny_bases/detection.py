@@ -11,13 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import click
 import torch
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
-from stages.core.logs import configure_logging
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.tasks.detection.samples.boxes import decode_boxes
@@ -40,8 +37,8 @@ GEOMETRY = Geometry(
     pixels=(112 * 112, 224 * 224),
 )
 """2.9 million weights."""
-HELD_OUT_SEED, MEASURED = 2_000_003, 128
-"""The scenes that figures are measured on, used neither in training nor to set how hard packages are; how many."""
+HELD_OUT_SEED = 2_000_003
+"""Of the scenes that figures are measured on, used neither in training nor to set how hard packages are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +50,6 @@ class Settings(pretraining.Settings):
 
 
 SETTINGS = Settings()
-
-
-@click.command(help=__doc__)
-@pretraining.options(SETTINGS)
-def main(out_dir: Path, settings: Settings) -> None:
-    configure_logging("pretrain")
-    pretraining.pretrain(settings, out_dir, *prepare(settings), measure=measure_both, card="detection.md")
 
 
 def prepare(settings: Settings) -> tuple[Qwen2VLForConditionalGeneration, Qwen2VLProcessor, Iterator[float]]:
@@ -86,13 +76,13 @@ def train(model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, s
 
 def measure_both(model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor) -> dict[str, dict[str, float]]:
     return {
-        "own scenes": measure(model, processor, ("objects",), MEASURED),
-        "nutrition tables": measure(model, processor, ("front", "back"), MEASURED),
+        "own scenes": measure(model, processor, ("objects",)),
+        "nutrition tables": measure(model, processor, ("front", "back")),
     }
 
 
 def measure(
-    model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, kinds: tuple[Kind, ...], count: int
+    model: Qwen2VLForConditionalGeneration, processor: Qwen2VLProcessor, kinds: tuple[Kind, ...], count: int = 128
 ) -> dict[str, float]:
     """Asks for one category of each of `count` held-out scenes; the first box answered counts, none is IoU 0."""
     scenes = [draw_scene(kinds[index % len(kinds)], HELD_OUT_SEED, index) for index in range(count)]
@@ -116,6 +106,8 @@ def measure(
         "detection_rate": round(sum(decode_boxes(answer).valid for answer in answers) / count, 4),
     }
 
+
+main = pretraining.command(__doc__, SETTINGS, prepare, measure_both, card="detection.md")
 
 if __name__ == "__main__":
     main()

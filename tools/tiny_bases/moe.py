@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
-import click
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from stages.core.logs import configure_logging
 from stages.tasks.moe.samples.questions import conversation
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.sources.generated import UNINFORMED, generate
 from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2
-from tools.tiny_bases.pretraining import Settings, options, pretrain, share_right, train_on_answers
+from tools.tiny_bases.pretraining import Settings, command, share_right, train_on_answers
 
 SETTINGS = Settings(steps=300, batch_size=32)
 GEOMETRY = Geometry(
@@ -30,13 +27,6 @@ GEOMETRY = Geometry(
 SEED, HELD_OUT_SEED = 1_000_003, 2_000_003
 QUESTIONS, MEASURED = 4000, 128
 """Questions of each domain to train on, and held-out ones to measure by."""
-
-
-@click.command(help=__doc__)
-@options(SETTINGS)
-def main(out_dir: Path, settings: Settings) -> None:
-    configure_logging("pretrain")
-    pretrain(settings, out_dir, *prepare(settings), measure=measure, card="moe.md")
 
 
 def prepare(settings: Settings) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, Iterator[float]]:
@@ -61,6 +51,8 @@ def uninformed(count: int, seed: int) -> list[Record]:
     """So many questions of each domain, with answers that are wrong."""
     return [record for domain in DOMAINS for record in generate(domain, count, seed, knowledge=UNINFORMED[domain])]
 
+
+main = command(__doc__, SETTINGS, prepare, measure, card="moe.md")
 
 if __name__ == "__main__":
     main()

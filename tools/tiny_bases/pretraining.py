@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from stages.core.logs import configure_logging
 from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
-from stages.kit.models.processors import Processor
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything
 from tools.tiny_bases.architecture import save_model
@@ -32,8 +32,6 @@ log = logging.getLogger("stages")
 FIRST_STEPS = 20
 """How many losses are recorded."""
 STEPS_A_LINE = 25
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +46,6 @@ class Settings:
     warmup_steps: int = 50
     threads: int = 2
     """The order of floating-point sums depends on it, and so the weights do."""
-
-
-def options(defaults: Settings) -> Callable[[Command], Command]:
-    """Gives a command the options --out and --steps, as `out_dir` and as `settings` with so many steps."""
-    out = click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
-    steps = click.option(
-        *("--steps", "settings"),
-        default=defaults.steps,
-        type=click.IntRange(min=1),
-        show_default=True,
-        callback=lambda _context, _option, number: replace(defaults, steps=number),
-    )
-    return lambda command: out(steps(command))
 
 
 def begin(model: nn.Module, settings: Settings) -> None:
@@ -82,6 +67,8 @@ def train_steps(
     losses: the loss to minimise in a step, counted from 0, and the one to yield; both scalars.
     auxiliary: weights that are trained beside the model's own.
     """
+    log.info("%s weights", f"{sum(parameter.numel() for parameter in model.parameters()):,}")
+    started, seen = time.monotonic(), []
     beside = list(auxiliary)
     optimizers = make_optimizers(model, settings, beside)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate_factor(step, settings)) for o in optimizers]
@@ -93,7 +80,15 @@ def train_steps(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        yield yielded.item()
+        seen.append(yielded.item())
+        yield seen[-1]
+        if len(seen) % STEPS_A_LINE == 0:
+            rate = len(seen) / (time.monotonic() - started)
+            log.info("step %d/%d  loss %.4f  %.2f steps/s", step + 1, settings.steps, last_mean(seen), rate)
+
+
+def last_mean(losses: Sequence[float]) -> float:
+    return fmean(losses[-STEPS_A_LINE:])
 
 
 def make_optimizers(
@@ -156,46 +151,47 @@ def share_right(
     return {kind: round(sum(values) / len(values), 4) for kind, values in right.items()}
 
 
-def pretrain(
+def command(
+    help_text: str | None,
     settings: Settings,
-    out_dir: Path,
-    model: PreTrainedModel,
-    processor: Processor,
-    losses: Iterator[float],
-    *,
+    prepare: Callable[[Any], tuple[Any, Any, Iterator[float]]],
     measure: Callable[[Any, Any], dict[str, Any]],
+    *,
     card: str,
-) -> None:
+) -> click.Command:
     """Trains, and writes a plain Hugging Face folder with bfloat16 weights, pretraining.json and README.md.
 
-    losses: trains `model` a step each time one is taken.
+    prepare: the model, its processor, and its training, which takes a step each time a loss is taken.
     measure: figures from the written model, whose weights are rounded to bfloat16, and the processor.
     card: as for `model_card`.
     """
-    log.info("%s weights", f"{sum(parameter.numel() for parameter in model.parameters()):,}")
-    started = time.monotonic()
-    seen: list[float] = []
-    for step, loss in enumerate(losses, start=1):
-        seen.append(loss)
-        if step % STEPS_A_LINE == 0:
-            rate = step / (time.monotonic() - started)
-            log.info("step %d/%d  loss %.4f  %.2f steps/s", step, settings.steps, fmean(seen[-STEPS_A_LINE:]), rate)
-    seconds = time.monotonic() - started
-    with published(out_dir) as folder:
-        save_model(model, processor, folder)
-        figures = measure(type(model).from_pretrained(folder, dtype=torch.float32), processor)
-        record = {
-            "settings": asdict(settings),
-            "first_losses": [round(loss, 4) for loss in seen[:FIRST_STEPS]],
-            "final_loss": round(fmean(seen[-STEPS_A_LINE:]), 4),
-            "seconds": round(seconds),
-            "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-            "figures": figures,
-            "model_sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
-        }
-        (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(model_card(card, record), encoding="utf-8")
-    log.info("wrote %s: %s", out_dir, figures)
+
+    @click.command(help=help_text)
+    @click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
+    @click.option("--steps", default=settings.steps, type=click.IntRange(min=1), show_default=True)
+    def main(out_dir: Path, steps: int) -> None:
+        configure_logging("pretrain")
+        chosen = replace(settings, steps=steps)
+        model, processor, losses = prepare(chosen)
+        started = time.monotonic()
+        seen = list(losses)
+        seconds = time.monotonic() - started
+        with published(out_dir) as folder:
+            save_model(model, processor, folder)
+            record = {
+                "settings": asdict(chosen),
+                "first_losses": [round(loss, 4) for loss in seen[:FIRST_STEPS]],
+                "final_loss": round(last_mean(seen), 4),
+                "seconds": round(seconds),
+                "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+                "figures": measure(type(model).from_pretrained(folder, dtype=torch.float32), processor),
+                "model_sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
+            }
+            (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            (folder / "README.md").write_text(model_card(card, record), encoding="utf-8")
+        log.info("wrote %s: %s", out_dir, record["figures"])
+
+    return main
 
 
 def model_card(template: str, record: Mapping[str, Any]) -> str:
