@@ -25,7 +25,6 @@ from tests.test_stages import done, write_params
 from tests.tiny import tiny_text_model
 from tools.lm_eval import __main__ as harness
 from tools.lm_eval import scoring as kit_harness
-from tools.lm_eval.__main__ import scores_table
 from tools.lm_eval.scoring import Figure, Score
 
 RUN = "base-moe"
@@ -238,14 +237,3 @@ def test_a_model_that_is_not_what_was_recorded_is_refused(workspace: Path, said_
     path.write_text(f"{path.read_text()} ")
     assert "rebuild it with: dvc repro -f -s base@moe" in refused()
     assert "no recipe or baseline is called 'base-mo'" in refused("base-mo")
-
-
-def test_a_figure_without_a_counterpart_has_no_difference() -> None:
-    figures = [Figure(heading=name, documents="d", task="t", metric="m", ours=name) for name in ("a", "", "b")]
-    scores = [Score(value=value, stderr=0.1) for value in (0.5, 0.5, None)]
-    table = scores_table(figures, scores, {"a": 0.75, "b": 0.5})
-    assert [row.cells[1:] for row in table.rows] == [
-        (0.5, 0.1, 0.75, -0.25),
-        (0.5, 0.1, None, None),
-        (None, 0.1, 0.5, None),
-    ]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from stages.tasks.amr.samples.targets import SEPARATOR
 from tests import ROOT
-from tools.tiny_bases.exercises import FULL_LENGTH_FROM, KINDS, LONGEST, SHORTEST, TREE_STYLES, exercise
+from tools.tiny_bases.exercises import FULL_LENGTH_FROM, KINDS, TREE_STYLES, exercise
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data/tiny/qwen2", local_files_only=True)
 
@@ -41,14 +41,6 @@ def test_no_exercise_shows_a_sentence_with_brackets_or_an_instruction_of_the_tas
         assert kind in ("nest", "formula") or "(" not in answer
         assert kind not in ("nest", "formula") or not question.endswith((" .", " ?", " !"))
     assert kinds == set(KINDS)
-
-
-def test_exercises_grow_longer():
-    def longest(first: int) -> int:
-        return max(len(answer.split()) for kind, _, answer in shown(0, first, 400) if kind == "join")
-
-    assert longest(0) == SHORTEST
-    assert longest(FULL_LENGTH_FROM) == LONGEST
 
 
 def test_answers_are_right():

@@ -12,7 +12,7 @@ from tests.tiny import SMALLEST
 from tools.tiny_bases.architecture import build_tiny_qwen2_vl
 from tools.tiny_bases.detection import Settings, prepare
 from tools.tiny_bases.pointing import grid_targets
-from tools.tiny_bases.scenes import coordinate_digits, corpus, make_batch, make_example, merge_order, question
+from tools.tiny_bases.scenes import corpus, make_example, merge_order, question
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,8 @@ def test_training_leaves_no_hook_behind():
 
 
 def test_examples_ask_for_all_that_a_scene_shows():
-    for index, objects in itertools.product(range(30), (1, 2, 3)):
+    asked = set()
+    for index, objects in itertools.product(range(150), (1, 2, 3)):
         example = make_example(0, index, objects)
         turns = [message["content"][-1]["text"] for message in example.conversation.messages]
         boxes = [box for answer in turns[1::2] for box in decode_boxes(answer).boxes]
@@ -37,12 +38,8 @@ def test_examples_ask_for_all_that_a_scene_shows():
         for box, truth in zip(boxes, expected, strict=True):
             assert box == pytest.approx(truth, abs=0.001)
         assert TARGET not in example.scene.categories
-
-
-def test_any_name_is_learnt_to_be_copied_the_tables_among_them():
-    asked = {make_example(0, index, 1).conversation.messages[0]["content"][-1]["text"] for index in range(150)}
-    assert question(TARGET) == "Detect the bounding box of the nutrition table."
-    assert question(TARGET) in asked
+        asked.add(turns[0])
+    assert question(TARGET) in asked, "any name is copied, that of tables among them"
 
 
 def test_grid_targets_say_where_edges_fall():
@@ -68,29 +65,3 @@ def test_merge_order_is_the_order_of_the_image_processor(processor):
     processed = processor.image_processor(picture.numpy(), return_tensors="pt", do_resize=False)
     order = processed["pixel_values"].mean(dim=1).argsort().argsort()  # the rank of each grey is its number
     assert torch.equal(order, merge_order(rows, columns))
-
-
-def test_attention_is_sent_to_the_cells_on_the_edge_that_is_written(processor):
-    inputs, targets = make_batch(processor, seed=0, step=2, batch_size=3)
-    tokenizer = processor.tokenizer
-    cells_before = 0
-    for row in range(3):
-        ids = inputs["input_ids"][row]
-        rows, columns = (int(side) // 2 for side in inputs["image_grid_thw"][row, 1:])
-        first_cell = int((ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).nonzero()[0])
-        found = list(coordinate_digits(tokenizer, ids.tolist(), inputs["labels"][row].tolist()))
-        of_row = (targets.look_row == row).nonzero().flatten().tolist()
-        assert [query for query, _, _ in found] == targets.look_query[of_row].tolist()
-        for index, (query, _, edge) in zip(of_row, found, strict=True):
-            written = ""
-            while (token := tokenizer.decode(ids[query + 1 + len(written)])).isdigit():
-                written += token
-            if tokenizer.decode(ids[query]).isdigit():  # the coordinate's second digit
-                continue
-            cells = targets.look_allowed[index].nonzero().flatten() - first_cell
-            at = int(written) / 1000 * (columns if edge % 2 == 0 else rows)
-            places = cells % columns if edge % 2 == 0 else cells // columns
-            assert len(cells) > 0
-            assert ((places - 0.1 <= at) & (at <= places + 1.1)).all()
-        cells_before += rows * columns
-    assert cells_before == len(targets.cells.category)
