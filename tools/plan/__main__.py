@@ -59,9 +59,7 @@ def gpu_size(value: float | str) -> float:
 @click.command(help=__doc__)
 @click.argument("recipe", required=False)
 @click.option("--profile", help="A profile of params.yaml.  [default: the active one]")
-@click.option(
-    "--gpu-gb", "asked", type=gpu_sizes, metavar="SIZES", multiple=True, help="Another GPU size in GB, e.g. 24."
-)
+@click.option("--gpu-gb", "asked", type=gpu_sizes, metavar="SIZES", multiple=True, help="Size of another GPU, in GB.")
 @click.option("--all", "compare_sizes", is_flag=True, help="Every recipe, or the one given, on GPUs of several sizes.")
 @click.option("--exact", is_flag=True, help="Look at every layer of the model, not at a few: takes longer.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
