@@ -8,10 +8,26 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2Tokenizer
 
 from stages.kit.data.conversation import Conversation
-from tools.tiny_bases.architecture import CHAT_TEMPLATE, SMALLEST, build_tiny_qwen2_vl, save_model, train_tokenizer
+from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2_vl, save_model, train_tokenizer
 
 QUESTION = "Detect the bounding box of the nutrition table."
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>"
+
+SMALLEST = Geometry(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=2,
+    num_key_value_heads=2,
+    vision={"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2},
+    pixels=(56 * 56, 112 * 112),
+)
+"""A Qwen2-VL of about 0.25 million weights, 16 visual tokens a picture."""
+SMALLEST_TEXT = Geometry(
+    vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_key_value_heads=1
+)
+"""A Qwen2 of 40 thousand weights."""
 
 
 def tiny_text_model(
@@ -19,7 +35,6 @@ def tiny_text_model(
 ) -> tuple[Qwen2ForCausalLM | Qwen2MoeForCausalLM, Qwen2Tokenizer]:
     """A Qwen2 of random weights in `eval` mode, or a Qwen2Moe with so many experts, two of them for each token."""
     tokenizer = train_tokenizer(corpus, 320)
-    tokenizer.chat_template = CHAT_TEMPLATE
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,

@@ -73,7 +73,7 @@ def predict_memory(
     if memory_gb is not None:
         refuse_cpu(params)
     size = params.active.device.memory_gb if memory_gb is None else gpu_size(memory_gb)
-    return Previews(params=params, in_file=in_file.profile, exact=exact).recipe_memory(recipe, size)
+    return Previews(params, in_file=in_file.profile, exact=exact).recipe_memory(recipe, size)
 
 
 def read_run(name: str) -> Run:

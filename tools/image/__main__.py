@@ -1,4 +1,4 @@
-"""Makes the images that stages run in: `make image`, `make wheelhouse` and `make base-image` end here.
+"""Makes the images that stages run in: behind `make image`, `make wheelhouse` and `make base-image`.
 
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
 network in the build only for cuda: its compiler is Debian's, and flash-attn's build wants one.
@@ -26,11 +26,7 @@ from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_di
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 
 MACHINES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
-"""What engines and operating systems call them, to what wheels do."""
-
-DEBIAN_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-
-
+"""Names that engines and operating systems give a machine, to those of wheels."""
 BUILD_ENVIRONMENT = {
     "DOCKER_BUILDKIT": "1",
     # A signed statement of when and where an image was built would make each build another image.
@@ -38,20 +34,21 @@ BUILD_ENVIRONMENT = {
 }
 
 
-def known_machine(name: str) -> str:
-    """x86_64 or aarch64. Raises UserError for what the locks have no wheels for."""
+def known_machine(client: Client | None) -> str:
+    """The machine of an engine's containers, or this one: x86_64 or aarch64.
+
+    Raises UserError where the engine does not answer, or where the locks have no wheels for its machine.
+    """
+    if client is None:
+        name = platform.machine()
+    elif problem := client.problem():
+        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
+    else:
+        question = ("info", "{{.Host.Arch}}") if client.is_podman else ("version", "{{.Server.Arch}}")
+        name = client.ask(question[0], "--format", question[1]).stdout.strip()
     if name.lower() not in MACHINES:
         raise UserError(f"containers run on {name} here; the locked packages are published for x86_64 and aarch64")
     return MACHINES[name.lower()]
-
-
-def machine_of(client: Client) -> str:
-    """What its containers run on: x86_64 or aarch64. Raises UserError where it does not answer."""
-    if problem := client.problem():
-        raise UserError(f"{client.program} does not answer: {problem}. Start it, or name another: ENGINE=podman")
-    if client.is_podman:
-        return known_machine(client.ask("info", "--format", "{{.Host.Arch}}").stdout.strip())
-    return known_machine(client.ask("version", "--format", "{{.Server.Arch}}").stdout.strip())
 
 
 def find_client(program: str | None) -> Client:
@@ -66,10 +63,9 @@ def find_client(program: str | None) -> Client:
 
 
 def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
-    """The client to build with, of those of that name on the PATH, and its command for it.
+    """The client to build with, of those of that name on the PATH, and its command. Raises UserError without one.
 
-    docker's client builds by itself before version 23, and with its plugin buildx since. Raises UserError where none
-    of them does.
+    docker's client builds by itself before version 23, and with its plugin buildx since.
     """
     if client.is_podman:
         return client, ("build", "--timestamp", SOURCE_DATE_EPOCH, "--pull=never")
@@ -112,28 +108,24 @@ def build_wheelhouse(target: str, pins: Pins, base: Base, machine: str) -> None:
     """Make the wheelhouse of `target`'s image on `base`."""
     folder = wheelhouse_dir(target)
     names = [target, "installer", *(["flash-attn"] if images.has_flash_attn(target, pins, base) else [])]
+    locks = [WORKSPACE_DIR / f"docker/{name}.lock" for name in names]
     wheel_platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=machine)
-    made = make_wheelhouse(
-        folder,
-        [WORKSPACE_DIR / f"docker/{name}.lock" for name in names],
-        images.cpu_torch(WORKSPACE_DIR) if target == "cpu" else None,
-        wheel_platform,
-    )
-    files = [path.stat().st_size for path in folder.iterdir()]
+    cpu_torch = images.cpu_torch(WORKSPACE_DIR) if target == "cpu" else None
+    made = make_wheelhouse(folder, locks, cpu_torch, wheel_platform)
+    sizes = [path.stat().st_size for path in folder.iterdir()]
     say(
-        f"the wheelhouse of {target}, {len(files)} files, {sum(files) / 1e9:.1f} GB, for Python "
+        f"the wheelhouse of {target}, {len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, for Python "
         f"{wheel_platform.python_minor} on {machine}, {'is complete' if made else 'was complete already'}"
     )
 
 
 def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[str]:
-    """What the build of `target`'s image on `base` is told: the pins, and what is written on the image."""
-    flash_attn = images.has_flash_attn(target, pins, base)
+    """Options of the build of `target`'s image on `base`: the pins, and the image's labels."""
     reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
     arguments = {
         "PYTHON_IMAGE": base.reference,
         "CUDA_DEVEL_IMAGE": pins.cuda_devel,
-        "FLASH_ATTN": str(int(flash_attn)),
+        "FLASH_ATTN": str(int(images.has_flash_attn(target, pins, base))),
         "MAX_JOBS": str(max_jobs),
         "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH,
     }
@@ -172,7 +164,7 @@ target_option = click.option(
 def image(engine: str | None, target: str, max_jobs: int) -> None:
     """Build the image of this tree, unless it is built already."""
     client = find_client(engine)
-    machine = machine_of(client)
+    machine = known_machine(client)
     for reference in images.image_references(WORKSPACE_DIR, target):
         if client.image_id(reference):
             say(f"{reference} is built already")
@@ -199,11 +191,11 @@ def wheelhouse(engine: str | None, target: str) -> None:
     pins = images.read_pins(WORKSPACE_DIR)
     try:
         client = find_client(engine)
-        machine, base = machine_of(client), choose_base(client, pins)
+        machine, base = known_machine(client), choose_base(client, pins)
     except UserError as error:
         if engine:
             raise
-        machine, base = known_machine(platform.machine()), pins.python
+        machine, base = known_machine(None), pins.python
         say(f"choosing wheels for {base.title}, as there is no engine to ask: {error.message}")
     build_wheelhouse(target, pins, base, machine)
 
@@ -220,10 +212,11 @@ def base_image(engine: str | None) -> None:
             "mmdebstrap is not installed (Debian, Ubuntu: apt install mmdebstrap). It needs root or unprivileged user "
             f"namespaces, and a mirror of Debian {suite}"
         )
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}[known_machine(client)]
     with tempfile.TemporaryDirectory() as work_dir:
         root_path = Path(work_dir, "root.tar")
         command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.debian_packages)}"]
-        command += [f"--architectures={DEBIAN_MACHINES[machine_of(client)]}", suite, str(root_path)]
+        command += [f"--architectures={architecture}", suite, str(root_path)]
         say(" ".join(command))
         if subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, check=False).returncode:
             raise UserError("mmdebstrap failed, for the reason above. It needs root or unprivileged user namespaces")

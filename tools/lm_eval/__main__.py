@@ -1,17 +1,16 @@
 """Let EleutherAI's lm-evaluation-harness score a model too, and show its figures beside those of `evaluate`.
 
-Reads   the model that `evaluate` scores and its certificate, the prepared data; what `evaluate` found, if it has run
+Reads   the model that `evaluate` scores and its certificate, the prepared data; metrics.json, if `evaluate` has run
 Writes  data/runs/RUN/lm_eval/: results.json, and the questions as the harness reads them
 Run     make lm-eval RUN=moe-finetune
         make lm-eval RUN=base-dense
 
-No stage of the pipeline: nothing depends on it. Needs lm-eval (make setup EXTRAS=lm-eval), and no network.
+It is no stage of the pipeline: nothing depends on it. Needs lm-eval (make setup EXTRAS=lm-eval), and no network.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +40,7 @@ from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from stages.tasks import load_task
 from tools.lm_eval.scoring import Figure, Score, harness_scores, require_lm_eval
 
+Ours = Mapping[str, Any]
 COLUMNS = (
     Column("figure", "Figure"),
     Column("lm_eval", "lm-eval", ".4f"),
@@ -48,7 +48,6 @@ COLUMNS = (
     Column("ours", "metrics.json", ".4f"),
     Column("difference", "Difference", "+z.4f"),
 )
-Ours = Mapping[str, Any]
 
 
 @click.command(help=__doc__)
@@ -68,13 +67,24 @@ def main(name: str, batch_size: int | None) -> None:
     batch_size = batch_size or profile.evaluation.batch_size
     ours, why_not = own_metrics(params, name, lineage, [record.id for record in records])
 
-    run_dir = Path("data/runs") / name
-    with published(run_dir / "lm_eval") as folder:
+    folder_path = Path("data/runs") / name / "lm_eval"
+    with published(folder_path) as folder:
         documents = write_documents(task, records, profile, model_dir, folder)
         figures = [figure for figure in task.FIGURES if figure.documents in documents]
+        device, memory = profile.device.one(), profile.memory
+        see_only(device)
         try:
             with recognised_out_of_memory():
-                scores = ask_harness(figures, profile, model_dir, task.TASKS_DIR, folder, batch_size=batch_size)
+                model = load_certified(model_dir, device=device, precision=memory.precision, attn=memory.attn)
+                scores = harness_scores(
+                    model.eval(),
+                    tokenizer_of(load_processor(model_dir, profile.images)),
+                    figures,
+                    tasks_dir=task.TASKS_DIR,
+                    documents_dir=folder,
+                    batch_size=batch_size,
+                    max_new_tokens=profile.evaluation.max_new_tokens,
+                )
         except OutOfMemory as error:  # no launcher is there to start it again
             fewer = f"make lm-eval RUN={name} BATCH_SIZE={max(1, batch_size // 2)}"
             raise UserError(f"{error.message}, with {batch_size} answers at once; try fewer: {fewer}") from error
@@ -92,12 +102,14 @@ def main(name: str, batch_size: int | None) -> None:
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
     show(scores_table(figures, scores, ours), Console(highlight=False))
+    if why_not:
+        click.echo(why_not)
     counts = " and ".join(f"{count:,} of {kind}" for kind, count in documents.items())
-    click.echo("\n".join([*([why_not] if why_not else []), f"{counts}; what was asked: {run_dir / 'lm_eval'}"]))
+    click.echo(f"{counts}; the questions: {folder_path}")
 
 
 def questions_of(task: str) -> ModuleType:
-    """The package beside this file that knows the task's questions. Raises UserError where there is none."""
+    """The package beside this file for the task. Raises UserError where there is none."""
     try:
         return import_module(f"tools.lm_eval.{task}")
     except ModuleNotFoundError:
@@ -107,7 +119,7 @@ def questions_of(task: str) -> ModuleType:
 def write_documents(
     task: Any, records: Sequence[Any], profile: ProfileParams, model_dir: Path, folder: Path
 ) -> dict[str, int]:
-    """The questions, word for word as `evaluate` asks them: KIND.jsonl for each kind of them. How many of each."""
+    """Writes the questions, word for word as `evaluate` asks them, to KIND.jsonl; returns how many of each kind."""
     settings, processor = profile.evaluation, load_processor(model_dir, profile.images)
     room = None if settings.max_length is None else settings.max_length - settings.max_new_tokens
 
@@ -121,34 +133,8 @@ def write_documents(
     return {kind: len(found) for kind, found in documents.items()}
 
 
-def ask_harness(
-    figures: Sequence[Figure],
-    profile: ProfileParams,
-    model_dir: Path,
-    tasks_dir: Path,
-    documents_dir: Path,
-    *,
-    batch_size: int,
-) -> list[Score]:
-    """What the harness finds of the model, loaded as `evaluate` loads it."""
-    device, memory = profile.device.one(), profile.memory
-    see_only(device)
-    model = load_certified(model_dir, device=device, precision=memory.precision, attn=memory.attn).eval()
-    scores = harness_scores(
-        model,
-        tokenizer_of(load_processor(model_dir, profile.images)),
-        figures,
-        tasks_dir=tasks_dir,
-        documents_dir=documents_dir,
-        batch_size=batch_size,
-        max_new_tokens=profile.evaluation.max_new_tokens,
-    )
-    shutil.rmtree(documents_dir / ".cache", ignore_errors=True)  # the documents once more, as datasets keeps them
-    return scores
-
-
 def own_metrics(params: Params, name: str, lineage: Lineage, sample_ids: Sequence[str]) -> tuple[Ours, str]:
-    """What `evaluate` found of this model and these samples; or nothing, and why."""
+    """metrics.json of this model and these samples; or nothing, and why."""
     trained = name in params.recipes
     card_dir = cards_dir(Path("data"), params.subject(name).task) / name
     run = read_run(card_dir, identity=("id",), columns=(), trained=trained)

@@ -1,9 +1,10 @@
-"""A second opinion on a model that is loaded here: EleutherAI's lm-evaluation-harness, the optional package lm-eval."""
+"""Scores of EleutherAI's lm-evaluation-harness, the optional package lm-eval, for a loaded model."""
 
 from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass
@@ -18,9 +19,6 @@ from stages.core.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_CUT_NOTHING = 2**30
-"""Tokens. The harness would cut a longer question at its beginning; what is to be cut was cut before."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -28,7 +26,7 @@ class Figure:
 
     heading: str
     documents: str
-    """What it is of, as the task's `documents` names it."""
+    """The kind of document, as the task's `documents` names it."""
     task: str
     """As its YAML file names it."""
     metric: str
@@ -40,7 +38,7 @@ class Figure:
 @dataclass(frozen=True, kw_only=True)
 class Score:
     value: float | None
-    """None where it is no number: probabilities of long answers may be too small for the harness to add them up."""
+    """None where probabilities of long answers are too small for the harness to add them up."""
     stderr: float | None
     """Of the mean over questions; None for a single one."""
 
@@ -65,11 +63,10 @@ def harness_scores(
     batch_size: int,
     max_new_tokens: int,
 ) -> list[Score]:
-    """What the harness finds, figure by figure; a task of several figures is run once.
+    """A score for each figure; a task of several figures is run once, and nothing is fetched.
 
     tasks_dir: holds the tasks' YAML files. documents_dir: where they find their documents; the working directory while
-    these are read. Nothing is fetched.
-    Log-probabilities are computed in fp32, whatever the model's precision.
+    these are read. Log-probabilities are computed in fp32, whatever the model's precision.
     """
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
@@ -86,12 +83,13 @@ def harness_scores(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
-        max_length=_CUT_NOTHING,
+        max_length=2**30,  # the harness would cut a longer question at its beginning; our own cut was made before
         softmax_dtype="float32",
         add_bos_token=False,  # the chat template has put there what belongs there
     )
     with np.errstate(invalid="ignore"):  # 0/0, where probabilities are too small for a float
         results = evaluate(lm=harness, task_dict=loaded, log_samples=False)["results"]
+    shutil.rmtree(documents_dir / ".cache", ignore_errors=True)  # the documents once more, as datasets keeps them
     return [
         Score(
             value=_number(results[figure.task][f"{figure.metric},none"]),

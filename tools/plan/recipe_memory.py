@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stages.kit.memory.fit import Fit
 from stages.kit.planning.disk import DiskUse
-from stages.kit.planning.ladder import settings
-from stages.kit.planning.memory_record import MemoryRecord, in_gib
+from stages.kit.planning.memory_record import MemoryRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +19,6 @@ class CheaperPlan:
     verdict: str
     """"fits", "too close" or "does not fit"."""
     total_gib: float
-
-    @classmethod
-    def of(cls, fit: Fit) -> CheaperPlan:
-        return cls(
-            changes=fit.changes,
-            settings=settings(fit.plan),
-            verdict=fit.verdict or "unknown",
-            total_gib=in_gib(fit.prediction.total_bytes),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +51,3 @@ class RecipeMemory:
     command: str | None
     """Runs the recipe on this device; None where it does not fit. It stops after the training where only the evaluation
     does not fit."""
-
-
-def run_command(target: str, changes: Mapping[str, str]) -> str:
-    """changes: values by path into params.yaml. `++` before a path sets it whether or not the file has it.
-
-    In a temporary folder, so that params.yaml and the workspace stay as they are.
-    """
-    return " ".join(["dvc exp run --temp", *(f"-S {path}={value}" for path, value in changes.items()), target])

@@ -1,4 +1,4 @@
-"""What is at hand of a base and of data: believed only where it is what the profile names."""
+"""The base and the data of a recipe before its stages have run: taken only where they are what the profile names."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from stages.kit.models.geometries import PUBLISHED, geometry_config_path
 from tools.plan.available_inputs import available_base, available_data, root_base, same_source, trainable_recipes
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
+GEOMETRY = geometry_config_path("qwen2-vl-2b").parent
 
 
 @pytest.fixture
@@ -57,76 +58,52 @@ def test_a_source_is_the_one_that_is_named(found: str, asked: str, same: bool) -
     assert same_source(found, asked) is same
 
 
-@pytest.mark.parametrize("profile", load_params().profiles)
-def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched(profile: str) -> None:
-    params = load_params().on(profile)
-    recipes = trainable_recipes(params)
-    assert recipes
-    for recipe in recipes:
-        assert (available_base(params, recipe).config_dir / "config.json").is_file()
+def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched() -> None:
+    assert all(geometry_config_path(name).is_file() for name in PUBLISHED.values())
+    in_file = load_params()
+    for profile in in_file.profiles:
+        params = in_file.on(profile)
+        recipes = trainable_recipes(params)
+        assert recipes
+        assert all((available_base(params, recipe).config_dir / "config.json").is_file() for recipe in recipes)
+    assert trainable_recipes(in_file) == list(in_file.recipes)
+    assert trainable_recipes(in_file.on("qwen25-7b-48gb")) == ["amr-baseline", "amr-ptr", "amr-mtup"]
 
 
-def test_a_profile_trains_the_recipes_whose_base_and_data_it_has() -> None:
-    params = load_params()
-    assert trainable_recipes(params) == list(params.recipes)
-    assert trainable_recipes(params.on("qwen25-7b-48gb")) == ["amr-baseline", "amr-ptr", "amr-mtup"]
-    assert "r3-stage2" in trainable_recipes(params.on("qwen2-vl-7b-48gb"))
-    assert "amr-ptr" not in trainable_recipes(params.on("qwen2-vl-7b-48gb"))
-
-
-def test_every_published_geometry_is_there() -> None:
-    for name in PUBLISHED.values():
-        assert geometry_config_path(name).is_file()
-
-
-def test_a_recipe_that_continues_another_has_the_base_of_that_one(params: Params) -> None:
-    third = replace(params.recipes["r3-stage2"], base="runs/r3-stage2/merged")
-    assert root_base(replace(params, recipes={**params.recipes, "third": third}), "third") == ("vlm", None)
+def test_a_recipe_that_continues_another_or_a_build_has_the_base_at_the_root(params: Params) -> None:
+    base = available_base(params, "r1-llm-only")
     assert available_base(params, "r3-stage2") == available_base(params, "r3-stage1")
-
-
-def test_a_recipe_that_starts_from_a_build_has_the_geometry_of_the_builds_base(params: Params) -> None:
-    build = BuildParams(
-        task="detection",
-        base="bases/vlm",
-        experts=tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only")),
-    )
+    experts = tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only"))
+    build = BuildParams(task="detection", base="bases/vlm", experts=experts)
     after = replace(params.recipes["r1-llm-only"], base="builds/moe")
-    further = replace(after, base="runs/after/merged")
-    recipes = {**params.recipes, "after": after, "further": further}
+    recipes = {**params.recipes, "after": after, "further": replace(after, base="runs/after/merged")}
     params = replace(params, recipes=recipes, builds={"moe": build})
     for recipe in ("after", "further"):
         assert root_base(params, recipe) == ("vlm", build)
-        assert available_base(params, recipe) == replace(available_base(params, "r1-llm-only"), build=build)
-
-
-def test_a_base_that_was_fetched_is_taken_with_its_tokenizer(params: Params) -> None:
-    folder = built({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT})
-    base = available_base(params, "r1-llm-only")
-    assert (base.config_dir, base.processor_dir) == (folder, folder)
+        assert available_base(params, recipe) == replace(base, build=build)
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "taken"),
     [
-        {"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT},
-        {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT[::-1]},
-        {"random": "qwen2-vl-2b", "seed": "0"},
-        {"folder": "somewhere"},
+        ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, True),
+        ({"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT}, False),
+        ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT[::-1]}, False),
+        ({"random": "qwen2-vl-2b", "seed": "0"}, False),
+        ({"folder": "somewhere"}, False),
     ],
 )
-def test_a_base_of_another_profile_is_not_taken(params: Params, source: dict[str, str]) -> None:
-    built(source)
+def test_a_base_that_was_fetched_is_taken_with_its_tokenizer_unless_it_is_another_profiles(
+    params: Params, source: dict[str, str], taken: bool
+) -> None:
+    folder = built(source)
     base = available_base(params, "r1-llm-only")
-    assert (base.config_dir, base.processor_dir) == (geometry_config_path("qwen2-vl-2b").parent, None)
-
-
-def test_a_random_base_is_known_by_its_geometry(params: Params) -> None:
-    base = available_base(with_base(params, "random:qwen2-vl-tiny"), "r1-llm-only")
-    assert base.config_dir == geometry_config_path("qwen2-vl-tiny").parent
+    assert (base.config_dir, base.processor_dir) == ((folder, folder) if taken else (GEOMETRY, None))
 
 
 def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
+    tiny = available_base(with_base(params, "random:qwen2-vl-tiny"), "r1-llm-only")
+    assert tiny.config_dir == geometry_config_path("qwen2-vl-tiny").parent
     unknown = with_base(params, f"hub:Nobody/Knows@{COMMIT}")
     with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b-24gb base@vlm"):
         available_base(unknown, "r1-llm-only")
@@ -135,40 +112,40 @@ def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
 
 
 def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None:
-    assert available_data(params, "nutrition-tables") is None
-    stats = Path("data/prepared/nutrition-tables/stats.json")
-    stats.parent.mkdir(parents=True)
-    stats.write_text(json.dumps({"source": "generated"}))
+    stats = write_stats("nutrition-tables", {"source": "generated"})
     assert available_data(params, "nutrition-tables") is None
     assert available_data(params.on("tiny"), "nutrition-tables") == stats.parent
-    stats.write_text(json.dumps({"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"}))
+    write_stats("nutrition-tables", {"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"})
     assert available_data(params, "nutrition-tables") == stats.parent
-    stats.write_text("[]")
+    write_stats("nutrition-tables", [])
     with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@nutrition-tables"):
         available_data(params, "nutrition-tables")
+    stats.unlink()
+    assert available_data(params, "nutrition-tables") is None
 
 
 def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of_each(params: Params) -> None:
-    params = params.on("tiny")
-    stats = Path("data/prepared/finetune-mix/stats.json")
-    stats.parent.mkdir(parents=True)
     facts, meetings = ({"source": f"generated:{name}"} for name in ("truthfulqa", "qmsum"))
     ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
     others: tuple[dict[str, Any], ...] = (
         {},
         {**ours, "qmsum": {**meetings, "asked": 0}},
         {**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}},
-        {"truthfulqa": ours["truthfulqa"]},
         {**ours, "more": ours["qmsum"]},
     )
     for parts in others:
-        stats.write_text(json.dumps({"source": "mix", "parts": parts}))
-        assert available_data(params, "finetune-mix") is None
-    stats.write_text(json.dumps({"source": "mix", "parts": ours}))
-    assert available_data(params, "finetune-mix") == stats.parent
+        write_stats("finetune-mix", {"source": "mix", "parts": parts})
+        assert available_data(params.on("tiny"), "finetune-mix") is None
+    stats = write_stats("finetune-mix", {"source": "mix", "parts": ours})
+    assert available_data(params.on("tiny"), "finetune-mix") == stats.parent
     assert available_data(params.on("moe-80gb"), "finetune-mix") is None
-    faults: tuple[Any, ...] = ({"qmsum": 1}, {"qmsum": {}}, [1])
-    for damaged in faults:
-        stats.write_text(json.dumps({"source": "mix", "parts": damaged}))
-        with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
-            available_data(params, "finetune-mix")
+    write_stats("finetune-mix", {"source": "mix", "parts": {"qmsum": 1}})
+    with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
+        available_data(params.on("tiny"), "finetune-mix")
+
+
+def write_stats(dataset: str, stats: Any) -> Path:
+    path = Path("data/prepared") / dataset / "stats.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stats))
+    return path

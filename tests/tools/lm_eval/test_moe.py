@@ -12,7 +12,6 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.processors import rendered
-from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.scoring import PREDICTIONS, candidates
 from tests.tasks.moe.made_up import fact, meeting
 from tools.lm_eval.moe import FIGURES, TASKS_DIR, documents
@@ -62,11 +61,6 @@ def test_the_harness_reads_what_our_evaluation_weighs(render: Callable[[Conversa
     assert asked["answers"] == [meeting(2).best]
 
 
-@pytest.mark.parametrize(("record", "kind"), [(fact(1), "truthfulqa"), (meeting(1), "qmsum")])
-def test_a_kind_without_questions_is_left_out(record: Record, kind: str, render: Callable[[Conversation], str]) -> None:
-    assert list(documents([record], render)) == [kind]
-
-
 def test_a_template_that_changes_answers_is_refused_by_the_sample(tiny_dense: Any) -> None:
     _, tokenizer = tiny_dense
     with pytest.raises(UserError, match=r"sample facts/1: the model's chat template does not end an answer"):
@@ -89,14 +83,10 @@ def test_every_figure_has_a_task_and_every_task_its_documents(render: Callable[[
 
 
 @pytest.mark.parametrize("name", ["mc1", "mc2"])
-def test_answers_with_the_end_of_their_turn_are_all_that_bare_ones_lack(name: str) -> None:
+def test_bare_answers_are_scored_by_the_rules_of_the_harness_own_tasks(name: str) -> None:
     tasks = configurations()
     turns, bare = tasks[f"bakeoff_{name}"], tasks[f"bakeoff_{name}_bare"]
     assert {key for key in turns if str(turns[key]) != str(bare[key])} == {"task", "doc_to_choice"}
-
-
-@pytest.mark.parametrize("name", ["mc1", "mc2"])
-def test_bare_answers_are_scored_by_the_rules_of_the_harness_own_tasks(name: str) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks._yaml_loader import load_yaml
 

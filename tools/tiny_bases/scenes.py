@@ -1,4 +1,4 @@
-"""What the tiny model is pre-trained on: scenes, conversations about them, and where in them to look.
+"""Examples for the tiny vision-language model: scenes, conversations about them, and where in them to look.
 
 Everything is a pure function of a seed and an index; nothing is stored.
 """
@@ -19,28 +19,14 @@ from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import TARGET
 from stages.tasks.detection.sources.scenes import OBJECTS, Scene, draw_scene
-from tools.tiny_bases.detection.pointing import (
-    CELL_PARTS,
-    MAX_SIDE,
-    PATCH_PARTS,
-    Looks,
-    PointingTargets,
-    grid_targets,
-    merge_order,
-)
+from tools.tiny_bases.pointing import CELL_PARTS, MAX_SIDE, PATCH_PARTS, GridTargets, PointingTargets, grid_targets
 
 NAMES = (
-    TARGET,
-    "price-tag",
-    "ingredients-list",
-    "nutri-score",
-    "best-before-date",
-    "recycling-mark",
-    "brand-name",
-    "photo",
+    *(TARGET, "price-tag", "ingredients-list", "nutri-score"),
+    *("best-before-date", "recycling-mark", "brand-name", "photo"),
 )
-"""Names of things that no scene shows. Where a scene holds one kind of object, it is sometimes asked for by
-such a name: so the model learns to answer with the name it was asked for, whatever it is."""
+"""Names of things that no scene shows. A scene with one kind of object is sometimes asked for by such a name: so the
+model learns to answer with the name it was asked for, whatever it is."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +53,7 @@ def corpus() -> Iterator[str]:
 
 
 def make_example(seed: int, index: int, objects: int) -> Example:
-    """Example `index` of the endless series: a scene and questions for all that it shows, in random order.
-
-    objects: how many categories the scene shows, 1 to 3.
-    """
+    """Example `index` of an endless series: a scene of 1 to 3 categories, and a question for each, in random order."""
     scene = draw_scene("objects", seed, index, objects=objects)
     rng = random.Random(f"questions/{seed}/{index}")
     messages: list[dict[str, Any]] = []
@@ -96,57 +79,46 @@ def make_batch(
 
     All scenes of a step show equally many kinds of object, so that its rows are of about one length.
     """
-    first, objects = step * batch_size, 1 + step % 3
-    examples = [make_example(seed, first + i, objects) for i in range(batch_size)]
+    examples = [make_example(seed, step * batch_size + row, objects=1 + step % 3) for row in range(batch_size)]
     collate = ConversationCollator(
         processor, examples, lambda example: example.conversation, loss="assistant-only", max_length=1024
     )
-    inputs = collate([{"sample": i} for i in range(len(examples))])
-    grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]
-    return inputs, pointing_targets(processor, examples, inputs, grids)
+    inputs = collate([{"sample": row} for row in range(batch_size)])
+    return inputs, pointing_targets(processor.tokenizer, examples, inputs)
 
 
-def pointing_targets(
-    processor: Qwen2VLProcessor,
-    examples: list[Example],
-    inputs: dict[str, Tensor],
-    grids: list[tuple[int, int]],
-) -> PointingTargets:
-    """grids: rows and columns of patches of each picture, twice those of its cells."""
-    patches, cells, positions = [], [], []
-    for example, (rows, columns) in zip(examples, grids, strict=True):
-        assert max(rows, columns) <= 2 * MAX_SIDE, (rows, columns)
-        kinds = [OBJECTS.index(category) for category in example.scene.categories]
-        order = merge_order(rows, columns)
-        fine = grid_targets(example.scene.boxes, kinds, rows, columns, PATCH_PARTS)
-        patches.append((fine.category[order], fine.edge_part[order]))
-        cells.append(grid_targets(example.scene.boxes, kinds, rows // 2, columns // 2, CELL_PARTS))
-        positions.append(torch.cartesian_prod(torch.arange(rows // 2), torch.arange(columns // 2)))
-    return PointingTargets(
-        patch_category=torch.cat([category for category, _ in patches]),
-        patch_edge_part=torch.cat([edge_part for _, edge_part in patches]),
-        cell_category=torch.cat([grid.category for grid in cells]),
-        cell_edge_part=torch.cat([grid.edge_part for grid in cells]),
-        cell_digits=torch.cat([grid.digits for grid in cells]),
-        cell_position=torch.cat(positions),
-        looks=find_looks(processor.tokenizer, examples, inputs, [grid.on_edge for grid in cells]),
-    )
-
-
-def find_looks(tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor], on_edges: list[Tensor]) -> Looks:
-    """on_edges: of each picture (objects, 4, cells), whether a cell lies on that edge of that object."""
+def pointing_targets(tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor]) -> PointingTargets:
     image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    rows, queries, allowed = [], [], []
-    for row, (example, on_edge) in enumerate(zip(examples, on_edges, strict=True)):
+    patches, cells, positions, looks = [], [], [], []
+    for row, (example, (_, high, wide)) in enumerate(zip(examples, inputs["image_grid_thw"].tolist(), strict=True)):
+        assert max(high, wide) <= 2 * MAX_SIDE, (high, wide)
+        kinds = [OBJECTS.index(category) for category in example.scene.categories]
+        order = merge_order(high, wide)
+        fine, _ = grid_targets(example.scene.boxes, kinds, high, wide, PATCH_PARTS)
+        patches.append((fine.category[order], fine.edge_part[order], fine.digits[order]))
+        coarse, on_edge = grid_targets(example.scene.boxes, kinds, high // 2, wide // 2, CELL_PARTS)
+        cells.append((coarse.category, coarse.edge_part, coarse.digits))
+        positions.append(torch.cartesian_prod(torch.arange(high // 2), torch.arange(wide // 2)))
         ids, labels = inputs["input_ids"][row].tolist(), inputs["labels"][row].tolist()
         first_cell, num_cells = ids.index(image_token), on_edge.shape[2]
         for query, box, edge in coordinate_digits(tokenizer, ids, labels):
-            is_target = torch.zeros(len(ids), dtype=torch.bool)
-            is_target[first_cell : first_cell + num_cells] = on_edge[example.answered[box], edge]
-            rows.append(row)
-            queries.append(query)
-            allowed.append(is_target)
-    return Looks(torch.tensor(rows), torch.tensor(queries), torch.stack(allowed))
+            allowed = torch.zeros(len(ids), dtype=torch.bool)
+            allowed[first_cell : first_cell + num_cells] = on_edge[example.answered[box], edge]
+            looks.append((row, query, allowed))
+    rows, queries, all_allowed = zip(*looks, strict=True)
+    return PointingTargets(
+        patches=GridTargets(*map(torch.cat, zip(*patches, strict=True))),
+        cells=GridTargets(*map(torch.cat, zip(*cells, strict=True))),
+        cell_position=torch.cat(positions),
+        look_row=torch.tensor(rows),
+        look_query=torch.tensor(queries),
+        look_allowed=torch.stack(all_allowed),
+    )
+
+
+def merge_order(rows: int, columns: int) -> Tensor:
+    """(rows * columns,) the order in which Qwen2-VL stores patches: four of a cell, then four of the next."""
+    return torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1)
 
 
 def coordinate_digits(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[int, int, int]]:

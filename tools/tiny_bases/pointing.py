@@ -1,13 +1,13 @@
 """Losses that teach a vision-language model to point. For pre-training only: none of them stays in the model.
 
-Predicting the answer's text alone barely teaches a small model where things are. Three kinds of help are
-given. Dense losses in the vision tower, on every patch after a middle block and on every cell after the
-projector: what is here, does an edge of an object fall here, and where in the cell? The like on the cells in
-the first layers of the language model: row and column, then the digits of the edge's coordinate. And one on
-attention, which makes two heads look, where a coordinate is about to be written, at the cells on that edge.
+Predicting the answer's text alone barely teaches a small model where things are. Three kinds of loss help:
+- in the vision tower, on every patch after a middle block and on every cell after the projector: which object is here,
+  does an edge of it fall here, and where in the cell?
+- in the first layers of the language model, on the cells: row and column, then the digits of the edge's coordinate;
+- on attention: where a coordinate is about to be written, two heads look at the cells on that edge.
 
-A patch is 14 x 14 pixels; a cell is 2 x 2 patches, one visual token of the language model. An edge is one of
-x0, y0, x1, y1, in that order wherever four of a kind are stored.
+A patch is 14 x 14 pixels; a cell is 2 x 2 patches, one visual token of the language model. An edge is one of x0, y0,
+x1, y1, in that order wherever four of a kind are stored.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from transformers import Qwen2VLForConditionalGeneration
 
+from stages.kit.training.collators import IGNORED
 from stages.tasks.detection.samples.records import Box
 
-IGNORED = -100
 PATCH_PARTS, CELL_PARTS = 2, 4
 """Into how many parts a patch and a cell are divided to say where in it an edge falls."""
 MAX_SIDE = 16
 """Rows or columns of cells that can be told apart."""
 LOOKING_HEADS = 2
 
-Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
-
 
 @dataclass(frozen=True)
 class GridTargets:
-    """What to know about one picture, on a grid of `rows` x `columns`, row by row. G = rows * columns."""
+    """What to know about the G places of one picture's grid, row by row, or of several pictures', one by one."""
 
     category: Tensor
     """(G,) 1 + index of the category that covers it, 0 for none, IGNORED where it covers a fifth or less."""
@@ -42,12 +40,15 @@ class GridTargets:
     """(G, 4) 1 + the part of the place in which an object's edge falls, 0 where none does."""
     digits: Tensor
     """(G, 8) hundreds, then tens, of the four edges' coordinates in 0..1000; IGNORED where no edge falls."""
-    on_edge: Tensor
-    """(objects, 4, G) whether the place lies on that edge of that object."""
 
 
-def grid_targets(boxes: Sequence[Box], categories: Sequence[int], rows: int, columns: int, parts: int) -> GridTargets:
-    """boxes: x0 y0 x1 y1 in 0..1. categories: the index of each one's."""
+def grid_targets(
+    boxes: Sequence[Box], categories: Sequence[int], rows: int, columns: int, parts: int
+) -> tuple[GridTargets, Tensor]:
+    """Also returns (objects, 4, G), whether the place lies on that edge of that object.
+
+    boxes: x0 y0 x1 y1 in 0..1. categories: the index of each one's.
+    """
     row = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).reshape(-1)
     column = torch.arange(columns, dtype=torch.float32)[None].expand(rows, columns).reshape(-1)
     category = torch.zeros(rows * columns, dtype=torch.long)
@@ -69,7 +70,7 @@ def grid_targets(boxes: Sequence[Box], categories: Sequence[int], rows: int, col
             digits[here, edge] = coordinate // 100
             digits[here, 4 + edge] = coordinate // 10 % 10
             on_edge[index, edge] = here
-    return GridTargets(category, edge_part, digits, on_edge)
+    return GridTargets(category, edge_part, digits), on_edge
 
 
 def _overlap(low: float, high: float, place: Tensor) -> Tensor:
@@ -77,40 +78,22 @@ def _overlap(low: float, high: float, place: Tensor) -> Tensor:
     return (torch.clamp(place + 1, max=high) - torch.clamp(place, min=low)).clamp(min=0)
 
 
-def merge_order(rows: int, columns: int) -> Tensor:
-    """(rows * columns,) the order in which Qwen2-VL stores patches: four of a cell, then four of the next."""
-    return torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1)
-
-
-@dataclass(frozen=True)
-class Looks:
-    """Where attention should go. N coordinate digits in a batch, T tokens in a row."""
-
-    row: Tensor
-    """(N,) of the batch."""
-    query: Tensor
-    """(N,) position from which the digit is predicted."""
-    allowed: Tensor
-    """(N, T) whether a token is a cell on the digit's edge."""
-
-
 @dataclass(frozen=True)
 class PointingTargets:
-    """Of a batch: P patches and C cells of all pictures, one picture after the other."""
+    """Targets of a batch, (B, T), whose pictures have P patches and C cells."""
 
-    patch_category: Tensor
-    """(P,)"""
-    patch_edge_part: Tensor
-    """(P, 4)"""
-    cell_category: Tensor
-    """(C,)"""
-    cell_edge_part: Tensor
-    """(C, 4)"""
-    cell_digits: Tensor
-    """(C, 8)"""
+    patches: GridTargets
+    """G = P, in the order in which Qwen2-VL stores patches."""
+    cells: GridTargets
+    """G = C."""
     cell_position: Tensor
     """(C, 2) row and column."""
-    looks: Looks
+    look_row: Tensor
+    """(N,) row of the batch in which one of N digits of coordinates is to be predicted."""
+    look_query: Tensor
+    """(N,) position from which it is predicted."""
+    look_allowed: Tensor
+    """(N, T) whether a token is a cell on the digit's edge, at which attention should look."""
 
 
 class PointingLoss(nn.Module):
@@ -135,7 +118,7 @@ class PointingLoss(nn.Module):
             language.layers[2].self_attn.register_forward_hook(self._keep("attention", item=1)),
         ]
 
-    def _keep(self, name: str, item: int = 0) -> Hook:
+    def _keep(self, name: str, item: int = 0) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.seen[name] = output[item] if isinstance(output, tuple) else output
 
@@ -144,38 +127,37 @@ class PointingLoss(nn.Module):
     def forward(self, targets: PointingTargets, is_cell: Tensor) -> Tensor:
         """The sum of the losses for the batch that the model has just seen.
 
-        is_cell: (B, T) whether a token stands for a cell. The language model must use eager attention, the
-        only kind that returns its weights.
+        is_cell: (B, T) whether a token stands for a cell. The language model must use eager attention, the only kind
+        that returns its weights.
         """
-        kinds, cross_entropy = self.kinds, functional.cross_entropy
-        patches = self.patch_head(self.seen["patches"])
-        projected = self.projected_head(self.seen["projected"])
-        position = self.position_head(self.seen["first layer"][is_cell])
         second = self.digits_head(self.seen["second layer"][is_cell])
-
-        digits = cross_entropy(
-            second[:, kinds:].unflatten(1, (8, 10)).transpose(1, 2), targets.cell_digits, reduction="none"
-        )  # (C, 8)
-        due = (targets.cell_digits != IGNORED).float()
-        hundreds = digits[:, :4].sum() / due[:, :4].sum().clamp(min=1)
-        tens = digits[:, 4:].sum() / due[:, 4:].sum().clamp(min=1)
-
-        looks = targets.looks
-        attention = self.seen["attention"][looks.row, :LOOKING_HEADS, looks.query]  # (N, heads, T)
-        on_edge = (attention * looks.allowed[:, None]).sum(-1)
+        digits = _classify(second[:, self.kinds :], 8, targets.cells.digits, reduction="none")  # (C, 8)
+        due = (targets.cells.digits != IGNORED).float()
+        hundreds, tens = (
+            digits[:, edges].sum() / due[:, edges].sum().clamp(min=1) for edges in (slice(4), slice(4, 8))
+        )
+        attention = self.seen["attention"][targets.look_row, :LOOKING_HEADS, targets.look_query]  # (N, heads, T)
+        on_edge = (attention * targets.look_allowed[:, None]).sum(-1)
         return (
-            cross_entropy(patches[:, :kinds], targets.patch_category)
-            + 2 * cross_entropy(patches[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.patch_edge_part)
-            + cross_entropy(projected[:, :kinds], targets.cell_category)
-            + 2 * cross_entropy(projected[:, kinds:].unflatten(1, (4, -1)).transpose(1, 2), targets.cell_edge_part)
-            + cross_entropy(position.unflatten(1, (2, -1)).transpose(1, 2), targets.cell_position)
-            + cross_entropy(second[:, :kinds], targets.cell_category)
+            self._grid_loss(self.patch_head(self.seen["patches"]), targets.patches)
+            + self._grid_loss(self.projected_head(self.seen["projected"]), targets.cells)
+            + _classify(self.position_head(self.seen["first layer"][is_cell]), 2, targets.cell_position)
+            + cross_entropy(second[:, : self.kinds], targets.cells.category)
             + hundreds
             + 0.5 * tens
             - torch.log(on_edge + 1e-6).mean()
         )
 
+    def _grid_loss(self, output: Tensor, targets: GridTargets) -> Tensor:
+        edges = _classify(output[:, self.kinds :], 4, targets.edge_part)
+        return cross_entropy(output[:, : self.kinds], targets.category) + 2 * edges
+
     def remove(self) -> None:
         """Takes the hooks off the model."""
         for hook in self.hooks:
             hook.remove()
+
+
+def _classify(output: Tensor, questions: int, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """output: (G, questions x classes). targets: (G, questions)."""
+    return cross_entropy(output.unflatten(1, (questions, -1)).transpose(1, 2), targets, reduction=reduction)

@@ -1,9 +1,8 @@
-"""What the tiny text base is pre-trained on: sentences by themselves, and exercises on random words.
+"""Pre-training data of the tiny text base: sentences by themselves, and exercises on random words.
 
-None shows a sentence with its graph. They teach what a large model brings along anyway: how sentences go, to say again
-what was said, which syllables make a word, and how a tree is written, with labels that are the names of AMR's roles but
-mean nothing: here they stand anywhere.
-Everything is a pure function of a seed and an index; nothing is stored.
+None shows a sentence with its graph. They teach what a large model brings along anyway: how sentences go, to repeat a
+text, which syllables make a word, and how a tree is written. Its labels are the names of AMR's roles, but mean nothing:
+here they stand anywhere. Everything is a pure function of a seed and an index.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from stages.tasks.amr.samples.targets import encode
 from stages.tasks.amr.sources.grammar import Node, draw, generate
 from stages.tasks.amr.sources.lexicon import CITIES, COUNTRIES, FAMILY_NAMES, GIVEN_NAMES, MIDDLE_NAMES, vocabulary
 
-SHORTEST, LONGEST = 3, 10
-"""How many words the first exercises have at most, and the last ones."""
-EXERCISES_A_WORD = 1000
-"""After how many exercises they may be a word longer."""
+SHORTEST, LONGEST, EXERCISES_A_WORD = 3, 10, 1000
+"""Words that the first exercises have at most, and the last ones; exercises after which they may be a word longer."""
 FULL_LENGTH_FROM = (LONGEST - SHORTEST) * EXERCISES_A_WORD
-"""The index from which exercises are as long as they get."""
+"""Index from which exercises are as long as they get."""
 TOKENIZER_ONLY = (
     "system\nYou are a helpful assistant.\nuser\nassistant\n",
     (
@@ -30,7 +27,7 @@ TOKENIZER_ONLY = (
     ),
     "trên một dòng, không dùng biến; nút được nhắc lại thì đánh dấu bằng con trỏ #1, #2, ...",
 )
-"""Chat markup, and words that one asks a parser in."""
+"""Chat markup, and the words of an instruction to a parser."""
 CORPUS_SEED, CORPUS_EXERCISES_SEED = 1_000_003, 1
 
 LABELS = (
@@ -40,21 +37,19 @@ LABELS = (
     *("theme-of", "prep", "source", "part-of"),
 )
 """Names of AMR's roles, which only ever label random trees here."""
-ENGLISH = (*("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity"),)
-ENGLISH_CONSTANTS = ("interrogative", "imperative")
+ENGLISH = ("person", "name", "city", "country", "and", "contrast-01", "amr-unknown", "now", "temporal-quantity")
 """Concepts of AMR that are no Vietnamese words: more random words."""
 NAMES = sorted({*FAMILY_NAMES, *MIDDLE_NAMES, *GIVEN_NAMES, *" ".join(CITIES + COUNTRIES).split()})
 _WORDS = [*vocabulary(), *ENGLISH]
+TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
+"""How a tree is asked for, and the target in whose form it is to be written. Not the words that the task asks in."""
 
 Exercise = tuple[str, str]
 """Question and answer."""
 
 
 def exercise(seed: int, index: int) -> Conversation:
-    """Exercise `index` of the endless series `seed`, answered; its sample_id starts with its kind.
-
-    They start short and grow longer.
-    """
+    """Exercise `index` of the endless series `seed`, answered; its sample_id starts with its kind. They grow longer."""
     rng = random.Random(f"exercise/{seed}/{index}")
     (kind,) = rng.choices(list(KINDS), weights=[weight for _, weight in KINDS.values()])
     question, answer = KINDS[kind][0](rng, min(LONGEST, SHORTEST + index // EXERCISES_A_WORD))
@@ -63,11 +58,7 @@ def exercise(seed: int, index: int) -> Conversation:
 
 
 def corpus() -> Iterator[str]:
-    """Texts from which the tokenizer learns its pieces.
-
-    Graphs are among them, for the pieces that roles and brackets are written in: the tokenizer has seen graphs, the
-    model has not.
-    """
+    """Texts for the tokenizer. It sees graphs, for the pieces of roles and brackets; the model does not."""
     for sentence, graph in generate(3000, CORPUS_SEED):
         yield sentence
         yield " ".join(graph.split())
@@ -77,31 +68,33 @@ def corpus() -> Iterator[str]:
 
 
 def write(rng: random.Random, _longest: int) -> Exercise:
-    """A sentence, asked for by nothing: plain language modelling."""
+    """A sentence: plain language modelling."""
     return "Viết một câu.", draw(rng)[0]
 
 
 def repeat(rng: random.Random, longest: int) -> Exercise:
-    """A sentence or random words, to be said again."""
+    """A sentence or random words, to be repeated."""
     text = draw(rng)[0] if rng.random() < 0.6 else _said(_some_words(rng, longest))
     return f"Chép lại.\n{text}", text
 
 
 def join(rng: random.Random, longest: int) -> Exercise:
-    """Which syllables make a word."""
+    """Syllables to be joined to words."""
     words = _some_words(rng, longest)
     return f"Tách từ.\n{_said(words)}", " ".join(words)
 
 
 def nest(rng: random.Random, longest: int) -> Exercise:
-    """A tree of random words from its outline, in which each has its depth and its label."""
+    """A tree of random words from its outline, which has the depth and the label of each."""
     root = Node(rng.choice(_WORDS))
     path, lines = [root], [_said([root.concept])]
     for _ in range(rng.randint(1, min(longest, 8) - 1)):
         depth, label = rng.randint(1, len(path)), rng.choice(LABELS)
         del path[depth:]
         if rng.random() < 0.25:
-            word = _constant(rng)
+            # A constant, which stands in a tree without brackets.
+            name, number = rng.choice(NAMES), rng.randint(1, 100)
+            word = rng.choice((f'"{name}"', str(number), "-", "interrogative", "imperative"))
             path[-1].add(label, word)
         else:
             word = rng.choice(_WORDS)
@@ -148,15 +141,6 @@ def _tree(rng: random.Random, text: str, root: Node) -> Exercise:
     return f"{style}.\n{text}", encode(root.graph(), TREE_STYLES[style])
 
 
-TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
-"""What is asked for, and the target in whose form the tree is to be written. Not the words that the task asks in."""
-
-
-def _constant(rng: random.Random) -> str:
-    """What stands in a tree without brackets: a name in quotes, a number, a sign."""
-    return rng.choice((f'"{rng.choice(NAMES)}"', str(rng.randint(1, 100)), "-", *ENGLISH_CONSTANTS))
-
-
 def _some_words(rng: random.Random, longest: int) -> list[str]:
     return rng.choices(_WORDS, k=rng.randint(2, longest))
 
@@ -172,4 +156,4 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Exercise], int]] = {
     "nest": (nest, 3),
     "formula": (formula, 4),
 }
-"""What is drawn, and how often."""
+"""What is drawn, and its weight."""
