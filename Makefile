@@ -94,6 +94,10 @@ experiments: ## Show the experiments: what each changed, and what came of it
 compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two": of these)
 	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS)
 
+.PHONY: truth
+truth: ## Compare a recipe with itself: how often are two halves of its seeds called different? (RECIPE=r1-llm-only)
+	@$(python) -m tools.compare.truth $(or $(RECIPE),r1-llm-only)
+
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
 	@$(python) -m tools.report $(TASK)

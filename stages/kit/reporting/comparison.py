@@ -146,7 +146,7 @@ def score_contender(
     scores = {
         metric.key: score(np.stack(evidence), metric.statistic) if len(evidence[0]) else None
         for metric in report.measured
-        if (evidence := [_evidence(metric, run) for run in runs])
+        if (evidence := [evidence_of(metric, run) for run in runs])
     }
     return Contender(
         name=name, baseline=baseline, stage_of=stage_of, runs=tuple(runs), scores=scores, primary=report.primary.key
@@ -233,7 +233,7 @@ def _insight(
         return answer(unanswered="; ".join(why))
     if ours.scores[metric.key] is None:
         return answer(unanswered=f"no sample is about {metric.heading}")
-    evidence = (np.stack([_evidence(metric, run) for run in contender.runs]) for contender in (ours, theirs))
+    evidence = (np.stack([evidence_of(metric, run) for run in contender.runs]) for contender in (ours, theirs))
     return answer(
         difference=difference(*evidence, statistic=metric.statistic, higher_is_better=metric.higher_is_better)
     )
@@ -290,7 +290,7 @@ def _refuse_incomplete(report: TaskReport, run: Run) -> None:
                 f"metrics.json of {run.name} has no number {metric.key}; rebuild it with: dvc repro -f -s {run.stage}"
             )
     for metric in report.measured:
-        if len(evidence := _evidence(metric, run)) == 0:
+        if len(evidence := evidence_of(metric, run)) == 0:
             continue
         value, recorded = float(metric.statistic(evidence.mean(axis=0))), run.metrics.get(metric.key)
         if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
@@ -301,7 +301,7 @@ def _refuse_incomplete(report: TaskReport, run: Run) -> None:
             )
 
 
-def _evidence(metric: Metric, run: Run) -> Floats:
+def evidence_of(metric: Metric, run: Run) -> Floats:
     """(samples that the metric is about, columns)."""
     evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
     return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from stages.core.errors import UserError
@@ -15,6 +19,7 @@ from stages.kit.reporting.cards import cards_dir
 from tests import ROOT
 from tests.made_up_runs import DETECTION_NAMES, made_up_ious, project_params, write_made_up_run
 from tools.compare import __main__ as command
+from tools.compare import truth
 from tools.compare.__main__ import compare_experiments
 from tools.compare.experiments import Experiment, fetch, named_revisions
 
@@ -155,3 +160,23 @@ def test_experiments_come_from_dvc_and_those_that_have_not_ended_are_known(
     assert [next(iter(each.lock["evaluate"]["params"].values())) for each in found] == [{"seed": 42}, {"seed": 43}]
     with pytest.raises(UserError, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
+
+
+def test_a_recipe_is_compared_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_seeds(seeds: Sequence[int]) -> str:
+        by_name = {f"exp-{seed}": Experiment(name="", data_dir=tmp_path / f"exp-{seed}", lock={}) for seed in seeds}
+        monkeypatch.setattr(truth, "named_revisions", lambda: ({name: name for name in by_name}, {}))
+        monkeypatch.setattr(truth, "fetch", lambda name, *_: by_name[name])
+        return CliRunner().invoke(truth.main, ["r1-llm-only", "--splits", "200"]).output
+
+    for seed in range(8):
+        params = replace(project_params(), seed=seed)
+        scores = np.clip(made_up_ious(0.6, 40, seed=seed) + np.random.default_rng(seed).normal(0, 0.1), 0, 1)
+        write_made_up_run(cards_dir(tmp_path / f"exp-{seed}", "detection"), "r1-llm-only", scores, params=params)
+    monkeypatch.chdir(ROOT)
+    lines = of_seeds(range(8)).splitlines()
+    assert re.fullmatch(r"r1-llm-only, 8 trainings: mean IoU 0\.\d{3} to 0\.\d{3}", lines[0])
+    shares = [float(line.split(": ")[1].split("%")[0]) for line in lines[1:]]
+    assert shares[0] > 50, "a lucky training is truly a better model"
+    assert max(shares[1:]) <= 10, "of four arms of eight trainings, few can be told apart"
+    assert "trained under 3 seeds, and two arms of it take 4 at least" in of_seeds(range(3))
