@@ -1,4 +1,4 @@
-"""One piece of what `make gpu` measures.
+"""One piece of what `make gpu` and `make calibrate` measure.
 
 Run  python -m tools.gpu.child TASK_JSON ANSWER_PATH   (runner.py does)
 """
@@ -15,14 +15,16 @@ from stages.core.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 
 JOBS = {
-    "facts": "tools.gpu.facts:facts",
-    "recipes": "tools.gpu.recipes:go_all_the_way",
-    "repeats": "tools.gpu.recipes:repeat",
-    "memory": "tools.gpu.memory:calibrate",
-    "speed": "tools.gpu.speed:train",
-    "answers": "tools.gpu.speed:answer",
+    "facts": "facts:facts",
+    "recipes": "recipes:run_all_stages",
+    "repeats": "recipes:repeat",
+    "predictions": "training:predict_memory",
+    "memory": "training:measure_memory",
+    "speed": "training:measure_speed",
+    "answers": "training:measure_answers",
 }
-"""By step, what does it: called with the kind of device and the task, it returns what JSON can hold."""
+"""The function of each step, in a module of this package. Called with the kind of device and the task, it returns what
+JSON can hold."""
 
 
 @click.command(help=__doc__)
@@ -33,8 +35,7 @@ def main(task_json: str, answer_path: Path) -> None:
     asked = json.loads(task_json)
     configure_logging(asked["step"])
     module, _, name = JOBS[asked["step"]].partition(":")
-    task = asked["task"] | ({"left_s": asked["left_s"]} if asked["step"] == "memory" else {})
-    answer = getattr(import_module(module), name)(asked["device"], **task)
+    answer = getattr(import_module(f"tools.gpu.{module}"), name)(asked["device"], **asked["task"])
     answer_path.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
 
 
