@@ -1,7 +1,7 @@
 """Measure on a GPU what predictions of memory take for granted, and how far they are off.
 
 Reads   .bakeoff/gpu/DEVICE.jsonl            the results of make gpu
-Writes  .bakeoff/gpu/DEVICE.jsonl            memory settings that have no result there are measured
+Writes  .bakeoff/gpu/DEVICE.jsonl            trainings that have no result there are measured
         stages/kit/memory/calibration.yaml   constants and bounds, once every setting has been tried
 Run     make calibrate
 
@@ -58,7 +58,7 @@ def main(
             results = Results(results_dir / f"{device.slug}.jsonl")
             runner = Runner(device, results, deadline=time.monotonic() + budget_s)
             runner.run(results.todo([FACTS]))
-            pieces = chosen(catalogue(kind, results.data(FACTS.key), paged=paged), ["memory:"])
+            pieces = chosen(catalogue(kind, results.data(FACTS.key), paged=paged), ["trainings:"])
             runner.run(results.todo(pieces))
     click.echo(page(device, results, pieces))
     # Tiny models on a CPU say nothing of a GPU.
@@ -78,7 +78,7 @@ def predicted_again(path: Path) -> tuple[Device, Results, list[Piece]]:
         if piece.step == "predictions" and piece.name in compared
     ]
     Runner(device, results, deadline=math.inf).run(pieces)
-    return device, results, [FACTS, *pieces, *(replace(piece, step="memory") for piece in pieces)]
+    return device, results, [FACTS, *pieces, *(replace(piece, step="trainings") for piece in pieces)]
 
 
 def finish(results: Results, pieces: list[Piece], path: Path, *, dry_run: bool) -> None:

@@ -13,7 +13,7 @@ from stages.kit.planning.prediction import Prediction
 from tools import calibrate
 from tools.gpu import training
 from tools.gpu.memory import FLOOR, comparisons, constants, recalibrated
-from tools.gpu.pieces import FACTS, MEMORY, Piece, catalogue, chosen
+from tools.gpu.pieces import FACTS, SETTINGS, Piece, catalogue, chosen
 from tools.gpu.results import Results
 from tools.gpu.runner import Runner
 
@@ -27,7 +27,7 @@ DEVICE = {
     "workspace_bytes": 32 * MIB,
     "workspaces": 2,
 }
-NAMES = [setting.name for setting in MEMORY["cuda"]]
+NAMES = [setting.name for setting in SETTINGS["cuda"]]
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def keep(results: Results, piece: Piece, data: dict[str, Any]) -> None:
 
 def measure(results: Results, allocated: int, reserved: int, beside: int = 500, exact: int = 1000) -> None:
     """One more setting, in MiB. 1,000 allocated and 1,100 reserved were predicted."""
-    name = NAMES[sum("memory" in key for key in results.by_piece)]
-    amounts = {"allocated": 1000 * MIB, "reserved": 1100 * MIB}
-    predicted = {"layers": [28, 32], "scaled": amounts, "exact": {**amounts, "allocated": exact * MIB}}
+    name = NAMES[sum("trainings" in key for key in results.by_piece)]
+    amounts = {"allocated_bytes": 1000 * MIB, "reserved_bytes": 1100 * MIB}
+    predicted = {"layers": [28, 32], "scaled": amounts, "exact": {**amounts, "allocated_bytes": exact * MIB}}
     keep(results, Piece(step="predictions", name=name), predicted)
-    amounts = {"allocated": allocated * MIB, "reserved": reserved * MIB, "total": (reserved + beside) * MIB}
-    keep(results, Piece(step="memory", name=name), {**amounts, "retries": 0})
+    amounts = {"allocated_bytes": allocated * MIB, "reserved_bytes": reserved * MIB}
+    keep(results, Piece(step="trainings", name=name), {**amounts, "total_bytes": (reserved + beside) * MIB})
 
 
 def bounds(results: Results) -> dict[str, float]:
@@ -116,7 +116,7 @@ def test_a_file_is_written_once_every_setting_was_tried(
 ) -> None:
     path = tmp_path / "calibration.yaml"
     path.write_text(SHIPPED_PATH.read_text())
-    first, second = (chosen(catalogue("cuda", DEVICE), [f"memory: {name}"]) for name in NAMES[:2])
+    first, second = (chosen(catalogue("cuda", DEVICE), [f"trainings: {name}"]) for name in NAMES[:2])
     with pytest.raises(UserError, match="no setting was measured"):
         calibrate.finish(results, first, path, dry_run=False)
     measure(results, 1000, 1100)
@@ -141,7 +141,7 @@ def test_a_changed_predictor_is_compared_with_what_was_measured_elsewhere(
 
     def predict(self: Runner, piece: Piece) -> dict[str, Any]:
         assert piece.task["layers"] == [28, 32]
-        amounts = {"allocated": 990 * MIB, "reserved": 1100 * MIB}
+        amounts = {"allocated_bytes": 990 * MIB, "reserved_bytes": 1100 * MIB}
         return {"layers": piece.task["layers"], "scaled": amounts, "exact": amounts}
 
     monkeypatch.setattr(Runner, "_answer", predict)

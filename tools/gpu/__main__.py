@@ -5,9 +5,9 @@ Writes  .bakeoff/gpu/DEVICE.jsonl   a line a result; what has one is not measure
         docs/gpu/DEVICE.md          the same for people
 Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run
 
-In order of worth: what works at all; recipes at tiny size, all the way; the same bytes again, and after a kill; memory,
-predicted and measured; speed at real size, and what a step spends its time on; answers. Each piece has a process of its
-own. That memory runs out is a result; what fails is tried again, last. It needs no network.
+In order of worth: what works at all; recipes at tiny size, all the way, the same bytes again, and after a kill;
+trainings at real size: memory, predicted and measured, speed, and what a step spends its time on; answers. Each piece
+has a process of its own. That memory runs out is a result; what fails is tried again, last. It needs no network.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RESULTS_DIR = Path(".bakeoff/gpu")
 
 @click.command(help=__doc__)
 @click.option("--budget-s", type=float, default=math.inf, help="After so many seconds nothing more starts.")
-@click.option("--only", multiple=True, help="Pieces whose names contain one of these, e.g. 'speed:' or 'r1 nf4'.")
-@click.option("--paged", is_flag=True, help="Also memory of optimizers that use managed memory.")
+@click.option("--only", multiple=True, help="Pieces whose names contain one of these, e.g. 'trainings:' or 'r1 nf4'.")
+@click.option("--paged", is_flag=True, help="Also optimizers that use managed memory.")
 @click.option("--dry-run", is_flag=True, help="Walk all of it on this CPU with tiny models, and print the page.")
 @click.option("--results-dir", type=click.Path(path_type=Path), default=RESULTS_DIR, show_default=True)
 def main(budget_s: float, only: tuple[str, ...], paged: bool, dry_run: bool, results_dir: Path) -> None:

@@ -17,10 +17,8 @@ from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 JOBS = {
     "facts": "facts:facts",
     "recipes": "recipes:run_all_stages",
-    "repeats": "recipes:repeat",
     "predictions": "training:predict_memory",
-    "memory": "training:measure_memory",
-    "speed": "training:measure_speed",
+    "trainings": "training:measure_training",
     "answers": "training:measure_answers",
 }
 """The function of each step, in a module of this package. Called with the kind of device and the task, it returns what

@@ -21,35 +21,35 @@ FLOOR = 0.02
 """No bound is narrower, however good the settings measured were."""
 
 Row = dict[str, float]
-"""Comparison of one setting: `layers`, `measured` (bytes in total), `retries`, and for each amount of bytes the error
-of the scaled prediction (`total`) and of the exact one (`exact total`), e.g. 0.03 for one that is 3 % too high."""
+"""Comparison of one setting: `layers`, and for each amount of bytes the error of the scaled prediction (`total`) and of
+the exact one (`exact total`), e.g. 0.03 for one that is 3 % too high."""
 
 
 def comparisons(results: Results) -> dict[str, Row]:
-    """A row for each setting that was predicted and measured."""
+    """By name of a training that was predicted and measured."""
     context = context_bytes(results)
     rows: dict[str, Row] = {}
     for name, measured in _measured(results).items():
         predicted = results.data(f"predictions: {name}")
         if predicted is None:
             continue
-        row: Row = {"layers": sum(predicted["layers"]), "measured": measured["total"], "retries": measured["retries"]}
+        rows[name] = {"layers": sum(predicted["layers"])}
         for words, key in (("", "scaled"), ("exact ", "exact")):
-            amounts = {**predicted[key], "total": predicted[key]["reserved"] + context}
-            row |= {f"{words}{amount}": amounts[amount] / measured[amount] - 1 for amount in AMOUNTS}
-        rows[name] = row
+            amounts = {**predicted[key], "total_bytes": predicted[key]["reserved_bytes"] + context}
+            for amount in AMOUNTS:
+                rows[name][f"{words}{amount}"] = amounts[f"{amount}_bytes"] / measured[f"{amount}_bytes"] - 1
     return rows
 
 
 def context_bytes(results: Results) -> int:
     """In use beside torch's allocator while a model is trained; the median, as kernels differ by setting."""
-    beside = [measured["total"] - measured["reserved"] for measured in _measured(results).values()]
+    beside = [measured["total_bytes"] - measured["reserved_bytes"] for measured in _measured(results).values()]
     return round(median(beside)) if beside else 0
 
 
-def _measured(results: Results) -> dict[str, dict[str, int]]:
-    keys = (key for key in results.by_piece if key.startswith("memory: "))
-    return {key.removeprefix("memory: "): data for key in keys if (data := results.data(key)) is not None}
+def _measured(results: Results) -> dict[str, dict[str, Any]]:
+    keys = (key for key in results.by_piece if key.startswith("trainings: "))
+    return {key.removeprefix("trainings: "): data for key in keys if (data := results.data(key)) is not None}
 
 
 def constants(results: Results) -> dict[str, float]:

@@ -10,16 +10,16 @@ from typing import Any, Literal
 from stages.core.params.schema import Attention, Optimizer
 from tools.gpu.device import Kind
 
-Step = Literal["facts", "recipes", "repeats", "predictions", "memory", "speed", "answers"]
+Step = Literal["facts", "recipes", "predictions", "trainings", "answers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     step: Step
     name: str
-    task: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments of the step's job (child.py), as JSON."""
-    needs: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Further arguments, by name: keys of pieces whose data they are."""
 
     @property
@@ -30,7 +30,7 @@ class Piece:
     def is_alone(self) -> bool:
         """Whether it needs the device for itself: all that is timed, and the launcher, which leases it. The others are
         tiny trainings, of which a GPU takes several, and predictions, which see none."""
-        return self.step not in ("recipes", "repeats", "predictions") or bool(self.task.get("launched"))
+        return self.step not in ("recipes", "predictions") or bool(self.task.get("launched"))
 
 
 FACTS = Piece(step="facts", name="device")
@@ -41,31 +41,27 @@ def catalogue(
 ) -> list[Piece]:
     """All pieces. A piece comes after those that it needs.
 
-    facts: result of the first piece, if there is one. paged: with memory settings whose optimizer uses managed memory,
-    which not every machine allows. flash: with those of flash-attn; None: where it is installed.
+    facts: result of the first piece, if there is one. paged: with trainings whose optimizer uses managed memory, which
+    not every machine allows. flash: with those of flash-attn; None: where it is installed.
     """
     flash = find_spec("flash_attn") is not None if flash is None else flash
     has_bf16 = facts is None or facts["has_bf16"]
-    memory = {
-        setting.name: {"setting": asdict(setting)}
-        for setting in _settings(MEMORY[device], has_bf16=has_bf16)
+    precision: Any = {} if has_bf16 else {"precision": "fp16"}
+    settings = [
+        replace(setting, **precision if setting.precision == "bf16" else {})
+        for setting in SETTINGS[device]
         if (paged or not setting.optimizer.startswith("paged_")) and (flash or setting.attn != "flash_attention_2")
-    }
-    speed = {setting.name: {"setting": asdict(setting)} for setting in _settings(SPEED[device], has_bf16=has_bf16)}
-    answers = {
-        f"{task['geometry']} x{task['batch_size']}": {**task, "precision": "bf16" if has_bf16 else "fp16"}
-        for task in ANSWERS[device]
-    }
+    ]
+    tasks = {setting.name: {"setting": asdict(setting)} for setting in settings}
+    answers = {f"{task['geometry']} x{task['batch_size']}": {**task, **precision} for task in ANSWERS[device]}
     return [
         FACTS,
         *_recipes(device, has_bf16=has_bf16),
-        *_repeats(device, has_bf16=has_bf16),
-        *(Piece(step="predictions", name=name, task=task, needs={"facts": FACTS.key}) for name, task in memory.items()),
+        *(Piece(step="predictions", name=name, task=task, needs={"facts": FACTS.key}) for name, task in tasks.items()),
         *(
-            Piece(step="memory", name=name, task=task, needs={"prediction": f"predictions: {name}"})
-            for name, task in memory.items()
+            Piece(step="trainings", name=name, task=task, needs={"prediction": f"predictions: {name}"})
+            for name, task in tasks.items()
         ),
-        *(Piece(step="speed", name=name, task=task) for name, task in speed.items()),
         *(Piece(step="answers", name=name, task=task) for name, task in answers.items()),
     ]
 
@@ -100,53 +96,30 @@ TARGETS = {
 """Recipes that go all the way, with all that they start from: r3's first stage, the mixture's experts and gates."""
 
 QUANTIZED = ("r1", "r3", "r4")
-
-MIXTURE_BASE = {"recipes.moe-finetune.base": "bases/dense", "profiles.tiny.bases.dense": "random:qwen1.5-moe-tiny"}
-"""Settings that make the last training of the mixture start from a mixture that nobody has to build."""
-
-REPEATED: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    ("r1 nf4", "r1-llm-only", "nf4", {}),
-    ("r2 bf16", "r2-vision-only", "bf16", {}),
-    ("r1 fp16, 8-bit optimizer", "r1-llm-only", "fp16", {"profiles.tiny.memory.optimizer": "adamw_8bit"}),
-    ("AMR bf16", "amr-baseline", "bf16", {}),
-    ("mixture bf16", "moe-finetune", "bf16", MIXTURE_BASE),
-)
-"""Name, recipe, variant, further settings."""
+REPEATED = (("r1", "nf4"), ("r2", "bf16"), ("r1", "fp16"), ("AMR", "bf16"), ("mixture", "bf16"))
+"""Recipes in variants whose own training is also repeated, killed and starved of memory."""
 
 
 def _recipes(device: Kind, *, has_bf16: bool) -> Iterator[Piece]:
-    variants = _variants(has_bf16=has_bf16)
+    variants = [name for name, memory in VARIANTS.items() if has_bf16 or memory["precision"] != "bf16"]
     for variant in variants:
         for name, recipe in TARGETS.items():
-            if variant != "nf4" or name in QUANTIZED:
+            if variant == "nf4" and name not in QUANTIZED:
+                continue
+            optimizer = "adamw_8bit" if (name, variant) == ("r1", "fp16") else "adamw_torch_fused"
+            memory = {
+                **VARIANTS[variant],
+                "attn": "auto",
+                "optimizer": optimizer if device == "cuda" else "adamw_torch",
+            }
+            task = {
+                "recipe": recipe,
+                "memory": memory,
                 # One of them as `dvc repro` would start it: launcher, lease of the GPU, provenance.
-                launched = (name, variant) == ("r1", variants[0])
-                task = {"recipe": recipe, "params": _params(variant, device), "launched": launched}
-                yield Piece(step="recipes", name=f"{name} {variant}", task=task)
-
-
-def _repeats(device: Kind, *, has_bf16: bool) -> Iterator[Piece]:
-    variants = _variants(has_bf16=has_bf16)
-    for name, recipe, variant, more in REPEATED:
-        if variant in variants:
-            task = {"recipe": recipe, "params": _params(variant, device, **more), "exhausted": False}
-            yield Piece(step="repeats", name=name, task=task)
-    task = {"recipe": "r2-vision-only", "params": _params(variants[-1], device), "exhausted": True}
-    yield Piece(step="repeats", name="end of memory", task=task)
-
-
-def _variants(*, has_bf16: bool) -> list[str]:
-    return [name for name, memory in VARIANTS.items() if has_bf16 or memory["precision"] != "bf16"]
-
-
-def _params(variant: str, device: Kind, **more: str) -> dict[str, str]:
-    """Settings of params.yaml, by dotted path."""
-    on_cpu = device == "cpu"
-    memory = {**VARIANTS[variant], "attn": "auto", "optimizer": "adamw_torch" if on_cpu else "adamw_torch_fused"}
-    return {
-        **{f"profiles.tiny.memory.{name}": value for name, value in memory.items()},
-        **{path: value for path, value in more.items() if not (on_cpu and "8bit" in value)},
-    }
+                "launched": (name, variant) == ("r1", variants[0]),
+                "repeated": (name, variant) in REPEATED,
+            }
+            yield Piece(step="recipes", name=f"{name} {variant}", task=task)
 
 
 # --- Trainings of random weights in the known geometries, at full width on a GPU
@@ -180,41 +153,40 @@ class Setting:
             *(f"x{self.micro_batch} of {self.max_length:,}", self.optimizer, self.attn),
             "" if self.checkpointing else "not checkpointed",
         )
-        return " ".join(word for word in words if word not in ("", "none", "adamw_torch_fused", "sdpa", "auto"))
-
-
-def _settings(settings: Sequence[Setting], *, has_bf16: bool) -> list[Setting]:
-    """Without bf16 in fp16, each once."""
-    if has_bf16:
-        return list(settings)
-    in_fp16 = (replace(each, precision="fp16") if each.precision == "bf16" else each for each in settings)
-    return list(dict.fromkeys(in_fp16))
+        return " ".join(word for word in words if word not in ("", "none", "adamw_torch_fused", "sdpa"))
 
 
 _NF4: Any = {"quantization": "nf4"}
-_TINY: Any = {"optimizer": "adamw_torch", "micro_batch": 2}
-_TINY_MEMORY = {**_TINY, "precision": "fp32", "max_length": 128, "max_pixels": 224 * 224}
+_TINY: Any = {"optimizer": "adamw_torch", "micro_batch": 2, "max_length": 96, "max_pixels": 112 * 112}
 
 # The most telling first: a budget may end the run before the last.
-MEMORY: dict[Kind, tuple[Setting, ...]] = {
+SETTINGS: dict[Kind, tuple[Setting, ...]] = {
     "cuda": (
         Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2),
         Setting("qwen2-vl-7b", "r2", micro_batch=2),
         Setting("qwen2-vl-7b", "r4", **_NF4, micro_batch=2),
         Setting("qwen2-vl-7b", "r1", micro_batch=2, attn="flash_attention_2"),
-        Setting("qwen2-vl-2b", "r1", **_NF4, micro_batch=2),
+        # A picture of 1 MP is 1,280 tokens; question and answer have some hundred more.
+        Setting("qwen2-vl-2b", "r1", **_NF4, micro_batch=4, max_length=1408),
         Setting("qwen2-vl-2b", "r1", checkpointing=False),
         Setting("qwen2-vl-2b", "r1", precision="fp16", micro_batch=2),
         Setting("qwen2-vl-2b", "r1", precision="fp32"),
         Setting("qwen2-vl-2b", "r2", checkpointing=False, optimizer="adamw_torch"),
-        Setting("qwen2-vl-2b", "r2", micro_batch=2, optimizer="adamw_8bit"),
+        Setting("qwen2-vl-2b", "r2", micro_batch=4, max_length=1408, optimizer="adamw_8bit"),
         Setting("qwen2-vl-2b", "r4", checkpointing=False, optimizer="adamw_torch"),
         Setting("qwen2.5-7b", "full", optimizer="adamw_torch"),
         Setting("qwen2.5-7b", "full"),
-        Setting("qwen2.5-7b", "lora", micro_batch=2),
+        # The same sentences one at a time and eight at once: how much of a step is launches.
+        Setting("qwen2.5-7b", "lora", micro_batch=8, max_length=256),
+        Setting("qwen2.5-7b", "lora", micro_batch=1, max_length=256),
+        # As others publish it: full sequences of 4,096 tokens.
+        Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096),
         Setting("qwen2.5-7b", "lora", **_NF4, checkpointing=False),
         Setting("qwen1.5-moe-a2.7b", "attention-lora"),
         Setting("qwen1.5-moe-a2.7b", "full"),
+        Setting("qwen2-1.5b-x2", "full", micro_batch=8, max_length=512),
+        Setting("qwen2-1.5b-x2", "full", micro_batch=1, max_length=512),
+        Setting("qwen2-vl-7b", "r1", micro_batch=4, max_length=1408),
         Setting("qwen2-vl-7b", "r1", checkpointing=False),
         Setting("qwen2-vl-7b", "r1", **_NF4, optimizer="paged_adamw_8bit"),
         Setting("qwen2-vl-7b", "r2", optimizer="paged_adamw_8bit"),
@@ -222,45 +194,14 @@ MEMORY: dict[Kind, tuple[Setting, ...]] = {
         Setting("qwen2-vl-7b", "r1", **_NF4, precision="fp16", checkpointing=False),
     ),
     "cpu": (
-        Setting("qwen1.5-moe-tiny", "full", **_TINY_MEMORY),
-        Setting("qwen2-vl-tiny", "r1", **_TINY_MEMORY, checkpointing=False),
-        Setting("qwen2-vl-tiny", "r2", **_TINY_MEMORY),
+        Setting("qwen1.5-moe-tiny", "full", **_TINY, precision="fp32"),
+        Setting("qwen2-vl-tiny", "r1", **_TINY, **_NF4),
+        Setting("qwen2-vl-tiny", "r2", **_TINY, precision="fp32", checkpointing=False),
+        Setting("qwen2-vl-tiny", "r4", **_TINY),
+        Setting("qwen2.5-tiny", "lora", **_TINY),
     ),
 }
-"""Trainings whose memory is predicted and measured."""
-
-_FASTEST: Any = {"attn": "auto"}
-# A picture of 1 MP is 1,280 tokens; question and answer have some hundred more.
-_VLM: Any = {**_FASTEST, "max_length": 1408, "micro_batch": 4}
-_TINY_SPEED = {**_TINY, **_FASTEST, "max_length": 96, "max_pixels": 112 * 112}
-
-SPEED: dict[Kind, tuple[Setting, ...]] = {
-    "cuda": (
-        Setting("qwen2-vl-2b", "r1", **_VLM, **_NF4),
-        Setting("qwen2-vl-2b", "r2", **_VLM),
-        Setting("qwen2-vl-2b", "r4", **_VLM, **_NF4),
-        Setting("qwen2-vl-7b", "r1", **_VLM, **_NF4),
-        Setting("qwen2-vl-7b", "r2", **_VLM),
-        Setting("qwen2-vl-7b", "r4", **_VLM, **_NF4),
-        # The same sentences one at a time and eight at once: how much of a step is launches.
-        Setting("qwen2.5-7b", "lora", **_FASTEST, max_length=256, micro_batch=8),
-        Setting("qwen2.5-7b", "lora", **_FASTEST, max_length=256, micro_batch=1),
-        # As others publish it: full sequences of 4,096 tokens.
-        Setting("qwen2.5-7b", "lora", **_FASTEST, max_length=4096, micro_batch=2),
-        Setting("qwen2-1.5b-x2", "full", **_FASTEST, max_length=512, micro_batch=8),
-        Setting("qwen2-1.5b-x2", "full", **_FASTEST, max_length=512, micro_batch=1),
-        Setting("qwen2-vl-7b", "r1", **_VLM),
-        Setting("qwen2-vl-7b", "r1", **_VLM, **_NF4, checkpointing=False),
-    ),
-    "cpu": (
-        Setting("qwen2-vl-tiny", "r1", **_TINY_SPEED, **_NF4),
-        Setting("qwen2-vl-tiny", "r2", **_TINY_SPEED, checkpointing=False),
-        Setting("qwen2-vl-tiny", "r4", **_TINY_SPEED),
-        Setting("qwen2.5-tiny", "lora", **_TINY_SPEED),
-        Setting("qwen1.5-moe-tiny", "full", **_TINY_SPEED),
-    ),
-}
-"""Trainings that are timed, with the fastest attention that there is, as profiles have it."""
+"""Trainings whose memory is predicted and measured, and which are timed."""
 
 ANSWERS: dict[Kind, tuple[dict[str, Any], ...]] = {
     "cuda": (

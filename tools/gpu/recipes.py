@@ -78,16 +78,21 @@ RecipeTrainer.training_step = none_left
 """Programs that run before a stage, in its process."""
 
 
-def run_all_stages(device: Kind, *, recipe: str, params: Mapping[str, Any], launched: bool) -> dict[str, Any]:
+def run_all_stages(
+    device: Kind, *, recipe: str, memory: Mapping[str, str], launched: bool, repeated: bool
+) -> dict[str, Any]:
     """Run every stage that the recipe's evaluation needs, trainings and builds of other recipes among them.
 
-    launched: by the launcher, as DVC does; else as the launcher does it.
-    Raises UserError where a stage fails, or a loss is no number.
+    memory: settings of the tiny profile. launched: by the launcher, as DVC does; else as the launcher does it.
+    repeated: the recipe's own training several times. Raises UserError where a stage fails, or a loss is no number.
     """
-    with workspace(device, params) as folder:
+    with workspace(device, memory) as folder:
         seconds: dict[str, float] = defaultdict(float)
+        verdicts: dict[str, bool] = {}
         stages = needed(declared_stages(folder), f"evaluate@{recipe}")
         for stage in stages:
+            if repeated and stage.name == f"train@{recipe}":
+                verdicts = repeat(stage, folder, device)
             seconds[stage.name.partition("@")[0]] += run(stage, folder, launched=launched)
         names = [stage.name.partition("@")[2] for stage in stages if stage.name.startswith("train@")]
         trainings = {name: _read(folder, f"{name}/training/training.json") for name in names}
@@ -106,6 +111,7 @@ def run_all_stages(device: Kind, *, recipe: str, params: Mapping[str, Any], laun
         "logit_deviation": merge["logit_deviation"],
         "train_s": round(seconds["train"], 1),
         "all_s": round(sum(seconds.values()), 1),
+        **verdicts,
     }
 
 
@@ -113,27 +119,16 @@ def _read(folder: Path, name: str) -> Any:
     return json.loads((folder / "data/runs" / name).read_text(encoding="utf-8"))
 
 
-def repeat(device: Kind, *, recipe: str, params: Mapping[str, Any], exhausted: bool) -> dict[str, bool]:
-    """Train a recipe, train it again, and have it killed after its first checkpoint and go on: same bytes or not.
-
-    exhausted: have it run out of memory instead.
-    """
-    with workspace(device, params) as folder:
-        stages = declared_stages(folder)
-        for stage in needed(stages, f"plan@{recipe}"):
-            run(stage, folder)
-        train = next(stage for stage in stages if stage.name == f"train@{recipe}")
-        if exhausted:
-            return {"recognised": _ended(train, folder, before=LITTLE_MEMORY[device]).returncode == OUT_OF_MEMORY}
-        first = _trained(train, folder)
-        shutil.rmtree(folder / ".bakeoff")  # with the checkpoints, from which the next training would go on
-        again = _trained(train, folder)
-        shutil.rmtree(folder / ".bakeoff")
-        code = _ended(train, folder, before=KILLED_AFTER_A_SAVE).returncode
-        if code != 9 or not list((folder / ".bakeoff/checkpoints").rglob("step-*")):
-            raise UserError(f"{train.name} was to be killed after its first checkpoint, and ended with {code}")
-        resumed = _trained(train, folder)
-    return {"twice": first == again, "resumed": first == resumed}
+def repeat(train: DeclaredStage, folder: Path, device: Kind) -> dict[str, bool]:
+    """Have a training run out of memory; do it, do it again, and have it killed after its first checkpoint and go on:
+    same bytes or not. Leaves no checkpoints."""
+    recognised = _ended(train, folder, before=LITTLE_MEMORY[device]).returncode == OUT_OF_MEMORY
+    first, again = _trained(train, folder), _trained(train, folder)
+    code = _ended(train, folder, before=KILLED_AFTER_A_SAVE).returncode
+    if code != 9 or not list((folder / ".bakeoff/checkpoints").rglob("step-*")):
+        raise UserError(f"{train.name} was to be killed after its first checkpoint, and ended with {code}")
+    resumed = _trained(train, folder)
+    return {"twice": first == again, "resumed": first == resumed, "recognised": recognised}
 
 
 def _trained(train: DeclaredStage, folder: Path) -> str:
@@ -141,16 +136,19 @@ def _trained(train: DeclaredStage, folder: Path) -> str:
     run(train, folder)
     run_dir = folder / "data/runs" / train.name.partition("@")[2]
     files = [*sorted((run_dir / "trained").rglob("*.safetensors")), run_dir / "training/trace.csv"]
-    return combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
+    digest = combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
+    shutil.rmtree(folder / ".bakeoff")  # with the checkpoints, from which the next training would go on
+    return digest
 
 
 @contextmanager
-def workspace(device: Kind, params: Mapping[str, Any]) -> Iterator[Path]:
-    """A small copy of this checkout with these settings of params.yaml, removed in the end."""
+def workspace(device: Kind, memory: Mapping[str, str]) -> Iterator[Path]:
+    """A small copy of this checkout with these settings of the tiny profile's memory, removed in the end."""
     raw = YAML(typ="safe").load(ROOT / "params.yaml")
     for recipe in raw["recipes"].values():
         recipe.update(STEPS)
-    for path, value in {**SMALL, "profiles.tiny.device": {"kind": device, "count": 1}, **params}.items():
+    settings = {f"profiles.tiny.memory.{name}": value for name, value in memory.items()}
+    for path, value in {**SMALL, "profiles.tiny.device": {"kind": device, "count": 1}, **settings}.items():
         *parents, last = path.split(".")
         reduce(getitem, parents, raw)[last] = value
     with tempfile.TemporaryDirectory() as name:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from stages.kit.launcher.machine import installed_packages
 from tools.gpu.pieces import Piece
 
 DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "flash-attn")
@@ -105,13 +106,8 @@ def _parsed(line: bytes) -> Result | None:
 
 
 def installed_versions() -> dict[str, str]:
-    found = {}
-    for name in DECIDING:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = installed_packages(sys.path)
+    return {name: packages[name] for name in DECIDING if name in packages}
 
 
 def _commit() -> str:

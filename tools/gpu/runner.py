@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from stages.core.environment import stage_environment
-from stages.core.errors import OUT_OF_MEMORY
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.parent_death import end_with_parent
 from stages.kit.launcher.machine import usable_cores
 from stages.kit.launcher.triton_cache import triton_dir
@@ -34,16 +34,8 @@ from tools.gpu.results import Results, Status
 
 log = logging.getLogger("stages")
 
-TIMEOUT_S = 480
-"""For one piece."""
-
-
-class NoAnswer(Exception):
-    """What became of a process instead: a status and the problem in words."""
-
-    def __init__(self, status: Status, problem: str) -> None:
-        super().__init__(problem)
-        self.status = status
+TIMEOUT_S = 900
+"""For one piece. A mixture at tiny size, all the way, takes some minutes on a CPU."""
 
 
 class Runner:
@@ -80,18 +72,18 @@ class Runner:
         data, problem = {}, ""
         try:
             data = self._answer(piece)
-        except NoAnswer as error:
-            status, problem = error.status, str(error)
+        except UserError as error:
+            status, problem = "out of memory" if isinstance(error, OutOfMemory) else "failed", error.message
         if not self._stopped:
             seconds = time.monotonic() - began
             self._results.keep(piece, status, seconds=seconds, problem=problem, data=data)
             log.info("%s: %s in %s", piece.key, problem or status, seconds_text(seconds))
 
     def _answer(self, piece: Piece) -> dict[str, Any]:
-        """What the piece's process writes. Raises NoAnswer where it does not."""
+        """What the piece's process writes. Raises OutOfMemory, and UserError for all else that goes wrong."""
         needed = {name: self._results.data(key) for name, key in piece.needs.items()}
         if missing := [piece.needs[name] for name, data in needed.items() if data is None]:
-            raise NoAnswer("failed", f"needs a result of {missing[0]}")
+            raise UserError(f"needs a result of {missing[0]}")
         task = json.dumps({"step": piece.step, "device": self._device.kind, "task": {**piece.task, **needed}})
         log_path = self._results.path.parent / "logs" / f"{re.sub(r'[^a-z0-9.-]+', '-', piece.key.lower())}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,12 +95,12 @@ class Runner:
                 answer: dict[str, Any] = json.loads(answer_path.read_text(encoding="utf-8"))
                 return answer
         if code == OUT_OF_MEMORY:
-            raise NoAnswer("out of memory", "out of memory")
+            raise OutOfMemory("out of memory")
         lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [f"exit code {code}"]
-        raise NoAnswer("failed", f"{lines[-1].removeprefix('Error: ')} (all of it in {log_path})")
+        raise UserError(f"{lines[-1].removeprefix('Error: ')} (all of it in {log_path})")
 
     def _code(self, arguments: Sequence[str], piece: Piece, log_path: Path, *, scratch_dir: str) -> int:
-        """The exit code of child.py in the environment of a stage. Raises NoAnswer where it takes too long."""
+        """The exit code of child.py in the environment of a stage. Raises UserError where it takes too long."""
         environment = stage_environment("train", os.environ, network=False, terminal=False) | {
             # An empty list is none: a prediction must come about without a GPU.
             "CUDA_VISIBLE_DEVICES": "" if piece.step == "predictions" else self._device.uuid,
@@ -129,4 +121,4 @@ class Runner:
                     preexec_fn=end_with_parent(),
                 ).returncode
         except subprocess.TimeoutExpired:
-            raise NoAnswer("failed", f"took more than {TIMEOUT_S} s") from None
+            raise UserError(f"took more than {TIMEOUT_S} s") from None

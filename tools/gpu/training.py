@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
@@ -28,6 +28,7 @@ from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from tools.gpu.device import Kind
 from tools.gpu.flops import model_flops, peak_tflops
+from tools.gpu.kernels import KINDS, kernels, kind_of
 from tools.gpu.models import ACCUMULATION, batch_of, config_of, plan_of, random_model, random_trainer, with_contents
 from tools.gpu.pieces import Setting
 
@@ -36,19 +37,6 @@ SHARES = (1.0, 0.75, 0.5, 0.25, 0.125)
 MAX_STEPS = 16
 """fp16 skips the first steps until the scale of its gradients suits."""
 TIMED_STEPS = 4
-
-KINDS: tuple[tuple[str, str], ...] = (
-    ("copies", r"memcpy|memset|direct_copy|catarray|aten::(copy_|fill_|cat\b)|fillfunctor"),
-    ("dequantization", r"quantize|bitsandbytes::"),
-    ("attention", r"flash|fmha|attention|sdpa"),
-    ("optimizer", r"adam|multi_tensor_apply|koptimizer|_foreach_"),
-    ("loss (Triton)", r"^_(forward|backward)_kernel"),
-    ("matmul", r"gemm|gemv|nvjet|cutlass|cublas|splitk|wgmma|convol|dgrad|wgrad|fprop|aten::(add|b|_grouped_)?mm\b"),
-    ("elementwise", r"elementwise|reduce_kernel|norm|softmax|index|gather|scatter|sort|scan|dropout|at::native|aten::"),
-    ("other", ""),
-)
-"""Kinds of kernel by a part of their names, lower case; the first that matches. Reductions count as elementwise. On a
-CPU the names are torch's operators."""
 
 
 def predict_memory(
@@ -71,7 +59,7 @@ def predict_memory(
             exact = predict(plan, config, processor, batch, calibration, exact=True)
             both = {"scaled": scaled, "exact": exact}
             amounts = {
-                name: {"allocated": each.allocated_bytes, "reserved": each.reserved_bytes}
+                name: {"allocated_bytes": each.allocated_bytes, "reserved_bytes": each.reserved_bytes}
                 for name, each in both.items()
             }
             return {"layers": depth, **amounts}
@@ -90,25 +78,32 @@ def with_workspaces(calibration: Calibration, facts: Mapping[str, Any]) -> Calib
     )
 
 
-def measure_memory(device: Kind, *, setting: dict[str, Any], prediction: dict[str, Any]) -> dict[str, int]:
-    """Bytes of one step of the layers that were predicted, and how often torch had to make room on a full device."""
-    wanted = Setting(**setting)
-    resolve_attention(wanted.attn, DeviceParams(kind=device), wanted.precision)
-    text, vision = prediction["layers"]
-    return run_steps(wanted, device, with_depth(config_of(wanted.geometry), (text, vision)), timed_steps=0).memory
+def measure_training(device: Kind, *, setting: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and seconds of a step of the layers that were predicted, and what it spends the time on.
 
-
-def measure_speed(device: Kind, *, setting: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step as the shipped recipes do it, and what it spends them on."""
+    This takes the whole process: seeds and settings of torch and TRL stay changed. Raises UserError where too few steps
+    came about, and as random_trainer does.
+    """
     wanted = Setting(**setting)
-    attn: Any = resolve_attention(wanted.attn, DeviceParams(kind=device), wanted.precision)
-    wanted, config = replace(wanted, attn=attn), config_of(wanted.geometry)
-    meter = run_steps(wanted, device, config, timed_steps=TIMED_STEPS)
+    plan = plan_of(wanted, device)
+    check_device(plan.device, plan.precision)
+    resolve_attention(plan.attn, plan.device, plan.precision)
+    config = with_depth(config_of(wanted.geometry), tuple(prediction["layers"]))
+    seed_everything(plan.seed)
+    batch = with_contents(batch_of(wanted, config))
+    if device == "cuda":  # a recipe's data loader has workers for that
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    with random_trainer(plan, config, batch, num_steps=MAX_STEPS) as trainer:
+        meter = StepMeter(trainer, batch, device)
+        trainer.add_callback(meter)
+        trainer.train()
+    if not meter.launches:
+        raise UserError(f"the optimizer made too few steps in {MAX_STEPS}: no gradient was finite")
     step_s, busy_s = median(meter.seconds), sum(meter.spent.values())
-    batch = batch_of(wanted, config)
-    tflops = ACCUMULATION * model_flops(plan_of(wanted, device), config, batch) / step_s / 1e12
+    tflops = ACCUMULATION * model_flops(plan, config, batch) / step_s / 1e12
     peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
     return {
+        **meter.memory,
         "samples": ACCUMULATION * wanted.micro_batch,
         "step_s": round(step_s, 4),
         "slowest_s": round(max(meter.seconds), 4),
@@ -116,11 +111,9 @@ def measure_speed(device: Kind, *, setting: dict[str, Any]) -> dict[str, Any]:
         "tflops_per_s": round(tflops, 3),
         "share_of_peak": round(tflops / peak[0], 4) if peak else None,
         # Of an unprofiled step: profiling makes launches slower.
-        "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if device == "cuda" and busy_s else None,
+        "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if device == "cuda" else None,
         "launches": meter.launches,
-        "peak_bytes": meter.memory["allocated"] if device == "cuda" else None,
-        "attn": attn,
-        "spent": {kind: round(meter.spent.get(kind, 0.0) / busy_s, 4) for kind, _ in KINDS} if busy_s else {},
+        **{kind: round(meter.spent.get(kind, 0.0) / busy_s, 4) for kind, _ in KINDS},
     }
 
 
@@ -165,40 +158,17 @@ def measure_answers(
     }
 
 
-def run_steps(setting: Setting, device: Kind, config: PreTrainedConfig, *, timed_steps: int) -> StepMeter:
-    """Train until everything is measured.
-
-    This takes the whole process: seeds and settings of torch and TRL stay changed. Raises UserError where too few steps
-    came about, and as random_trainer does.
-    """
-    plan = plan_of(setting, device)
-    check_device(plan.device, plan.precision)
-    seed_everything(plan.seed)
-    batch = with_contents(batch_of(setting, config))
-    if device == "cuda":  # a recipe's data loader has workers for that
-        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-    with random_trainer(plan, config, batch, num_steps=MAX_STEPS) as trainer:
-        meter = StepMeter(trainer, batch, device, timed_steps=timed_steps)
-        trainer.add_callback(meter)
-        trainer.train()
-    if not meter.memory or len(meter.seconds) < timed_steps:
-        raise UserError(f"the optimizer made too few steps in {MAX_STEPS}: no gradient was finite")
-    return meter
-
-
 class StepMeter(TrainerCallback):
     """Once the optimizer has its state: memory of the next step; then the seconds of some, from end to end, fetching
     included; then what one more spends them on. The step after the first may still compile or choose kernels."""
 
-    def __init__(
-        self, trainer: RecipeTrainer, batch: Mapping[str, torch.Tensor], device: Kind, *, timed_steps: int
-    ) -> None:
-        self._trainer, self._batch, self._device, self._timed_steps = trainer, batch, device, timed_steps
+    def __init__(self, trainer: RecipeTrainer, batch: Mapping[str, torch.Tensor], device: Kind) -> None:
+        self._trainer, self._batch, self._device = trainer, batch, device
         self._ends: list[float] = []
         self._measuring = ExitStack()
         self.memory: dict[str, int] = {}
         """Bytes: allocated and reserved, as torch.cuda.max_memory_allocated counts them; total, with everything else
-        that is in use on the device. On a CPU all three are the same. And retries."""
+        that is in use on the device. On a CPU all three are the same. retries: how often torch had to make room."""
         self.spent: dict[str, float] = {}
         """Seconds of one step by kind of kernel."""
         self.launches = 0
@@ -206,8 +176,7 @@ class StepMeter(TrainerCallback):
 
     @property
     def seconds(self) -> list[float]:
-        ends = self._ends[2 : 3 + self._timed_steps]
-        return [end - begin for begin, end in pairwise(ends)]
+        return [end - begin for begin, end in pairwise(self._ends[2 : 3 + TIMED_STEPS])]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._trainer.optimizer.state:
@@ -220,11 +189,10 @@ class StepMeter(TrainerCallback):
             self._begin_memory()
         elif num_steps == 1:
             self.memory = self._end_memory()
-            control.should_training_stop = not self._timed_steps
-        elif num_steps == 2 + self._timed_steps:
+        elif num_steps == 2 + TIMED_STEPS:
             activity = ProfilerActivity.CUDA if self._device == "cuda" else ProfilerActivity.CPU
             self._profile = self._measuring.enter_context(profile(activities=[activity]))
-        elif num_steps == 3 + self._timed_steps:
+        elif num_steps == 3 + TIMED_STEPS:
             self._measuring.close()
             for name, seconds in kernels(self._profile, self._device):
                 self.spent[kind_of(name)] = self.spent.get(kind_of(name), 0.0) + seconds
@@ -241,28 +209,13 @@ class StepMeter(TrainerCallback):
     def _end_memory(self) -> dict[str, int]:
         if self._device == "cpu":
             self._measuring.close()
-            size_bytes = self._cpu_peak.size_bytes
-            return {"allocated": size_bytes, "reserved": size_bytes, "total": size_bytes, "retries": 0}
+            size = self._cpu_peak.size_bytes
+            return {"allocated_bytes": size, "reserved_bytes": size, "total_bytes": size, "retries": 0}
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         reserved_bytes = torch.cuda.max_memory_reserved()
         return {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": reserved_bytes,
-            "total": reserved_bytes + total_bytes - free_bytes - torch.cuda.memory_reserved(),
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": reserved_bytes,
+            "total_bytes": reserved_bytes + total_bytes - free_bytes - torch.cuda.memory_reserved(),
             "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         }
-
-
-def kind_of(name: str) -> str:
-    return next(kind for kind, pattern in KINDS if re.search(pattern, name.lower()))
-
-
-def kernels(profiled: profile, device: Kind) -> list[tuple[str, float]]:
-    """Name and seconds of each kernel and copy on a GPU, and of each operator on a CPU, without those that it calls."""
-    if device == "cpu":
-        return [(event.name, event.self_cpu_time_total / 1e6) for event in profiled.events()]
-    return [
-        (event.name, (event.time_range.end - event.time_range.start) / 1e6)
-        for event in profiled.events()
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-    ]

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from stages.kit.memory.calibration import SHIPPED_PATH
 from tests import ROOT
 from tools import calibrate
+from tools.gpu.kernels import KINDS
 from tools.gpu.memory import comparisons
-from tools.gpu.pieces import MEMORY, catalogue
+from tools.gpu.pieces import SETTINGS, catalogue
 from tools.gpu.results import Results
 
 
@@ -34,8 +35,8 @@ def start(results_dir: Path, *options: str) -> "subprocess.Popen[str]":
 def test_it_keeps_what_it_measured_goes_on_and_its_results_are_calibrated_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = MEMORY["cpu"][0].name
-    options = ("--dry-run", "--only", f"memory: {name}")
+    name = SETTINGS["cpu"][0].name
+    options = ("--dry-run", "--only", f"trainings: {name}")
     path = tmp_path / "cpu.jsonl"
 
     interrupted = start(tmp_path, *options)
@@ -54,10 +55,14 @@ def test_it_keeps_what_it_measured_goes_on_and_its_results_are_calibrated_by(
     assert rest.returncode == 0, output
     lines = path.read_text().splitlines()
     assert lines[0] == first
-    assert [json.loads(line)["piece"] for line in lines[1:]] == [f"predictions: {name}", f"memory: {name}"]
+    assert [json.loads(line)["piece"] for line in lines[1:]] == [f"predictions: {name}", f"trainings: {name}"]
     assert f"| {name} | 2 |" in page
-    row = comparisons(Results(path))[name]
-    assert abs(row["allocated"]) < 0.01
+    results = Results(path)
+    assert abs(comparisons(results)[name]["allocated"]) < 0.01
+    measured = results.data(f"trainings: {name}") or {}
+    assert measured["launches"] > 1000
+    shares = [measured[kind] for kind, _ in KINDS]
+    assert sum(shares) == pytest.approx(1, abs=0.01)
 
     one = [piece for piece in catalogue("cpu", None) if piece.name in ("device", name)]
     monkeypatch.setattr(calibrate, "catalogue", lambda *_, **__: one)

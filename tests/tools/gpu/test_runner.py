@@ -14,7 +14,7 @@ from tools.gpu import runner
 from tools.gpu.device import Device
 from tools.gpu.models import plan_of
 from tools.gpu.page import page
-from tools.gpu.pieces import FACTS, MEMORY, SPEED, Piece, Step, catalogue
+from tools.gpu.pieces import FACTS, SETTINGS, Piece, Step, catalogue
 from tools.gpu.results import Results
 from tools.gpu.runner import Runner
 
@@ -63,8 +63,8 @@ def test_each_end_is_a_result_and_only_what_failed_is_tried_again_last(
         piece("recipes", "b", "sys.exit(79)"),
         piece("recipes", "c", "os.kill(os.getpid(), 9)"),
         piece("recipes", "d", "time.sleep(60)"),
-        piece("speed", "e", "answer = {'step_s': 1.5}"),
-        piece("speed", "f"),
+        piece("trainings", "e", "answer = {'step_s': 1.5}"),
+        piece("trainings", "f"),
     ]
     found = {key: (each.status, each.problem) for key, each in run_pieces(path, *pieces).by_piece.items()}
     logs = path.parent / "logs"
@@ -73,17 +73,17 @@ def test_each_end_is_a_result_and_only_what_failed_is_tried_again_last(
         "recipes: b": ("out of memory", "out of memory"),
         "recipes: c": ("failed", f"exit code -9 (all of it in {logs / 'recipes-c.log'})"),
         "recipes: d": ("failed", "took more than 2 s"),
-        "speed: e": ("done", ""),
-        "speed: f": ("done", ""),
+        "trainings: e": ("done", ""),
+        "trainings: f": ("done", ""),
     }
     path.write_bytes(path.read_bytes()[:-20])  # as a kill cuts it off
     assert [each.name for each in Results(path).todo(pieces)] == ["f", "a", "c", "d"]
     run_pieces(path, pieces[-1])
-    assert [json.loads(line)["piece"] for line in path.read_text().splitlines()][-1] == "speed: f"
-    assert Results(path).data("speed: e") == {"step_s": 1.5}
+    assert [json.loads(line)["piece"] for line in path.read_text().splitlines()][-1] == "trainings: f"
+    assert Results(path).data("trainings: e") == {"step_s": 1.5}
     monkeypatch.setattr(results_module, "installed_versions", lambda: {"torch": "2.99"})
     assert Results(path).todo(pieces) == pieces
-    assert Results(path, measured_here=False).data("speed: e") == {"step_s": 1.5}
+    assert Results(path, measured_here=False).data("trainings: e") == {"step_s": 1.5}
 
 
 def test_after_its_time_nothing_starts(path: Path) -> None:
@@ -95,15 +95,13 @@ def test_a_piece_gets_what_it_needs_and_a_prediction_sees_no_gpu(path: Path) -> 
     results = run_pieces(
         path,
         piece("predictions", "a", environment),
-        piece(
-            "memory", "a", f"{environment}; answer |= {{'predicted': task['prediction']}}", prediction="predictions: a"
-        ),
-        piece("memory", "b", prediction="predictions: b"),
+        piece("trainings", "a", f"{environment}; answer['needed'] = task['prediction']", prediction="predictions: a"),
+        piece("trainings", "b", prediction="predictions: b"),
     )
     predicted = {"CUDA_VISIBLE_DEVICES": "", "SECRET": None}
     assert results.data("predictions: a") == predicted
-    assert results.data("memory: a") == {"CUDA_VISIBLE_DEVICES": "GPU-1", "SECRET": None, "predicted": predicted}
-    assert results.by_piece["memory: b"].problem == "needs a result of predictions: b"
+    assert results.data("trainings: a") == {"CUDA_VISIBLE_DEVICES": "GPU-1", "SECRET": None, "needed": predicted}
+    assert results.by_piece["trainings: b"].problem == "needs a result of predictions: b"
 
 
 def test_tiny_trainings_run_beside_each_other_and_what_is_timed_alone(
@@ -118,7 +116,7 @@ while len(list(Path('{tmp_path}').glob('recipe-*'))) < 2: time.sleep(0.05)
     trainings = [
         Piece(step="recipes", name=name, task={"program": together, "own": f"recipe-{name}"}) for name in ("a", "b")
     ]
-    results = run_pieces(path, *trainings, piece("speed", "c", alone), piece("speed", "d", alone))
+    results = run_pieces(path, *trainings, piece("trainings", "c", alone), piece("trainings", "d", alone))
     assert {result.status for result in results.by_piece.values()} == {"done"}
 
 
@@ -129,7 +127,7 @@ def test_every_piece_has_a_name_of_its_own_and_comes_after_what_it_needs() -> No
         assert len(set(keys)) == len(keys)
         for position, each in enumerate(pieces):
             assert set(each.needs.values()) <= set(keys[:position])
-        assert [plan_of(setting, device) for setting in (*MEMORY[device], *SPEED[device])]
+        assert [plan_of(setting, device) for setting in SETTINGS[device]]
     usual = {each.key for each in catalogue("cuda", None, flash=False)}
     more = [each.key for each in catalogue("cuda", None, paged=True, flash=True) if each.key not in usual]
     assert len(more) == 6
@@ -143,34 +141,25 @@ def test_without_bf16_everything_is_measured_in_fp16() -> None:
 
 
 def test_the_page_has_every_piece_whatever_became_of_it(path: Path) -> None:
-    speed = {
-        "samples": 16,
-        "step_s": 2.0,
-        "tokens_per_s": 11264.0,
-        "tflops_per_s": 345.6,
-        "share_of_peak": 0.349,
-        "idle_share": 0.12,
-        "launches": 41000,
-        "peak_bytes": 2**34,
-        "attn": "sdpa",
-        "spent": {"matmul": 0.75, "copies": 0.25},
-    }
+    speed = "'samples': 16, 'step_s': 2.0, 'tokens_per_s': 11264.0, 'tflops_per_s': 345.6, 'share_of_peak': 0.349"
+    spent = "'idle_share': 0.12, 'launches': 41000, 'matmul': 0.75, 'copies': 0.25"
+    memory = "'allocated_bytes': 2**34, 'reserved_bytes': 2**34, 'total_bytes': 2**34"
     pieces = [
         piece("recipes", "a", "sys.exit('no kernel *image*')"),
-        piece("repeats", "b", "answer = {'twice': True, 'resumed': False}"),
-        piece("speed", "c", f"answer = {speed}"),
-        piece("speed", "d", "sys.exit(79)"),
+        piece("recipes", "b", "answer = {'twice': True, 'resumed': False}"),
+        piece("trainings", "c", f"answer = {{{speed}, {spent}, {memory}}}"),
+        piece("trainings", "d", "sys.exit(79)"),
     ]
     text = page(CUDA, run_pieces(path, *pieces), [*pieces, piece("answers", "e")])
     assert text.startswith("# NVIDIA H100 80GB HBM3\n\nMeasured by `make gpu`: 4 of 5 pieces")
     for line in (
         "| a | failed | – |",
-        "| b | yes | NO | – |",
-        "| c | 16 | 2.000 | 11,264 | 345.6 | 34.9% | 12% | 41,000 | 16.0 GiB | sdpa |",
+        "| b | – | – | – | – | – | – | – | – | yes | NO | – |",
+        "| c | 16 | 2.000 | 11,264 | 345.6 | 34.9% | 12% | 41,000 | 16.0 GiB |",
         "| d | out of memory | – |",
-        "| c | 75% | 25% |",
+        "| c | 25% | – | – | – | – | 75% | – | – |",
         "- recipes: a: no kernel \\*image\\*",
-        "- speed: d: out of memory",
+        "- trainings: d: out of memory",
         "## Not measured yet\n\n- answers: e\n",
     ):
         assert line in text
