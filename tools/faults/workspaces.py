@@ -22,7 +22,6 @@ import psutil
 from click import ClickException
 from ruamel.yaml import YAML
 
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tools.faults import moment
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +61,6 @@ class Workspace:
     environment: Mapping[str, str]
     limit_s: float = LIMIT_S
     """For one command."""
-
-    def stages(self) -> list[DeclaredStage]:
-        """Those of the chain."""
-        return [stage for stage in declared_stages(self.folder) if stage.name in CHAIN]
 
     def dvc(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         return self.python("-m", "dvc", *arguments, meanwhile=meanwhile)
