@@ -22,7 +22,6 @@ DEVICE = {
     "kind": "cuda",
     "name": "NVIDIA H200",
     "capability": [9, 0],
-    "has_bf16": True,
     "memory_bytes": 139 * 2**30,
     "workspace_bytes": 32 * MIB,
     "workspaces": 2,

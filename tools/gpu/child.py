@@ -6,8 +6,10 @@ Run  python -m tools.gpu.child TASK_JSON ANSWER_PATH   (runner.py does)
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,8 +23,14 @@ JOBS = {
     "trainings": "training:measure_training",
     "answers": "training:measure_answers",
 }
-"""The function of each step, in a module of this package. Called with the kind of device and the task, it returns what
-JSON can hold."""
+"""By step a module of this package and its function."""
+
+
+def job_of(step: str) -> Callable[..., dict[str, Any]]:
+    """Called with the kind of device and a piece's task, it returns what JSON can hold."""
+    module, _, name = JOBS[step].partition(":")
+    job: Callable[..., dict[str, Any]] = getattr(import_module(f"tools.gpu.{module}"), name)
+    return job
 
 
 @click.command(help=__doc__)
@@ -32,8 +40,7 @@ JSON can hold."""
 def main(task_json: str, answer_path: Path) -> None:
     asked = json.loads(task_json)
     configure_logging(asked["step"])
-    module, _, name = JOBS[asked["step"]].partition(":")
-    answer = getattr(import_module(f"tools.gpu.{module}"), name)(asked["device"], **asked["task"])
+    answer = job_of(asked["step"])(asked["device"], **asked["task"])
     answer_path.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
 
 

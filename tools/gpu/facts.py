@@ -45,8 +45,6 @@ def facts(device: Kind) -> dict[str, Any]:
         "kind": device,
         "name": name,
         "capability": torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
-        # In hardware.
-        "has_bf16": device == "cpu" or torch.cuda.get_device_capability() >= (8, 0),
         "memory_bytes": total_bytes,
         "context_bytes": total_bytes - free_bytes - reserved_bytes,
         **workspaces,

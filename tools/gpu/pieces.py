@@ -45,7 +45,8 @@ def catalogue(
     not every machine allows. flash: with those of flash-attn; None: where it is installed.
     """
     flash = find_spec("flash_attn") is not None if flash is None else flash
-    has_bf16 = facts is None or facts["has_bf16"]
+    # From compute capability 8.0 on in hardware.
+    has_bf16 = device == "cpu" or facts is None or tuple(facts["capability"]) >= (8, 0)
     precision: Any = {} if has_bf16 else {"precision": "fp16"}
     settings = [
         replace(setting, **precision if setting.precision == "bf16" else {})

@@ -34,7 +34,7 @@ from tools.gpu.pieces import Setting
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.125)
 """Shares of the language model's layers: the first that fits is predicted and measured."""
-MAX_STEPS = 16
+MAX_STEPS = 24
 """fp16 skips the first steps until the scale of its gradients suits."""
 TIMED_STEPS = 4
 
@@ -106,7 +106,6 @@ def measure_training(device: Kind, *, setting: dict[str, Any], prediction: dict[
         **meter.memory,
         "samples": ACCUMULATION * wanted.micro_batch,
         "step_s": round(step_s, 4),
-        "slowest_s": round(max(meter.seconds), 4),
         "tokens_per_s": round(ACCUMULATION * batch["input_ids"].numel() / step_s, 1),
         "tflops_per_s": round(tflops, 3),
         "share_of_peak": round(tflops / peak[0], 4) if peak else None,
@@ -122,10 +121,10 @@ def measure_answers(
     device: Kind,
     *,
     geometry: str,
-    precision: Any,
     batch_size: int,
     prompt: int,
     new_tokens: int,
+    precision: Any = "bf16",
     max_pixels: int = 1003520,
 ) -> dict[str, Any]:
     """Have a model answer a batch of prompts, all of them `new_tokens` long, as evaluation does."""

@@ -1,5 +1,6 @@
 """The order of the pieces, their processes, the time limit, and the results that are kept."""
 
+import inspect
 import json
 import math
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from tools.gpu import results as results_module
 from tools.gpu import runner
+from tools.gpu.child import job_of
 from tools.gpu.device import Device
 from tools.gpu.models import plan_of
 from tools.gpu.page import page
@@ -120,13 +122,14 @@ while len(list(Path('{tmp_path}').glob('recipe-*'))) < 2: time.sleep(0.05)
     assert {result.status for result in results.by_piece.values()} == {"done"}
 
 
-def test_every_piece_has_a_name_of_its_own_and_comes_after_what_it_needs() -> None:
+def test_every_piece_has_a_name_of_its_own_comes_after_what_it_needs_and_is_what_its_job_takes() -> None:
     for device in ("cuda", "cpu"):
         pieces = catalogue(device, None, paged=True, flash=True)
         keys = [each.key for each in pieces]
         assert len(set(keys)) == len(keys)
         for position, each in enumerate(pieces):
             assert set(each.needs.values()) <= set(keys[:position])
+            inspect.signature(job_of(each.step)).bind(device, **each.task, **each.needs)
         assert [plan_of(setting, device) for setting in SETTINGS[device]]
     usual = {each.key for each in catalogue("cuda", None, flash=False)}
     more = [each.key for each in catalogue("cuda", None, paged=True, flash=True) if each.key not in usual]
@@ -135,7 +138,7 @@ def test_every_piece_has_a_name_of_its_own_and_comes_after_what_it_needs() -> No
 
 
 def test_without_bf16_everything_is_measured_in_fp16() -> None:
-    turing = catalogue("cuda", {"has_bf16": False})
+    turing = catalogue("cuda", {"capability": [7, 5]})
     assert "bf16" not in json.dumps([dict(each.task) for each in turing])
     assert {each.step for each in turing} == {each.step for each in catalogue("cuda", None)}
 
