@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import transformers
 
 from stages.core.errors import UserError
 from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
-from stages.kit.planning.prediction import Prediction
 from tools import calibrate
 from tools.gpu import training
 from tools.gpu.memory import FLOOR, comparisons, constants, recalibrated
@@ -18,14 +18,8 @@ from tools.gpu.results import Results
 from tools.gpu.runner import Runner
 
 MIB = 2**20
-DEVICE = {
-    "kind": "cuda",
-    "name": "NVIDIA H200",
-    "capability": [9, 0],
-    "memory_bytes": 139 * 2**30,
-    "workspace_bytes": 32 * MIB,
-    "workspaces": 2,
-}
+DEVICE = {"kind": "cuda", "name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 139 * 2**30}
+DEVICE |= {"workspace_bytes": 32 * MIB, "workspaces": 2}
 NAMES = [setting.name for setting in SETTINGS["cuda"]]
 
 
@@ -151,29 +145,20 @@ def test_a_changed_predictor_is_compared_with_what_was_measured_elsewhere(
 
 
 def test_layers_are_left_out_until_a_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def predict(plan: Any, config: Any, *_: Any, exact: bool = False) -> Prediction:
-        size = 100 * config.num_hidden_layers * MIB
-        return Prediction(
-            allocated_bytes=size,
-            reserved_bytes=size,
-            total_bytes=size,
-            low_bytes=0,
-            high_bytes=size + 700 * MIB,
-            peak_phase="backward",
-            phases={},
-            budget={},
-            calibration="assumed",
-        )
+    def predict(plan: Any, config: Any, *_: Any, exact: bool = False) -> Any:
+        return SimpleNamespace(allocated_bytes=config.num_hidden_layers, reserved_bytes=0)
 
     monkeypatch.setattr(training, "predict", predict)
+    fits = {True: "fits", False: "too close"}
+    monkeypatch.setattr(training, "verdict", lambda found, capacity: fits[found.allocated_bytes <= capacity])
     setting = {"geometry": "qwen2.5-7b", "recipe": "lora", "max_length": 64}
 
-    def layers(memory_mib: int, **options: Any) -> Any:
-        facts = {**DEVICE, "memory_bytes": memory_mib * MIB}
+    def layers(capacity: int, **options: Any) -> Any:
+        facts = {**DEVICE, "memory_bytes": capacity}
         return training.predict_memory("cuda", setting=setting, facts=facts, **options)["layers"]
 
-    assert [tuple(layers(memory)) for memory in (9999, 2100 + 700, 2100 + 699)] == [(28, 0), (21, 0), (14, 0)]
-    assert layers(1, layers=(3, 0)) == (3, 0)
+    assert [layers(capacity) for capacity in (28, 27, 20)] == [(28, 0), (21, 0), (14, 0)]
+    assert layers(1, layers=(5, 0)) == (5, 0)
     with pytest.raises(UserError, match=r"does not fit with 12\.5% of its layers"):
         layers(1)
 
