@@ -27,8 +27,8 @@ from pathlib import Path
 import click
 
 from tools.faults.judge import NeverCame, Outcome, Wrong
-from tools.faults.kinds import KINDS, NEEDS_A_SMALL_DISK, Trial
-from tools.faults.workspaces import CannotRun, Reference, build_reference
+from tools.faults.kinds import FULL_DISK, KINDS, Trial
+from tools.faults.workspaces import Reference, build_reference
 
 TRIES = 5
 """At moments drawn one after the other, until the fault comes in time."""
@@ -40,36 +40,30 @@ OWN_MOUNTS = "BAKEOFF_FAULTS_OWN_MOUNTS"
 @click.option("--count", default=10, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--only", type=click.IntRange(min=1), help="Just the one of this number.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Of this kind; may be repeated.")
-def main(count: int, seed: int, only: int | None, kinds: tuple[str, ...]) -> None:
+def main(count: int, seed: int, only: int | None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter_own_mounts()
-    options = "".join(f" --kind {kind!r}" for kind in kinds)
-    kinds = kinds or tuple(KINDS)
+    kinds = list(KINDS)
     if OWN_MOUNTS not in os.environ:
-        kinds = tuple(kind for kind in kinds if kind not in NEEDS_A_SMALL_DISK)
+        kinds.remove(FULL_DISK)
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
-    if not kinds:
-        raise click.ClickException("nothing is left to do")
     root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-")).resolve()  # processes are found by their folder
     outcomes: dict[int, Outcome] = {}
     began = time.monotonic()
     try:
         click.echo("the undisturbed pipeline")
-        reference = build_reference(root / "reference", click.echo)
+        reference = build_reference(root / "reference")
         for number in [only] if only else range(1, count + 1):
             kind = kind_of(seed, number, kinds)
             outcomes[number] = inflict(reference, root / f"fault-{number}", kind, seed, number)
-    except CannotRun as error:
-        raise click.ClickException(str(error)) from None
     finally:
         tally = Counter(outcomes.values())
         if outcomes:
             counts = ", ".join(f"{tally[outcome]} {outcome}" for outcome in Outcome)
             click.echo(f"{len(outcomes)} faults in {time.monotonic() - began:.0f} s: {counts}")
-        for number in (number for number, outcome in outcomes.items() if outcome is Outcome.WRONG):
-            again = f"make faults SEED={seed} ONLY={number}" + (f' ARGS="{options[1:]}"' if options else "")
-            click.echo(f"{number}: kept in {root}/fault-{number}*; again: {again}")
+        for number, outcome in outcomes.items():
+            if outcome is Outcome.WRONG:
+                click.echo(f"{number}: kept in {root}/fault-{number}*; again: make faults SEED={seed} ONLY={number}")
         if not tally[Outcome.WRONG]:
             shutil.rmtree(root, ignore_errors=True)
     sys.exit(1 if tally[Outcome.WRONG] else 0)
@@ -89,16 +83,14 @@ def inflict(reference: Reference, folder: Path, kind: str, seed: int, number: in
         try:
             outcome = KINDS[kind](trial)
         except NeverCame:
-            _remove(folder)
-            continue
+            pass
         except Wrong as error:
             outcome, why = Outcome.WRONG, f"\n      {error}"
-        except BaseException:
-            _remove(folder)
-            raise
-        break
-    if outcome is not Outcome.WRONG:
-        _remove(folder)
+        finally:
+            if outcome is not Outcome.WRONG:
+                _remove(folder)
+        if outcome is not Outcome.NEVER_CAME:
+            break
     seconds = time.monotonic() - began
     click.echo(f"{number:4}  {kind:<24}  {trial.stage:<24}  {outcome:<14}  {seconds:4.0f} s  {trial.moment}{why}")
     return outcome

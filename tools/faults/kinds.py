@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from stages.kit.launcher.pipeline import declared_stages
 from tools.faults.judge import (
+    DVC_FAILS,
     NeverCame,
     Outcome,
     Wrong,
@@ -28,6 +31,7 @@ from tools.faults.judge import (
     require_whole,
     verify_commands,
 )
+from tools.faults.moment import SET_BACK_S
 from tools.faults.workspaces import (
     CHAIN,
     RECIPE,
@@ -44,13 +48,8 @@ from tools.verify.differences import compare_outputs
 TRAIN = f"train@{RECIPE}"
 MAX_ROUNDS = 4
 """Of fixing what `make verify` names: some damage is found only after that above it is fixed."""
-FUTURE_S = 3600
 PATIENCE_S = 30.0
 """Without a running stage, before a full disk gets room: DVC waits for it."""
-RUN_CACHE = ".dvc/cache/runs"
-DVC_FAILS = re.compile(r"join\(\) argument must be str|'\S*dvc\.lock' (?:validation failed|is invalid)")
-"""Errors of DVC 3.67 after it was killed between making a folder of its run cache and filling it, or while it wrote
-dvc.lock, into the file itself. `make verify` names what fixes that."""
 NOT_SAVED = "could not be saved"
 """A training's words for a checkpoint without room, before it goes on without."""
 DVC_IS_RUNNING = ("Unable to acquire lock", "is busy, it is being blocked by")
@@ -68,28 +67,20 @@ class Trial:
     moment: str = ""
     workspace: Workspace = field(init=False)
 
-    def before(self, stage: str) -> Workspace:
-        """A workspace in which this stage is next."""
-        return self._copy(self.reference.before_dir(stage), stage)
-
-    def finished(self, stage: str) -> Workspace:
-        """A workspace in which all stages are done. stage: the one that is tried."""
-        return self._copy(self.reference.finished_dir, stage)
-
-    def _copy(self, source: Path, stage: str) -> Workspace:
+    def copy(self, stage: str, *, finished: bool = False) -> Workspace:
+        """A workspace in which this stage is next. finished: in which all stages are done, and this one is tried."""
         self.stage = stage
-        copy_folder(source, self.folder)
+        copy_folder(self.reference.finished_dir if finished else self.reference.before_dir(stage), self.folder)
         self.workspace = workspace_in(self.folder, self.reference.environment)
         return self.workspace
 
     def require_same_end(self, stage: str) -> None:
         """Outputs up to this stage are those of the reference. Raises Wrong."""
-        done = CHAIN[: CHAIN.index(stage) + 1]
-        outputs = [out for each in self.workspace.stages() if each.name in done for out in each.written]
+        outputs = self.written(*CHAIN[: CHAIN.index(stage) + 1])
         require_same_end(self.folder, self.reference.after_dir(stage), outputs)
 
-    def written(self, stage: str) -> list[str]:
-        return [out for each in self.workspace.stages() if each.name == stage for out in each.written]
+    def written(self, *stages: str) -> list[str]:
+        return [out for each in declared_stages(self.folder) if each.name in stages for out in each.written]
 
 
 # A process is ended.
@@ -97,18 +88,27 @@ class Trial:
 VICTIMS = ("stage", "launcher", "dvc", "dvc's group")
 
 
-def end_at_a_moment(trial: Trial, *, number: signal.Signals) -> Outcome:
+def end_at_a_moment(trial: Trial, *, number: signal.Signals, clock_set_back: bool = False) -> Outcome:
+    """One of the processes gets a signal.
+
+    clock_set_back: if at all, after the stage's clock was set back by an hour. All files are from the future then.
+    """
     stage = trial.draw.choice((*CHAIN, TRAIN, TRAIN))
-    share = trial.draw.random()
+    share = trial.draw.random() * (2 if clock_set_back else 1)
     victim = trial.draw.choice(VICTIMS)
-    workspace = trial.before(stage)
+    workspace = trial.copy(stage)
     trial.moment = f"{victim}, at {share:.0%} of it"
+    if clock_set_back:
+        change = trial.draw.randint(1, len(trial.reference.changes[stage, "stage"]))
+        workspace.order(role="stage", number=change, act="set the clock back")
+        _from_the_future(trial.folder)
 
     def meanwhile(process: subprocess.Popen[bytes]) -> None:
         while workspace.process_of("stage") is None and process.poll() is None:
             time.sleep(0.05)
-        # Starting dvc takes the first of these seconds.
-        _wait(process, share * max(1.0, trial.reference.seconds[stage] - 2))
+        with suppress(subprocess.TimeoutExpired):
+            # Starting dvc takes the first of these seconds.
+            process.wait(share * max(1.0, trial.reference.seconds[stage] - 2))
         if victim == "dvc's group" and process.poll() is None:
             os.killpg(process.pid, number)
         elif (found := workspace.process_of(victim)) is not None:
@@ -116,35 +116,41 @@ def end_at_a_moment(trial: Trial, *, number: signal.Signals) -> Outcome:
                 found.send_signal(number)
 
     ended = workspace.dvc("repro", stage, meanwhile=meanwhile)
-    return _try_again(trial, stage, ended, came=ended.code != 0)
+    if clock_set_back:
+        workspace.withdraw_order()
+        _from_the_future(trial.folder)
+    return _try_again(trial, stage, ended, came=clock_set_back or ended.code != 0)
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
+def _from_the_future(folder: Path) -> None:
+    """Make all files an hour newer, each inode once."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    for path in {path.stat().st_ino: path for path in files if ".git" not in path.parts}.values():
+        later = path.stat().st_mtime_ns + int(SET_BACK_S * 1e9)
+        os.utime(path, ns=(later, later))
 
 
 def kill_before_a_change(
     trial: Trial, *, stages: Sequence[str] = CHAIN, roles: Sequence[str], below: str = ""
 ) -> Outcome:
     """A process of one of these kinds is killed just before it changes something on the disk, below a folder."""
-    stage = trial.draw.choice(stages)
-    role = trial.draw.choice(roles)
-    change = trial.draw.choice([each for each in trial.reference.changes[stage, role] if each.path.startswith(below)])
-    workspace = trial.before(stage)
-    above = {"dvc": 0, "launcher": 0, "stage": trial.draw.choice((0, 0, 0, 1))}[role]
-    trial.moment = f"{'launcher' if above else role}, before {change.event} of {change.path} ({change.number})"
-    workspace.order(role=role, number=change.number, act="signal", signal=int(signal.SIGKILL), above=above)
+    stage, role = trial.draw.choice(stages), trial.draw.choice(roles)
+    changes = enumerate(trial.reference.changes[stage, role], start=1)
+    number, change = trial.draw.choice([(number, change) for number, change in changes if f" of {below}" in change])
+    workspace = trial.copy(stage)
+    above = trial.draw.choice((0, 0, 0, 1)) if role == "stage" else 0
+    trial.moment = f"{'launcher' if above else role}, before {change} ({number})"
+    workspace.order(role=role, number=number, act="kill", above=above)
     ended = workspace.dvc("repro", stage)
     return _try_again(trial, stage, ended, came=workspace.withdraw_order(), whole=role != "dvc")
 
 
 def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
     """The training is killed after it has saved twice; it has to name the file, and use the checkpoint before."""
-    renames = (each for each in trial.reference.changes[TRAIN, "stage"] if each.event == "rename")
-    change = trial.draw.choice([each for each in renames if Path(each.path).name.startswith(".step-")][2:])
-    workspace = trial.before(TRAIN)
-    workspace.order(role="stage", number=change.number, act="signal", signal=int(signal.SIGKILL), above=0)
+    changes = enumerate(trial.reference.changes[TRAIN, "stage"], start=1)
+    saves = [number for number, change in changes if re.match(r"rename of .*/\.step-[^/]+$", change)]
+    workspace = trial.copy(TRAIN)
+    workspace.order(role="stage", number=trial.draw.choice(saves[2:]), act="kill", above=0)
     require_clean_end(workspace.dvc("repro", TRAIN))
     workspace.withdraw_order()
     *_, before, newest = sorted((trial.folder / ".bakeoff/checkpoints").glob("*/*/step-*"))
@@ -163,71 +169,31 @@ def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
 
 def cut_off_the_lock(trial: Trial) -> Outcome:
     """As DVC leaves dvc.lock where it is killed while it writes it."""
-    workspace = trial.finished(TARGET)
+    workspace = trial.copy(TARGET, finished=True)
     path = trial.folder / "dvc.lock"
     path.write_bytes(content := cut(path.read_bytes(), trial.draw))
     trial.moment = f"after {len(content)} bytes"
     return _try_again(trial, TARGET, workspace.verify(), came=True)
 
 
-def set_the_clock_back(trial: Trial) -> Outcome:
-    """By an hour while a stage runs, which is then killed; everything that it left is from the future."""
-    stage = trial.draw.choice((*CHAIN, TRAIN))
-    change = trial.draw.choice(trial.reference.changes[stage, "stage"])
-    workspace = trial.before(stage)
-    trial.moment = f"before {change.event} of {change.path} ({change.number})"
-    _from_the_future(trial.folder)
-    workspace.order(role="stage", number=change.number, act="set the clock back")
-    share = trial.draw.random()
-
-    def meanwhile(process: subprocess.Popen[bytes]) -> None:
-        _wait(process, share * trial.reference.seconds[stage])
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-
-    first = workspace.dvc("repro", stage, meanwhile=meanwhile if trial.draw.random() < 0.5 else None)
-    workspace.withdraw_order()
-    _from_the_future(trial.folder)
-    return _try_again(trial, stage, first, came=True)
-
-
-def _from_the_future(folder: Path) -> None:
-    """Files that were written before the clock was set back are an hour newer than any new one."""
-    seen = set()
-    for path in folder.rglob("*"):
-        stat = path.lstat()
-        if path.is_file() and not path.is_symlink() and ".git" not in path.parts and stat.st_ino not in seen:
-            seen.add(stat.st_ino)
-            later = stat.st_mtime_ns + int(FUTURE_S * 1e9)
-            os.utime(path, ns=(later, later))
-
-
 def two_at_once(trial: Trial) -> Outcome:
     """Each ends well, or says that another DVC is running."""
     stage = trial.draw.choice(CHAIN)
     apart_s = trial.draw.choice((0.0, trial.draw.uniform(0, trial.reference.seconds[stage])))
-    workspace = trial.before(stage)
+    workspace = trial.copy(stage)
     trial.moment = f"{apart_s:.1f} s apart"
-    other_log = trial.folder.with_name(f"{trial.folder.name}.other.log")
-    others: list[int] = []
-
-    def meanwhile(_process: subprocess.Popen[bytes]) -> None:
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(workspace.dvc, "repro", stage)
         time.sleep(apart_s)
-        with other_log.open("wb") as log:
-            other = workspace.start([workspace.environment["PYTHON"], "-m", "dvc", "repro", stage], log)
-            others.append(other.wait())
-
-    first = workspace.dvc("repro", stage, meanwhile=meanwhile)
-    output = other_log.read_text(encoding="utf-8")
-    other_log.unlink()
-    second = Ended(command=f"dvc repro {stage}, the other", code=others[0], output=output, left_running=())
-    for ended in (first, second):
+        second = pool.submit(workspace.dvc, "repro", stage)
+    both = (first.result(), second.result())
+    for ended in both:
         require_clean_end(ended)
         if ended.code != 0 and not any(words in ended.output for words in DVC_IS_RUNNING):
             raise Wrong(f"`{ended.command}` ended with {ended.code}, and not for the lock: {ended.output[-300:]}")
-    if first.code != 0 and second.code != 0:
+    if all(ended.code for ended in both):
         raise Wrong("neither of the two ended well")
-    return _try_again(trial, stage, first, came=True)
+    return _try_again(trial, stage, both[0], came=True)
 
 
 def _try_again(trial: Trial, stage: str, first: Ended, *, came: bool, whole: bool = False) -> Outcome:
@@ -247,7 +213,7 @@ def _try_again(trial: Trial, stage: str, first: Ended, *, came: bool, whole: boo
     if found := DVC_FAILS.search(second.output):
         trial.moment += "; DVC's own fault, fixed by make verify"
         require_clean_end(second)
-        return _verify_and_fix(trial, "dvc.lock" if "dvc.lock" in found[0] else RUN_CACHE)
+        return _verify_and_fix(trial, "dvc.lock" if "dvc.lock" in found[0] else ".dvc/cache/runs")
     require_success(second)
     if saved and f"Running stage '{TRAIN}'" in second.output and "goes on from step" not in second.output:
         raise Wrong("there were checkpoints, and the training began anew")
@@ -259,10 +225,10 @@ def _try_again(trial: Trial, stage: str, first: Ended, *, came: bool, whole: boo
 
 
 def fill_the_disk(trial: Trial) -> Outcome:
-    """That of the whole workspace, cache and checkpoints included."""
+    """The disk of the whole workspace, cache and checkpoints included."""
     stage = trial.draw.choice((*CHAIN, TRAIN))
     with small_disk(trial.folder) as leave:
-        workspace = trial.before(stage)
+        workspace = trial.copy(stage)
         grown = _size_bytes(trial.reference.after_dir(stage)) - _size_bytes(trial.reference.before_dir(stage))
         room = int(trial.draw.random() * 1.1 * (max(grown, 0) + (40 << 20 if stage == TRAIN else 1 << 20)))
         trial.moment = f"{room / 2**20:.2f} MiB left"
@@ -289,21 +255,6 @@ def fill_the_disk(trial: Trial) -> Outcome:
         except Wrong:  # a copy to look at, as the disk is removed
             shutil.copytree(trial.folder, trial.folder.with_name(f"{trial.folder.name}.kept"), symlinks=True)
             raise
-
-
-def fill_the_disk_of_checkpoints(trial: Trial) -> Outcome:
-    """Checkpoints may be lost, but not the training."""
-    workspace = trial.before(TRAIN)
-    with small_disk(trial.folder / ".bakeoff/checkpoints") as leave:
-        room = int(trial.draw.random() * 40 * 2**20)
-        trial.moment = f"{room / 2**20:.2f} MiB for checkpoints"
-        leave(room)
-        ended = workspace.dvc("repro", TRAIN)
-        require_clean_end(ended)
-        if ended.code != 0 and room > 2**16:
-            raise Wrong(f"the training ended with {ended.code} where only its checkpoints had no room")
-        leave(None)
-        return _try_again(trial, TRAIN, ended, came=ended.code != 0 or NOT_SAVED in ended.output)
 
 
 def _size_bytes(folder: Path) -> int:
@@ -340,9 +291,9 @@ def damage_a_file(trial: Trial, *, how: Callable[[bytes, random.Random], bytes])
     output = trial.draw.choice(tuple(READ_BY))
     reader = trial.draw.choice(READ_BY[output])
     where = trial.draw.choice(("workspace", "cache", "both"))
-    workspace = trial.finished(reader)
+    workspace = trial.copy(reader, finished=True)
     require_success(workspace.dvc("status", "-q", TARGET))  # from now on DVC knows times and sizes
-    files = [trial.folder / output] if (trial.folder / output).is_file() else sorted((trial.folder / output).rglob("*"))
+    files = (trial.folder / output, *sorted((trial.folder / output).rglob("*")))
     path = trial.draw.choice([path for path in files if path.is_file() and path.stat().st_size])
     content = path.read_bytes()
     trial.moment = f"{path.relative_to(trial.folder)}, {where}"
@@ -370,14 +321,13 @@ def damage_a_file(trial: Trial, *, how: Callable[[bytes, random.Random], bytes])
 def replace_silently(path: Path, content: bytes, *, linked: bool) -> None:
     """With the same mode and time. linked: in all hard links of the file."""
     stat = path.stat()
-    place = path if linked else path.with_name(f".{path.name}.damaged")
     if linked:
         path.chmod(0o644)
-    place.write_bytes(content)
-    place.chmod(stat.st_mode & 0o777)
-    os.utime(place, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    if not linked:
-        place.replace(path)
+    else:
+        path.unlink()
+    path.write_bytes(content)
+    path.chmod(stat.st_mode & 0o777)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def _verify_and_fix(trial: Trial, damaged: str) -> Outcome:
@@ -406,8 +356,7 @@ def _verify_and_fix(trial: Trial, damaged: str) -> Outcome:
     return Outcome.REFUSED
 
 
-NEEDS_A_SMALL_DISK = ("full disk", "full disk, checkpoints")
-
+FULL_DISK = "full disk"
 KINDS: dict[str, Callable[[Trial], Outcome]] = {
     "SIGKILL at a moment": partial(end_at_a_moment, number=signal.SIGKILL),
     "SIGTERM at a moment": partial(end_at_a_moment, number=signal.SIGTERM),
@@ -418,10 +367,9 @@ KINDS: dict[str, Callable[[Trial], Outcome]] = {
     "SIGKILL while dvc keeps": partial(kill_before_a_change, roles=("dvc",)),
     "damaged checkpoint": damage_the_newest_checkpoint,
     "half of dvc.lock": cut_off_the_lock,
-    "full disk": fill_the_disk,
-    "full disk, checkpoints": fill_the_disk_of_checkpoints,
+    FULL_DISK: fill_the_disk,
     "flipped bit": partial(damage_a_file, how=flip),
     "truncated file": partial(damage_a_file, how=cut),
-    "clock set back": set_the_clock_back,
+    "clock set back": partial(end_at_a_moment, number=signal.SIGTERM, clock_set_back=True),
     "two dvc repro": two_at_once,
 }

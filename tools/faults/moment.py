@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ORDER = Path(".bakeoff/fault.json")
-"""{"role": ..., "count": path} writes each change to a file. {"role": ..., "number": n, "act": ...} acts before that
-change: it sets the clock back, or sends a signal to the process that is so many "above" this one."""
+"""{"log": folder}: every process writes its changes to a file there. {"role": ..., "number": n, "act": ...}: a process
+of this kind acts before that change: it sets its clock back, or kills the one that is so many "above" it."""
 WATCHED = re.compile(r"(data|\.dvc/cache|\.bakeoff/checkpoints)/|dvc\.lock$")
 CHANGES = frozenset(f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "chmod"))
 SET_BACK_S = 3600.0
@@ -37,26 +37,22 @@ class Watch:
         self.order = order
         self.number = 0
         self.top = f"{Path.cwd()}/"
-        log = order.get("count")
-        self.log = os.open(f"{log}-{role_of(sys.orig_argv)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log else None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self.log = os.open(f"{order['log']}/{role_of(sys.orig_argv)}", flags) if "log" in order else None
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            place, _, flags = args
-            if isinstance(place, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return
-        elif event in CHANGES:
-            place = args[0]
-        else:
+        if event not in CHANGES and (event != "open" or not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
             return
-        path = os.fsdecode(place) if not isinstance(place, int) else f"/proc/self/fd/{place}"
+        if isinstance(args[0], int):  # an open file
+            return
+        path = os.fsdecode(args[0])
         if event in ("os.remove", "os.rmdir") and args[-1] >= 0:  # relative to an open folder
             path = str(Path(f"/proc/self/fd/{args[-1]}").readlink() / path)
         path = path.removeprefix(self.top)
         if not WATCHED.match(path):
             return
         if self.log is not None:
-            os.write(self.log, f"{json.dumps([event.removeprefix('os.'), path])}\n".encode())
+            os.write(self.log, f"{event.removeprefix('os.')} of {path}\n".encode())
             return
         self.number += 1
         if self.number == self.order["number"]:
@@ -72,11 +68,9 @@ def act(order: dict[str, Any]) -> None:
         return
     import psutil
 
-    process: psutil.Process | None = psutil.Process()
-    for _ in range(int(order["above"])):
-        process = process.parent() if process is not None else None
-    if process is not None and process.cwd() == str(Path.cwd()):  # else the parent has ended, and another one took over
-        process.send_signal(order["signal"])
+    process = (psutil.Process(), *psutil.Process().parents())[order["above"]]
+    if process.cwd() == str(Path.cwd()):  # else the parent has ended, and another one took over
+        process.kill()
 
 
 def watch_if_ordered() -> None:
@@ -85,7 +79,7 @@ def watch_if_ordered() -> None:
     except FileNotFoundError:
         return
     own = role_of(sys.orig_argv)
-    if own and order["role"] in (own, "all"):
+    if own and order.get("role", own) == own:
         sys.addaudithook(Watch(order))
 
 

@@ -20,23 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from stages.kit.launcher.pipeline import declared_stages
-from tools.faults.judge import Wrong, require_same_end, require_success, verify_commands
-from tools.faults.kinds import DVC_FAILS
-from tools.faults.workspaces import (
-    CannotRun,
-    Ended,
-    Workspace,
-    clone_checkout,
-    make_environment,
-    tiny_params,
-    workspace_in,
-)
+from tools.faults.judge import DVC_FAILS, Wrong, require_same_end, require_success, verify_commands
+from tools.faults.workspaces import Ended, Workspace, clone_checkout, make_environment, tiny_params, workspace_in
 from tools.verify.measured import SHOWN
 
 LIMIT_S = 3600
@@ -52,22 +43,19 @@ SAVE_EVERY_STEPS = 20
 def main(task: str, kills: int, seed: int) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     root = Path(tempfile.mkdtemp(prefix="bakeoff-repeat-")).resolve()  # processes are found by their folder
-    is_wrong = False
     try:
-        click.echo(compare_two_runs(root, f"compare@{task}", kills, random.Random(f"moments {seed}"), click.echo))
-    except CannotRun as error:
-        raise click.ClickException(str(error)) from None
+        compare_two_runs(root, f"compare@{task}", kills, random.Random(f"moments {seed}"))
     except Wrong as error:
-        is_wrong = True
         click.echo(f"WRONG: {error}\nboth are kept in {root}")
         sys.exit(1)
-    finally:
-        if not is_wrong:
-            shutil.rmtree(root, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
 
 
-def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, say: Callable[[str], None]) -> str:
-    """Returns what is the same, in words. Raises CannotRun where the undisturbed run fails; Wrong."""
+def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random) -> None:
+    """Prints what is the same. Raises ClickException where the undisturbed run fails; Wrong."""
     environment = make_environment(root)
     first, second = (
         workspace_in(root / place, environment, limit_s=LIMIT_S) for place in ("first", "another place/the second")
@@ -76,15 +64,15 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
         clone_checkout(workspace.folder)
         with tiny_params(workspace.folder) as params:
             params["checkpoints"].update(every_minutes=None, every_steps=SAVE_EVERY_STEPS)
-    say(f"{target}, undisturbed, which takes minutes")
+    click.echo(f"{target}, undisturbed, which takes minutes")
     began = time.monotonic()
     ended = first.dvc("repro", target)
     if ended.code != 0:
-        raise CannotRun(f"the undisturbed pipeline itself fails:\n{ended.output[-2000:]}")
+        raise click.ClickException(f"the undisturbed pipeline itself fails:\n{ended.output[-2000:]}")
     seconds = time.monotonic() - began
-    say(f"undisturbed: {seconds:.0f} s")
+    click.echo(f"undisturbed: {seconds:.0f} s")
     # On average all kills together take as long as the undisturbed run.
-    num_killed = run_killed(second, target, [draw.uniform(0, 2 * seconds / kills) for _ in range(kills)], say)
+    num_killed = run_killed(second, target, [draw.uniform(0, 2 * seconds / kills) for _ in range(kills)])
     for workspace in (first, second):
         require_success(workspace.verify())
         require_success(workspace.dvc("status", "-q", "--with-deps", target))
@@ -92,14 +80,14 @@ def compare_two_runs(root: Path, target: str, kills: int, draw: random.Random, s
     ran = [name for name, outs in written.items() if all((first.folder / out).exists() for out in outs)]
     compared = [out for name in ran for out in written[name] if Path(out).name not in SHOWN]
     same = require_same_end(second.folder, first.folder, compared)
-    return (
+    click.echo(
         f"the SAME, killed {num_killed} times: {len(ran)} stages, {len(same.equal)} files byte for byte, "
         f"{len(same.measured)} but for times and memory, {same.size_bytes / 2**20:.0f} MiB; not compared, as they show "
         f"times and memory: {', '.join(SHOWN)}"
     )
 
 
-def run_killed(workspace: Workspace, target: str, moments: Sequence[float], say: Callable[[str], None]) -> int:
+def run_killed(workspace: Workspace, target: str, moments: Sequence[float]) -> int:
     """Run the pipeline to its end although everything is killed each time.
 
     moments: seconds from the start of a command to its kill. Returns how many kills came in time. Raises Wrong where
@@ -108,23 +96,25 @@ def run_killed(workspace: Workspace, target: str, moments: Sequence[float], say:
     began, num_killed, num_resumed = time.monotonic(), 0, 0
     stage, saved_step = "", 0  # at the last kill
     for moment in [*moments, LIMIT_S]:
-        ended = _repro(workspace, target, moment, say)
+        ended = _repro(workspace, target, moment)
         num_resumed += _resumed(ended, stage, saved_step)
         if ended.code != -signal.SIGKILL:
             break
         num_killed += 1
         stage = next(reversed(_output_by_stage(ended)), stage)
         saved_step = _saved_step(workspace, stage)
-        say(f"  {num_killed:2}  killed in {stage or 'dvc'}{f', saved at step {saved_step}' if saved_step else ''}")
+        click.echo(
+            f"  {num_killed:2}  killed in {stage or 'dvc'}{f', saved at step {saved_step}' if saved_step else ''}"
+        )
     require_success(ended)
-    say(
+    click.echo(
         f"killed {num_killed} times in {time.monotonic() - began:.0f} s; "
         f"a training went on from a checkpoint {num_resumed} times"
     )
     return num_killed
 
 
-def _repro(workspace: Workspace, target: str, moment: float, say: Callable[[str], None]) -> Ended:
+def _repro(workspace: Workspace, target: str, moment: float) -> Ended:
     """Where DVC fails after a kill, `make verify` names what fixes it, and the command is given again."""
 
     def kill(process: subprocess.Popen[bytes]) -> None:
@@ -137,7 +127,7 @@ def _repro(workspace: Workspace, target: str, moment: float, say: Callable[[str]
     if not DVC_FAILS.search(ended.output):
         return ended
     for command in verify_commands(workspace.verify()):
-        say(f"      DVC's own fault, fixed as make verify says: {command}")
+        click.echo(f"      DVC's own fault, fixed as make verify says: {command}")
         require_success(workspace.shell(command))
     return workspace.dvc("repro", target, meanwhile=kill)
 

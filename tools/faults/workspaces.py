@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
+from click import ClickException
 from ruamel.yaml import YAML
 
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tools.faults import moment
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,6 @@ GRACE_S = 150
 Meanwhile = Callable[[subprocess.Popen[bytes]], None]
 
 
-class CannotRun(Exception):
-    """Something that this tool needs is missing."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """A command that was run."""
@@ -57,16 +53,6 @@ class Ended:
     """Processes of the workspace that did not end in time, and were killed."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change on the disk that a process made."""
-
-    number: int
-    """Counted from 1, in that process."""
-    event: str
-    path: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     """A copy of the pipeline in which commands run as a person would type them."""
@@ -76,19 +62,11 @@ class Workspace:
     limit_s: float = LIMIT_S
     """For one command."""
 
-    def stages(self) -> list[DeclaredStage]:
-        """Those of the chain."""
-        return [stage for stage in declared_stages(self.folder) if stage.name in CHAIN]
-
     def dvc(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
         return self.python("-m", "dvc", *arguments, meanwhile=meanwhile)
 
     def verify(self, *arguments: str) -> Ended:
         return self.python("-m", "tools.verify", *arguments)
-
-    def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
-        shown = " ".join(arguments).removeprefix("-m ")
-        return self._run([self.environment["PYTHON"], *arguments], shown, meanwhile)
 
     def shell(self, command: str) -> Ended:
         """Run a command that a message names."""
@@ -96,16 +74,9 @@ class Workspace:
             return self.verify(*(["--restore"] if "RESTORE=1" in command else []))
         return self._run(["bash", "-c", command], command, None)
 
-    def start(self, command: list[str], log: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=dict(self.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
+        shown = " ".join(arguments).removeprefix("-m ")
+        return self._run([self.environment["PYTHON"], *arguments], shown, meanwhile)
 
     def _run(self, command: list[str], shown: str, meanwhile: Meanwhile | None) -> Ended:
         hung = threading.Event()
@@ -118,7 +89,15 @@ class Workspace:
             log.write(f"\n$ {shown}\n".encode())
             log.flush()
             began = log.tell()
-            process = self.start(command, log)
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             deadline = threading.Timer(self.limit_s, end)
             deadline.start()
             try:
@@ -171,19 +150,18 @@ class Workspace:
                     return process
         return None
 
-    def order(self, **what: Any) -> None:
+    def order(self, **order: Any) -> None:
         """Give moment.py an order."""
         path = self.folder / moment.ORDER
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(what), encoding="utf-8")
+        path.write_text(json.dumps(order), encoding="utf-8")
 
     def withdraw_order(self) -> bool:
         """Whether it was carried out."""
         path = self.folder / moment.ORDER
         path.unlink(missing_ok=True)
-        done = path.with_suffix(".done")
-        came = done.exists()
-        done.unlink(missing_ok=True)
+        came = path.with_suffix(".done").exists()
+        path.with_suffix(".done").unlink(missing_ok=True)
         return came
 
 
@@ -195,8 +173,8 @@ class Reference:
     environment: Mapping[str, str]
     seconds: Mapping[str, float]
     """Of each stage."""
-    changes: Mapping[tuple[str, str], list[Change]]
-    """By (stage, dvc or launcher or stage): the changes that the process made on the disk, in their order."""
+    changes: Mapping[tuple[str, str], list[str]]
+    """By (stage, dvc or launcher or stage): the changes that the process made on the disk, e.g. "rename of data/x"."""
 
     @property
     def finished_dir(self) -> Path:
@@ -210,10 +188,10 @@ class Reference:
         return self.before_dir(later[0]) if later else self.finished_dir
 
 
-def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
+def build_reference(root: Path) -> Reference:
     """Run the chain, stage by stage, in a clone of this checkout that also has what is not committed.
 
-    Raises CannotRun where git, dvc or the pipeline itself does not work.
+    Raises ClickException where git or the pipeline itself does not work.
     """
     # With so little to do, more threads are no faster.
     environment = {**make_environment(root), "OMP_NUM_THREADS": "1"}
@@ -228,23 +206,22 @@ def build_reference(root: Path, say: Callable[[str], None]) -> Reference:
         raw["checkpoints"].update(every_minutes=None, every_steps=2)
         raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
     seconds: dict[str, float] = {}
-    changes: dict[tuple[str, str], list[Change]] = {}
+    changes: dict[tuple[str, str], list[str]] = {}
     for name in CHAIN:
         copy_folder(workspace.folder, root / "before" / name)
-        counts = root / "counts" / name
-        counts.mkdir(parents=True)
-        workspace.order(role="all", count=str(counts / "of"))
+        log_dir = root / "changes" / name
+        log_dir.mkdir(parents=True)
+        workspace.order(log=str(log_dir))
         began = time.monotonic()
         ended = workspace.dvc("repro", name)
         seconds[name] = time.monotonic() - began
         workspace.withdraw_order()
         if ended.code != 0:
-            raise CannotRun(f"the undisturbed pipeline itself fails, in {name}:\n{ended.output}")
+            raise ClickException(f"the undisturbed pipeline itself fails, in {name}:\n{ended.output}")
         for role in ("dvc", "launcher", "stage"):
-            path = counts / f"of-{role}"
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            changes[name, role] = [Change(at, *json.loads(line)) for at, line in enumerate(lines, start=1)]
-        say(f"  {name}: {seconds[name]:.0f} s")
+            path = log_dir / role
+            changes[name, role] = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        click.echo(f"  {name}: {seconds[name]:.0f} s")
     workspace.folder.rename(root / "finished")
     return Reference(root=root, environment=environment, seconds=seconds, changes=changes)
 
@@ -258,12 +235,7 @@ def workspace_in(folder: Path, environment: Mapping[str, str], *, limit_s: float
 
 
 def make_environment(root: Path) -> dict[str, str]:
-    """The environment of every command, with a Python that is this one plus moment.py.
-
-    Raises CannotRun where git or dvc does not work.
-    """
-    if shutil.which("git") is None:
-        raise CannotRun("git is not installed")
+    """The environment of every command, with a Python that is this one plus moment.py."""
     venv_dir, no_config_dir = root / "venv", root / "no-config"
     venv.create(venv_dir, symlinks=True)
     (site_dir,) = venv_dir.glob("lib/python*/site-packages")
@@ -275,9 +247,6 @@ def make_environment(root: Path) -> dict[str, str]:
     dvc.write_text(f'#!/bin/sh\nexec "{python}" -m dvc "$@"\n', encoding="utf-8")
     dvc.chmod(0o755)
     no_config_dir.mkdir()
-    checked = subprocess.run([python, "-m", "dvc", "--version"], cwd=root, capture_output=True, text=True, check=False)
-    if checked.returncode != 0:
-        raise CannotRun(f"dvc does not run with {sys.executable}; make setup installs it:\n{checked.stderr}")
     return {
         "PATH": f"{venv_dir / 'bin'}:{os.environ.get('PATH', os.defpath)}",
         "HOME": os.environ.get("HOME", str(root)),
@@ -295,12 +264,12 @@ def make_environment(root: Path) -> dict[str, str]:
 
 
 def clone_checkout(folder: Path) -> None:
-    """Clone this checkout, with its changed and untracked files. Raises CannotRun where git cannot."""
+    """Clone this checkout, with its changed and untracked files. Raises ClickException where git cannot."""
 
     def git(*arguments: str) -> str:
         ended = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         if ended.returncode != 0:
-            raise CannotRun(f"git {arguments[0]} failed: {ended.stderr.strip()}")
+            raise ClickException(f"git {arguments[0]} failed: {ended.stderr.strip()}")
         return ended.stdout
 
     git("clone", "--quiet", "--shared", str(ROOT), str(folder))

@@ -1,4 +1,4 @@
-"""One piece of what `make gpu` measures.
+"""One piece of what `make gpu` and `make calibrate` measure.
 
 Run  python -m tools.gpu.child TASK_JSON ANSWER_PATH   (runner.py does)
 """
@@ -6,8 +6,10 @@ Run  python -m tools.gpu.child TASK_JSON ANSWER_PATH   (runner.py does)
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,14 +17,20 @@ from stages.core.logs import configure_logging
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 
 JOBS = {
-    "facts": "tools.gpu.facts:facts",
-    "recipes": "tools.gpu.recipes:go_all_the_way",
-    "repeats": "tools.gpu.recipes:repeat",
-    "memory": "tools.gpu.memory:calibrate",
-    "speed": "tools.gpu.speed:train",
-    "answers": "tools.gpu.speed:answer",
+    "facts": "facts:facts",
+    "recipes": "recipes:run_all_stages",
+    "predictions": "training:predict_memory",
+    "trainings": "training:measure_training",
+    "answers": "training:measure_answers",
 }
-"""By step, what does it: called with the kind of device and the task, it returns what JSON can hold."""
+"""By step a module of this package and its function."""
+
+
+def job_of(step: str) -> Callable[..., dict[str, Any]]:
+    """Called with the kind of device and a piece's task, it returns what JSON can hold."""
+    module, _, name = JOBS[step].partition(":")
+    job: Callable[..., dict[str, Any]] = getattr(import_module(f"tools.gpu.{module}"), name)
+    return job
 
 
 @click.command(help=__doc__)
@@ -32,9 +40,7 @@ JOBS = {
 def main(task_json: str, answer_path: Path) -> None:
     asked = json.loads(task_json)
     configure_logging(asked["step"])
-    module, _, name = JOBS[asked["step"]].partition(":")
-    task = asked["task"] | ({"left_s": asked["left_s"]} if asked["step"] == "memory" else {})
-    answer = getattr(import_module(module), name)(asked["device"], **task)
+    answer = job_of(asked["step"])(asked["device"], **asked["task"])
     answer_path.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
 
 

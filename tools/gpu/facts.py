@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -19,23 +19,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.training.compiler import compiler_problem
 from stages.kit.training.seed import seed_everything
-from tools.calibrate.measured import device_facts
+from tools.gpu.device import Kind
 from tools.gpu.flops import peak_tflops
-from tools.gpu.pieces import Kind
 
 ATTENTION = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+CASES = {
+    "text": (28, 4, 2048, 128, True, False),
+    "vision": (16, 16, 4096, 80, False, False),
+    "text, masked": (28, 28, 2048, 128, False, True),
+}
+"""Attention whose kernel memory predictions have to know: query heads, key heads, tokens, width, causal, masked."""
 
 
 def facts(device: Kind) -> dict[str, Any]:
     """In a process that has not used CUDA yet."""
-    measured = asdict(device_facts(device))
+    # Before anything else: what a context takes grows with every kernel that is used.
+    workspaces = cublas_workspaces(torch.device(device))
+    chosen = {f"SDPA chooses for {case}": chosen_kernel(torch.device(device), *CASES[case]) for case in CASES}
+    free_bytes, total_bytes = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
+    reserved_bytes = torch.cuda.memory_reserved() if device == "cuda" else 0
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     seed_everything(42)  # kernels without a deterministic form are refused, as in every training
-    peak = peak_tflops(measured["name"])
+    peak = peak_tflops(name)
     return {
-        "name": measured["name"],
-        "capability": ".".join(map(str, measured["capability"])),
-        "memory_bytes": measured["total_bytes"],
-        "context_bytes": measured["context_bytes"],
+        "kind": device,
+        "name": name,
+        "capability": torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+        "memory_bytes": total_bytes,
+        "context_bytes": total_bytes - free_bytes - reserved_bytes,
+        **workspaces,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
@@ -48,16 +60,55 @@ def facts(device: Kind) -> dict[str, Any]:
             "Triton": tried(partial(compiles_triton, device)),
             "nf4 of bitsandbytes": tried(partial(trains_on_nf4, device)),
             "flash-attn": "installed" if find_spec("flash_attn") else "not installed",
-            **{f"SDPA {name}": tried(partial(attends, device, name)) for name in ATTENTION},
-            **{f"SDPA chooses for {case}": kernel for case, kernel in measured["attention"].items()},
+            **{f"SDPA {kernel}": tried(partial(attends, device, kernel)) for kernel in ATTENTION},
+            **chosen,
         },
     }
+
+
+def cublas_workspaces(device: torch.device) -> dict[str, int]:
+    """Bytes that cuBLAS takes from torch's allocator for a forward pass, and how many times as many after a backward
+    pass; 0 on a CPU."""
+    if device.type == "cpu":
+        return {"workspace_bytes": 0, "workspaces": 0}
+    x, weight, bias = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
+        for shape in ((4096, 4096), (4096, 4096), (4096,))
+    )
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        F.linear(x, weight, bias)
+        F.linear(x, weight)
+    torch.cuda.synchronize()
+    forward_bytes = torch.cuda.memory_allocated() - before
+    (F.linear(x, weight, bias) @ weight).float().square().mean().backward()
+    for tensor in (x, weight, bias):
+        tensor.grad = None
+    torch.cuda.synchronize()
+    gc.collect()
+    backward_bytes = torch.cuda.memory_allocated() - before
+    return {
+        "workspace_bytes": forward_bytes,
+        "workspaces": round(backward_bytes / forward_bytes) if forward_bytes else 0,
+    }
+
+
+def chosen_kernel(
+    device: torch.device, heads: int, key_heads: int, tokens: int, width: int, causal: bool, masked: bool
+) -> str:
+    """The kernel of scaled_dot_product_attention that torch takes, as cuda.chosen_kernel predicts it."""
+    query = torch.zeros(1, heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    key = torch.zeros(1, key_heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(1, 1, tokens, tokens, device=device, dtype=torch.bool) if masked else None
+    grouped = heads != key_heads
+    number = int(torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=grouped))  # noqa: SLF001
+    return next((name for name, value in SDPBackend.__members__.items() if value.value == number), str(number))
 
 
 def tried(probe: Callable[[], str]) -> str:
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what this is to say
+    except Exception as error:  # noqa: BLE001 - any error is the answer
         first = str(error).strip().partition("\n")[0]
         return f"does not work: {type(error).__name__}: {first}"[:200]
 
@@ -95,14 +146,14 @@ def trains_on_nf4(device: Kind) -> str:
     return "forward and backward"
 
 
-def attends(device: Kind, name: str) -> str:
+def attends(device: Kind, kernel: str) -> str:
     """One kernel of scaled_dot_product_attention on Qwen2-VL-7B's heads: whether it runs, and how long it takes."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     length = 2048 if device == "cuda" else 64
     rows = torch.randn(3, 1, 28, length, 128, device=device, dtype=dtype, requires_grad=True)
 
     def step() -> None:
-        with sdpa_kernel(getattr(SDPBackend, name)):
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
             F.scaled_dot_product_attention(rows[0], rows[1], rows[2], is_causal=True).sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -1,47 +1,96 @@
-"""The calibration of memory predictions, as `make calibrate` does it, and with the same file of results."""
+"""Predictions of memory compared with what was measured, and the constants of calibration.yaml that follow from it."""
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
+import io
+import math
+from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
-from tools.calibrate.children import Children
-from tools.calibrate.outcomes import Session, comparisons
-from tools.calibrate.settings import settings_for
-from tools.calibrate.work import facts_of, measure_settings
-from tools.gpu.pieces import Kind
+from ruamel.yaml import YAML
 
-RESULTS_DIR = Path(".bakeoff/calibration")
+from tools.gpu.pieces import FACTS
+from tools.gpu.results import Results
 
+AMOUNTS = ("allocated", "reserved", "total")
 
-def calibrate(device: Kind, *, paged: bool, left_s: float) -> dict[str, Any]:
-    """Measure what is not in the file yet; after `left_s` seconds nothing more starts."""
-    deadline = time.monotonic() + left_s
-    settings, path = settings_for(device, paged=paged), RESULTS_DIR / f"{device}.jsonl"
-    children = Children(RESULTS_DIR / "logs", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    session = Session.begin(facts_of(device, children), path)
-    workers = max(1, (os.cpu_count() or 1) // 4)
-    measure_settings(settings, session, path, children, device=device, workers=workers, deadline=deadline)
-    return report(session, [setting.name for setting in settings])
+MARGIN = 0.01
+"""By how much a bound is wider than the worst error seen: the next setting is none of these."""
+FLOOR = 0.02
+"""No bound is narrower, however good the settings measured were."""
+
+Row = dict[str, float]
+"""Comparison of one setting: `layers`, and for each amount of bytes the error of the scaled prediction (`total`) and of
+the exact one (`exact total`), e.g. 0.03 for one that is 3 % too high."""
 
 
-def report(session: Session, names: list[str]) -> dict[str, Any]:
-    compared = {each.setting: each for each in comparisons(session)}
-    rows = []
-    for name, outcome in session.outcomes.items():
-        row: dict[str, Any] = {"setting": name, "problem": outcome.problem}
-        if name in compared:
-            each = compared[name]
-            row |= {
-                "layers": sum(each.layers),
-                "measured_bytes": each.measured["total"],
-                "errors": {amount: round(each.error(amount), 4) for amount in each.measured},
-            }
-        rows.append(row)
-    left = len([name for name in names if name not in session.outcomes])
-    failed = len([each for each in session.outcomes.values() if not each.is_final])
-    status = "unfinished" if left else "failed" if failed else "done"
-    problem = f"{left} of {len(names)} settings are left" if left else f"{failed} settings failed" if failed else ""
-    return {"status": status, "problem": problem, "rows": rows}
+def comparisons(results: Results) -> dict[str, Row]:
+    """By name of a training that was predicted and measured."""
+    context = context_bytes(results)
+    rows: dict[str, Row] = {}
+    for name, measured in _measured(results).items():
+        predicted = results.data(f"predictions: {name}")
+        if predicted is None:
+            continue
+        rows[name] = {"layers": sum(predicted["layers"])}
+        for words, key in (("", "scaled"), ("exact ", "exact")):
+            amounts = {**predicted[key], "total_bytes": predicted[key]["reserved_bytes"] + context}
+            for amount in AMOUNTS:
+                rows[name][f"{words}{amount}"] = amounts[f"{amount}_bytes"] / measured[f"{amount}_bytes"] - 1
+    return rows
+
+
+def context_bytes(results: Results) -> int:
+    """In use beside torch's allocator while a model is trained; the median, as kernels differ by setting."""
+    beside = [measured["total_bytes"] - measured["reserved_bytes"] for measured in _measured(results).values()]
+    return round(median(beside)) if beside else 0
+
+
+def _measured(results: Results) -> dict[str, dict[str, Any]]:
+    keys = (key for key in results.by_piece if key.startswith("trainings: "))
+    return {key.removeprefix("trainings: "): data for key in keys if (data := results.data(key)) is not None}
+
+
+def constants(results: Results) -> dict[str, float]:
+    """Values for calibration.yaml. There is a row to compare.
+
+    A stage asks for workspaces of 32 MiB on every card (CUBLAS_WORKSPACE_CONFIG=:4096:8), which is also the default
+    from compute capability 9.0 on: only there the size is one of the constants. Each bound is the worst error that was
+    seen, widened, and the floor at least, in thousandths, rounded outward. The total's errors count with the reserved
+    ones.
+    """
+    facts, rows = results.data(FACTS.key), comparisons(results).values()
+    assert facts is not None
+    values: dict[str, float] = {}
+    if context := context_bytes(results):
+        values["context_mib"] = round(context / 2**20, 1)
+    if facts["workspaces"]:
+        values["cublas_workspaces"] = facts["workspaces"]
+        if tuple(facts["capability"]) >= (9, 0):
+            values["cublas_workspace_hopper_mib"] = round(facts["workspace_bytes"] / 2**20, 3)
+    for name, amounts in (("allocated", ("allocated",)), ("reserved", ("reserved", "total"))):
+        keys = [f"{words}{amount}" for amount in amounts for words in ("", "exact ")]
+        # What was measured lies that far above a prediction, relative to it.
+        excess = [1 / (1 + row[key]) - 1 for row in rows for key in keys]
+        low, high = min(min(excess) - MARGIN, -FLOOR), max(max(excess) + MARGIN, FLOOR)
+        values[f"{name}_error_low"] = math.floor(round(low * 1000, 6)) / 1000
+        values[f"{name}_error_high"] = math.ceil(round(high * 1000, 6)) / 1000
+    return values
+
+
+def recalibrated(text: str, values: Mapping[str, float], measured: str) -> str:
+    """calibration.yaml with these values in place of its own; comments, reasons and all else as they were.
+
+    measured: device, versions and day.
+    """
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True
+    content: Any = yaml.load(text)
+    for name, value in values.items():
+        content[name]["value"] = int(value) if value == int(value) else value
+        content[name]["measured"] = measured
+    out = io.StringIO()
+    yaml.dump(content, out)
+    return out.getvalue()

@@ -1,45 +1,26 @@
-"""The pieces of work that are measured, in order of worth. They do not depend on each other.
-
-Imports nothing heavy: it is also read by whoever only writes the page.
-"""
+"""The pieces of work that are measured, in order of worth, each by a process of its own. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
-Kind = Literal["cpu", "cuda"]
-Step = Literal["facts", "recipes", "repeats", "memory", "speed", "answers"]
-STEPS: tuple[Step, ...] = ("facts", "recipes", "repeats", "memory", "speed", "answers")
+from stages.core.params.schema import Attention, Optimizer
+from tools.gpu.device import Kind
 
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    kind: Kind
-    name: str
-    """As NVIDIA's driver has it, e.g. "NVIDIA H100 80GB HBM3"."""
-    uuid: str = ""
-    """Value of CUDA_VISIBLE_DEVICES; empty for none."""
-    has_bf16: bool = True
-    """In hardware: from compute capability 8.0 on."""
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+Step = Literal["facts", "recipes", "predictions", "trainings", "answers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A piece of work, done by a process of its own (child.py)."""
-
     step: Step
     name: str
-    task: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the step's job, as JSON."""
-    timeout_s: float = 480
+    task: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Arguments of the step's job (child.py), as JSON."""
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Further arguments, by name: keys of pieces whose data they are."""
 
     @property
     def key(self) -> str:
@@ -47,9 +28,53 @@ class Piece:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it needs the device for itself, as whatever is timed, and the launcher, which leases it. The others
-        are tiny trainings, of which a GPU takes several."""
-        return self.step not in ("recipes", "repeats") or bool(self.task.get("launched"))
+        """Whether it needs the device for itself: all that is timed, and the launcher, which leases it. The others are
+        tiny trainings, of which a GPU takes several, and predictions, which see none."""
+        return self.step not in ("recipes", "predictions") or bool(self.task.get("launched"))
+
+
+FACTS = Piece(step="facts", name="device")
+
+
+def catalogue(
+    device: Kind, facts: Mapping[str, Any] | None, *, paged: bool = False, flash: bool | None = None
+) -> list[Piece]:
+    """All pieces. A piece comes after those that it needs.
+
+    facts: result of the first piece, if there is one. paged: with trainings whose optimizer uses managed memory, which
+    not every machine allows. flash: with those of flash-attn; None: where it is installed.
+    """
+    flash = find_spec("flash_attn") is not None if flash is None else flash
+    # From compute capability 8.0 on in hardware.
+    has_bf16 = device == "cpu" or facts is None or tuple(facts["capability"]) >= (8, 0)
+    precision: Any = {} if has_bf16 else {"precision": "fp16"}
+    settings = [
+        replace(setting, **precision if setting.precision == "bf16" else {})
+        for setting in SETTINGS[device]
+        if (paged or not setting.optimizer.startswith("paged_")) and (flash or setting.attn != "flash_attention_2")
+    ]
+    tasks = {setting.name: {"setting": asdict(setting)} for setting in settings}
+    answers = {f"{task['geometry']} x{task['batch_size']}": {**task, **precision} for task in ANSWERS[device]}
+    return [
+        FACTS,
+        *_recipes(device, has_bf16=has_bf16),
+        *(Piece(step="predictions", name=name, task=task, needs={"facts": FACTS.key}) for name, task in tasks.items()),
+        *(
+            Piece(step="trainings", name=name, task=task, needs={"prediction": f"predictions: {name}"})
+            for name, task in tasks.items()
+        ),
+        *(Piece(step="answers", name=name, task=task) for name, task in answers.items()),
+    ]
+
+
+def chosen(pieces: Sequence[Piece], parts: Sequence[str]) -> list[Piece]:
+    """Pieces whose keys contain one of the parts, and those that they need; all of them where there are no parts."""
+    found: list[Piece] = []
+    for piece in reversed(pieces):
+        needed = any(piece.key in other.needs.values() for other in found)
+        if needed or not parts or any(part in piece.key for part in parts):
+            found.append(piece)
+    return found[::-1]
 
 
 # --- Recipes at tiny size, through the stages
@@ -59,7 +84,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "bf16": {"precision": "bf16", "quantization": "none"},
     "fp16": {"precision": "fp16", "quantization": "as-recipe"},
 }
-"""By name, what profiles.tiny.memory is to be. nf4 is for the recipes that ask for it."""
+"""By name, settings of profiles.tiny.memory. nf4 is for the recipes that ask for it."""
 
 TARGETS = {
     "r1": "r1-llm-only",
@@ -72,93 +97,114 @@ TARGETS = {
 """Recipes that go all the way, with all that they start from: r3's first stage, the mixture's experts and gates."""
 
 QUANTIZED = ("r1", "r3", "r4")
-
-A_MIXTURE = {"recipes.moe-finetune.base": "bases/dense", "profiles.tiny.bases.dense": "random:qwen1.5-moe-tiny"}
-"""Settings that make its last training start from a mixture that nobody has to build."""
-
-REPEATED: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    ("r1 nf4", "r1-llm-only", "nf4", {}),
-    ("r2 bf16", "r2-vision-only", "bf16", {}),
-    ("r1 fp16, 8-bit optimizer", "r1-llm-only", "fp16", {"profiles.tiny.memory.optimizer": "adamw_8bit"}),
-    ("AMR bf16", "amr-baseline", "bf16", {}),
-    ("mixture bf16", "moe-finetune", "bf16", A_MIXTURE),
-)
-"""Name, recipe, variant, further settings."""
+REPEATED = (("r1", "nf4"), ("r2", "bf16"), ("r1", "fp16"), ("AMR", "bf16"), ("mixture", "bf16"))
+"""Recipes in variants whose own training is also repeated, killed and starved of memory."""
 
 
-def _recipes(device: Device) -> Iterator[Piece]:
-    for variant in _variants(device):
+def _recipes(device: Kind, *, has_bf16: bool) -> Iterator[Piece]:
+    variants = [name for name, memory in VARIANTS.items() if has_bf16 or memory["precision"] != "bf16"]
+    for variant in variants:
         for name, recipe in TARGETS.items():
-            if variant != "nf4" or name in QUANTIZED:
+            if variant == "nf4" and name not in QUANTIZED:
+                continue
+            optimizer = "adamw_8bit" if (name, variant) == ("r1", "fp16") else "adamw_torch_fused"
+            memory = {
+                **VARIANTS[variant],
+                "attn": "auto",
+                "optimizer": optimizer if device == "cuda" else "adamw_torch",
+            }
+            task = {
+                "recipe": recipe,
+                "memory": memory,
                 # One of them as `dvc repro` would start it: launcher, lease of the GPU, provenance.
-                launched = (name, variant) == ("r1", _variants(device)[0])
-                task = {"recipe": recipe, "settings": _settings(variant, device), "launched": launched}
-                yield Piece(step="recipes", name=f"{name} {variant}", task=task)
+                "launched": (name, variant) == ("r1", variants[0]),
+                "repeated": (name, variant) in REPEATED,
+            }
+            yield Piece(step="recipes", name=f"{name} {variant}", task=task)
 
 
-def _repeats(device: Device) -> Iterator[Piece]:
-    for name, recipe, variant, more in REPEATED:
-        if variant in _variants(device):
-            task = {"recipe": recipe, "settings": _settings(variant, device, more), "exhausted": False}
-            yield Piece(step="repeats", name=name, task=task)
-    task = {"recipe": "r2-vision-only", "settings": _settings(_variants(device)[-1], device), "exhausted": True}
-    yield Piece(step="repeats", name="end of memory", task=task)
+# --- Trainings of random weights in the known geometries, at full width on a GPU
+
+Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]
+"""r1, r2 and r4 of params.yaml; for a text model: LoRA, all weights, LoRA beside experts."""
 
 
-def _variants(device: Device) -> list[str]:
-    return [name for name, memory in VARIANTS.items() if device.has_bf16 or memory["precision"] != "bf16"]
+@dataclass(frozen=True)
+class Setting:
+    """A training. Written out here, not read from params.yaml: measurements stay comparable whatever a person tries
+    there. The limits are those of the shipped one."""
 
+    geometry: str
+    recipe: Recipe
+    _: KW_ONLY
+    quantization: Literal["none", "nf4"] = "none"
+    precision: Literal["fp32", "fp16", "bf16"] = "bf16"
+    micro_batch: int = 1
+    checkpointing: bool = True
+    optimizer: Optimizer = "adamw_torch_fused"
+    attn: Attention = "sdpa"
+    max_length: int = 2048
+    max_pixels: int = 1003520
 
-def _settings(variant: str, device: Device, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Settings of params.yaml, by dotted path."""
-    on_cpu = device.kind == "cpu"
-    memory = {
-        **VARIANTS[variant],
-        "attn": "auto",
-        "optimizer": "adamw_torch" if on_cpu else "adamw_torch_fused",
-    }
-    more = {path: value for path, value in more.items() if not (on_cpu and "8bit" in value)}
-    return {f"profiles.tiny.memory.{name}": value for name, value in memory.items()} | dict(more)
-
-
-# --- Speed, at real size with random weights
-
-_VLM = {"max_length": 1408, "micro_batch": 4}
-"""A picture of 1 MP is 1,280 tokens; question and answer have some hundred more."""
-_NF4 = {"quantization": "nf4"}
-
-TIMED: dict[Kind, tuple[dict[str, Any], ...]] = {
-    "cuda": (
-        {"geometry": "qwen2-vl-2b", "recipe": "r1", **_VLM, **_NF4},
-        {"geometry": "qwen2-vl-2b", "recipe": "r2", **_VLM},
-        {"geometry": "qwen2-vl-2b", "recipe": "r4", **_VLM, **_NF4},
-        {"geometry": "qwen2-vl-7b", "recipe": "r1", **_VLM, **_NF4},
-        {"geometry": "qwen2-vl-7b", "recipe": "r2", **_VLM},
-        {"geometry": "qwen2-vl-7b", "recipe": "r4", **_VLM, **_NF4},
-        # The same sentences one at a time and eight at once: how much of a step is launches.
-        {"geometry": "qwen2.5-7b", "recipe": "lora", "max_length": 256, "micro_batch": 8},
-        {"geometry": "qwen2.5-7b", "recipe": "lora", "max_length": 256, "micro_batch": 1},
-        # As others publish it: full sequences of 4,096 tokens.
-        {"geometry": "qwen2.5-7b", "recipe": "lora", "max_length": 4096, "micro_batch": 2},
-        {"geometry": "qwen2-1.5b-x2", "recipe": "full", "max_length": 512, "micro_batch": 8},
-        {"geometry": "qwen2-1.5b-x2", "recipe": "full", "max_length": 512, "micro_batch": 1},
-        {"geometry": "qwen2-vl-7b", "recipe": "r1", **_VLM},
-        {"geometry": "qwen2-vl-7b", "recipe": "r1", **_VLM, **_NF4, "checkpointing": False},
-    ),
-    "cpu": tuple(
-        {"max_length": 96, "max_pixels": 112 * 112, "micro_batch": 2, "optimizer": "adamw_torch", **setting}
-        for setting in (
-            {"geometry": "qwen2-vl-tiny", "recipe": "r1", **_NF4},
-            {"geometry": "qwen2-vl-tiny", "recipe": "r2", "checkpointing": False},
-            {"geometry": "qwen2-vl-tiny", "recipe": "r4"},
-            {"geometry": "qwen2.5-tiny", "recipe": "lora"},
-            {"geometry": "qwen1.5-moe-tiny", "recipe": "full"},
+    @property
+    def name(self) -> str:
+        """The word for each field that is not as usual, e.g. "qwen2-vl-7b r1 nf4 bf16 x2 of 2,048"."""
+        words = (
+            *(self.geometry, self.recipe, self.quantization, self.precision),
+            *(f"x{self.micro_batch} of {self.max_length:,}", self.optimizer, self.attn),
+            "" if self.checkpointing else "not checkpointed",
         )
+        return " ".join(word for word in words if word not in ("", "none", "adamw_torch_fused", "sdpa"))
+
+
+_NF4: Any = {"quantization": "nf4"}
+_TINY: Any = {"optimizer": "adamw_torch", "micro_batch": 2, "max_length": 96, "max_pixels": 112 * 112}
+
+# The most telling first: a budget may end the run before the last.
+SETTINGS: dict[Kind, tuple[Setting, ...]] = {
+    "cuda": (
+        Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2),
+        Setting("qwen2-vl-7b", "r2", micro_batch=2),
+        Setting("qwen2-vl-7b", "r4", **_NF4, micro_batch=2),
+        Setting("qwen2-vl-7b", "r1", micro_batch=2, attn="flash_attention_2"),
+        # A picture of 1 MP is 1,280 tokens; question and answer have some hundred more.
+        Setting("qwen2-vl-2b", "r1", **_NF4, micro_batch=4, max_length=1408),
+        Setting("qwen2-vl-2b", "r1", checkpointing=False),
+        Setting("qwen2-vl-2b", "r1", precision="fp16", micro_batch=2),
+        Setting("qwen2-vl-2b", "r1", precision="fp32"),
+        Setting("qwen2-vl-2b", "r2", checkpointing=False, optimizer="adamw_torch"),
+        Setting("qwen2-vl-2b", "r2", micro_batch=4, max_length=1408, optimizer="adamw_8bit"),
+        Setting("qwen2-vl-2b", "r4", checkpointing=False, optimizer="adamw_torch"),
+        Setting("qwen2.5-7b", "full", optimizer="adamw_torch"),
+        Setting("qwen2.5-7b", "full"),
+        # The same sentences one at a time and eight at once: how much of a step is launches.
+        Setting("qwen2.5-7b", "lora", micro_batch=8, max_length=256),
+        Setting("qwen2.5-7b", "lora", micro_batch=1, max_length=256),
+        # As others publish it: full sequences of 4,096 tokens.
+        Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096),
+        Setting("qwen2.5-7b", "lora", **_NF4, checkpointing=False),
+        Setting("qwen1.5-moe-a2.7b", "attention-lora"),
+        Setting("qwen1.5-moe-a2.7b", "full"),
+        Setting("qwen2-1.5b-x2", "full", micro_batch=8, max_length=512),
+        Setting("qwen2-1.5b-x2", "full", micro_batch=1, max_length=512),
+        Setting("qwen2-vl-7b", "r1", micro_batch=4, max_length=1408),
+        Setting("qwen2-vl-7b", "r1", checkpointing=False),
+        Setting("qwen2-vl-7b", "r1", **_NF4, optimizer="paged_adamw_8bit"),
+        Setting("qwen2-vl-7b", "r2", optimizer="paged_adamw_8bit"),
+        Setting("qwen2-vl-7b", "r4", micro_batch=2),
+        Setting("qwen2-vl-7b", "r1", **_NF4, precision="fp16", checkpointing=False),
+    ),
+    "cpu": (
+        Setting("qwen1.5-moe-tiny", "full", **_TINY, precision="fp32"),
+        Setting("qwen2-vl-tiny", "r1", **_TINY, **_NF4),
+        Setting("qwen2-vl-tiny", "r2", **_TINY, precision="fp32", checkpointing=False),
+        Setting("qwen2-vl-tiny", "r4", **_TINY),
+        Setting("qwen2.5-tiny", "lora", **_TINY),
     ),
 }
-"""Fields of a Setting (tools/calibrate/settings.py)."""
+"""Trainings whose memory is predicted and measured, and which are timed."""
 
-ANSWERING: dict[Kind, tuple[dict[str, Any], ...]] = {
+ANSWERS: dict[Kind, tuple[dict[str, Any], ...]] = {
     "cuda": (
         {"geometry": "qwen2-vl-2b", "batch_size": 16, "prompt": 1344, "new_tokens": 64},
         {"geometry": "qwen2-vl-7b", "batch_size": 16, "prompt": 1344, "new_tokens": 64},
@@ -170,30 +216,4 @@ ANSWERING: dict[Kind, tuple[dict[str, Any], ...]] = {
         {"geometry": "qwen1.5-moe-tiny", "batch_size": 2, "prompt": 16, "new_tokens": 4},
     ),
 }
-
-
-def _speed(device: Device) -> Iterator[Piece]:
-    for setting in TIMED[device.kind]:
-        words = [setting["geometry"], setting["recipe"], setting.get("quantization", ""), f"x{setting['micro_batch']}"]
-        words += [f"of {setting['max_length']:,}", "" if setting.get("checkpointing", True) else "not checkpointed"]
-        task = {**setting, "precision": "bf16" if device.has_bf16 else "fp16"}
-        yield Piece(step="speed", name=" ".join(filter(None, words)), task=task)
-
-
-def _answers(device: Device) -> Iterator[Piece]:
-    for setting in ANSWERING[device.kind]:
-        task = {**setting, "precision": "bf16" if device.has_bf16 else "fp16"}
-        yield Piece(step="answers", name=f"{setting['geometry']} x{setting['batch_size']}", task=task)
-
-
-def catalogue(device: Device, *, paged: bool) -> list[Piece]:
-    """All of it, in order of worth. paged: with the calibration's settings that use managed memory."""
-    return [
-        Piece(step="facts", name="device"),
-        *_recipes(device),
-        *_repeats(device),
-        # It starts nothing after the time left, and has processes of its own, each with a time limit.
-        Piece(step="memory", name="calibration", task={"paged": paged}, timeout_s=6 * 3600),
-        *_speed(device),
-        *_answers(device),
-    ]
+"""Batches of answers that are timed."""

@@ -13,6 +13,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.lineage import combined_digest, file_digest
 from stages.core.parent_death import end_with_parent
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
-from tools.gpu.pieces import Kind
+from tools.gpu.device import Kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,66 +78,57 @@ RecipeTrainer.training_step = none_left
 """Programs that run before a stage, in its process."""
 
 
-def go_all_the_way(device: Kind, recipe: str, settings: Mapping[str, Any], *, launched: bool) -> dict[str, Any]:
+def run_all_stages(
+    device: Kind, *, recipe: str, memory: Mapping[str, str], launched: bool, repeated: bool
+) -> dict[str, Any]:
     """Run every stage that the recipe's evaluation needs, trainings and builds of other recipes among them.
 
-    launched: by the launcher, as DVC does; else as the launcher does it.
-    Raises UserError where a stage fails, or a loss is no number.
+    memory: settings of the tiny profile. launched: by the launcher, as DVC does; else as the launcher does it.
+    repeated: the recipe's own training several times. Raises UserError where a stage fails, or a loss is no number.
     """
-    with workspace(device, settings) as folder:
+    with workspace(device, memory) as folder:
         seconds: dict[str, float] = defaultdict(float)
-        trainings = []
-        for stage in needed(declared_stages(folder), f"evaluate@{recipe}"):
-            kind, _, name = stage.name.partition("@")
-            seconds[kind] += run(stage, folder, launched=launched)
-            if kind == "train":
-                trainings.append(_training(folder / "data/runs" / name))
-        run_dir = folder / "data/runs" / recipe
-        merge, metrics = (json.loads((run_dir / name).read_text()) for name in ("merge.json", "metrics.json"))
+        verdicts: dict[str, bool] = {}
+        stages = needed(declared_stages(folder), f"evaluate@{recipe}")
+        for stage in stages:
+            if repeated and stage.name == f"train@{recipe}":
+                verdicts = repeat(stage, folder, device)
+            seconds[stage.name.partition("@")[0]] += run(stage, folder, launched=launched)
+        names = [stage.name.partition("@")[2] for stage in stages if stage.name.startswith("train@")]
+        trainings = {name: _read(folder, f"{name}/training/training.json") for name in names}
+        planned = {name: _read(folder, f"{name}/memory.json")["allocated_gib"] * 2**30 for name in names}
+        merge, metrics = (_read(folder, f"{recipe}/{name}.json") for name in ("merge", "metrics"))
+    for name, training in trainings.items():
+        if not math.isfinite(training["final_loss"]):
+            raise UserError(f"the loss of {name} is {training['final_loss']} after {training['num_steps']} steps")
+    peaks = {name: training["peak_memory_bytes"] for name, training in trainings.items()}
     return {
-        "trainings": trainings,
-        "seconds": {kind: round(spent, 1) for kind, spent in seconds.items()},
+        "answers": metrics["samples"],
+        "loss": trainings[recipe]["final_loss"],
+        "loss_kernels": ", ".join(sorted({training["loss_kernels"] for training in trainings.values()})),
+        "peak_bytes": max(peaks.values()),
+        "error": max((planned[name] / peaks[name] - 1 for name in names), key=abs),
         "logit_deviation": merge["logit_deviation"],
-        "answered": metrics["samples"],
+        "train_s": round(seconds["train"], 1),
+        "all_s": round(sum(seconds.values()), 1),
+        **verdicts,
     }
 
 
-def _training(run_dir: Path) -> dict[str, Any]:
-    record = json.loads((run_dir / "training/training.json").read_text())
-    planned = json.loads((run_dir / "memory.json").read_text())
-    if not math.isfinite(record["final_loss"]):
-        raise UserError(f"the loss of {run_dir.name} is {record['final_loss']} after {record['num_steps']} steps")
-    return {
-        "recipe": run_dir.name,
-        "quantization": record["quantization"],
-        "loss_kernels": record["loss_kernels"],
-        "loss": record["final_loss"],
-        "predicted_bytes": round(planned["allocated_gib"] * 2**30),
-        "peak_bytes": record["peak_memory_bytes"],
-    }
+def _read(folder: Path, name: str) -> Any:
+    return json.loads((folder / "data/runs" / name).read_text(encoding="utf-8"))
 
 
-def repeat(device: Kind, recipe: str, settings: Mapping[str, Any], *, exhausted: bool = False) -> dict[str, Any]:
-    """Train a recipe, train it again, and have it killed after its first checkpoint and go on: same bytes or not.
-
-    exhausted: have it run out of memory instead.
-    """
-    with workspace(device, settings) as folder:
-        stages = declared_stages(folder)
-        for stage in needed(stages, f"plan@{recipe}"):
-            run(stage, folder)
-        train = next(stage for stage in stages if stage.name == f"train@{recipe}")
-        if exhausted:
-            return {"recognised": _code(train, folder, before=LITTLE_MEMORY[device]) == OUT_OF_MEMORY}
-        first = _trained(train, folder)
-        _forget(folder)
-        again = _trained(train, folder)
-        _forget(folder)
-        code = _code(train, folder, before=KILLED_AFTER_A_SAVE)
-        if code != 9 or not list((folder / ".bakeoff/checkpoints").rglob("step-*")):
-            raise UserError(f"{train.name} was to be killed after its first checkpoint, and ended with {code}")
-        resumed = _trained(train, folder)
-    return {"twice": first == again, "resumed": first == resumed}
+def repeat(train: DeclaredStage, folder: Path, device: Kind) -> dict[str, bool]:
+    """Have a training run out of memory; do it, do it again, and have it killed after its first checkpoint and go on:
+    same bytes or not. Leaves no checkpoints."""
+    recognised = _ended(train, folder, before=LITTLE_MEMORY[device]).returncode == OUT_OF_MEMORY
+    first, again = _trained(train, folder), _trained(train, folder)
+    code = _ended(train, folder, before=KILLED_AFTER_A_SAVE).returncode
+    if code != 9 or not list((folder / ".bakeoff/checkpoints").rglob("step-*")):
+        raise UserError(f"{train.name} was to be killed after its first checkpoint, and ended with {code}")
+    resumed = _trained(train, folder)
+    return {"twice": first == again, "resumed": first == resumed, "recognised": recognised}
 
 
 def _trained(train: DeclaredStage, folder: Path) -> str:
@@ -143,26 +136,21 @@ def _trained(train: DeclaredStage, folder: Path) -> str:
     run(train, folder)
     run_dir = folder / "data/runs" / train.name.partition("@")[2]
     files = [*sorted((run_dir / "trained").rglob("*.safetensors")), run_dir / "training/trace.csv"]
-    return combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
-
-
-def _forget(folder: Path) -> None:
-    """Checkpoints, from which the next training would go on."""
-    shutil.rmtree(folder / ".bakeoff")
+    digest = combined_digest({str(path.relative_to(run_dir)): file_digest(path) for path in files})
+    shutil.rmtree(folder / ".bakeoff")  # with the checkpoints, from which the next training would go on
+    return digest
 
 
 @contextmanager
-def workspace(device: Kind, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """A small copy of this checkout with these settings, removed in the end."""
+def workspace(device: Kind, memory: Mapping[str, str]) -> Iterator[Path]:
+    """A small copy of this checkout with these settings of the tiny profile's memory, removed in the end."""
     raw = YAML(typ="safe").load(ROOT / "params.yaml")
     for recipe in raw["recipes"].values():
         recipe.update(STEPS)
+    settings = {f"profiles.tiny.memory.{name}": value for name, value in memory.items()}
     for path, value in {**SMALL, "profiles.tiny.device": {"kind": device, "count": 1}, **settings}.items():
-        *steps, last = path.split(".")
-        here = raw
-        for step in steps:
-            here = here[step]
-        here[last] = value
+        *parents, last = path.split(".")
+        reduce(getitem, parents, raw)[last] = value
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("stages", "docker", "data/tiny"):
@@ -202,25 +190,17 @@ def run(stage: DeclaredStage, folder: Path, *, launched: bool = False) -> float:
     return time.monotonic() - began
 
 
-def _code(stage: DeclaredStage, folder: Path, *, before: str) -> int:
-    return _ended(stage, folder, before=before).returncode
-
-
 def _ended(
     stage: DeclaredStage, folder: Path, *, launched: bool = False, before: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """In the environment of a stage, which this process has already (child.py). Its words go to this one's log too."""
     _, name, *arguments = stage.command.split()
     program = f"{before}\nimport sys\nfrom stages.{name} import main\nmain(sys.argv[1:])"
-    command = [sys.executable, "-c", program, *arguments]
-    environment = dict(os.environ)
-    if launched:
-        command = ["docker/run", name, *arguments]
-        environment |= {"BAKEOFF_ENGINE": "process", "VIRTUAL_ENV": sys.prefix}
+    own = [sys.executable, "-c", program]
     ended = subprocess.run(
-        command,
+        [*(["docker/run", name] if launched else own), *arguments],
         cwd=folder,
-        env=environment,
+        env={**os.environ, "BAKEOFF_ENGINE": "process", "VIRTUAL_ENV": sys.prefix},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -35,7 +35,7 @@ from tests.kit.memory.small import (
     plan_of,
     quantization_tensors,
 )
-from tools.calibrate.measured import random_model, with_contents
+from tools.gpu.models import random_model, with_contents
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1": ("detection", R1),

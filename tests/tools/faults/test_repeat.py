@@ -100,18 +100,21 @@ KILLED = ended(-9, f"Running stage 'base@vlm':\n{TRAINING}step 45/100  loss 1")
     ],
 )
 def test_a_killed_training_has_to_go_on_from_its_checkpoint(
-    runs: list[Ended], wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: list[Ended],
+    wrong: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / ".bakeoff/checkpoints/r1/f1/step-000040").mkdir(parents=True)
     pending = iter(runs)
     monkeypatch.setattr(Workspace, "dvc", lambda *_, **__: next(pending))
     workspace = Workspace(folder=tmp_path, environment={})
-    lines: list[str] = []
     if wrong:
         with pytest.raises(Wrong, match=r"train@r1 was saved at step 40, and did not go on from there|ended with 1"):
-            run_killed(workspace, "compare", [1.0] * 9, lines.append)
+            run_killed(workspace, "compare", [1.0] * 9)
         return
-    assert run_killed(workspace, "compare", [1.0] * 9, lines.append) == len(runs) - 1
-    assert all("killed in train@r1, saved at step 40" in line for line in lines[:-1])
-    resumed = int(len(runs) > 1)
-    assert lines[-1].endswith(f"a training went on from a checkpoint {resumed} times")
+    assert run_killed(workspace, "compare", [1.0] * 9) == len(runs) - 1
+    *kills, last = capsys.readouterr().out.splitlines()
+    assert all("killed in train@r1, saved at step 40" in line for line in kills)
+    assert last.endswith(f"a training went on from a checkpoint {int(len(runs) > 1)} times")

@@ -1,0 +1,144 @@
+"""Models of random weights in the known geometries, and the recipes' trainer on them."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParams
+from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
+from stages.kit.memory.step import one_batch_trainer
+from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
+from stages.kit.models.load import load_config, new_model
+from stages.kit.models.parts import apply_recipe
+from stages.kit.models.random_weights import take_token_ids
+from stages.kit.planning.plan import Plan, Schedule
+from stages.kit.training.fused_loss import prepare_fused_loss
+from stages.kit.training.trainer import RecipeTrainer
+from tools.gpu.device import Kind
+from tools.gpu.pieces import Recipe, Setting
+
+ACCUMULATION = 4
+"""Micro-batches a step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LLM = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
+_VISION = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+_RECIPES: dict[Recipe, tuple[PartsParams, dict[Part, tuple[str, ...]]]] = {
+    "r1": (PartsParams(llm="lora"), {"llm": _LLM}),
+    "r2": (PartsParams(vision="full", projector="full"), {}),
+    "r4": (PartsParams(vision="lora", llm="lora"), {"vision": _VISION, "llm": _LLM}),
+    "lora": (PartsParams(llm="lora"), {"llm": _LLM}),
+    "full": (PartsParams(llm="full"), {}),
+    "attention-lora": (PartsParams(llm="lora"), {"llm": _ATTENTION}),
+}
+"""What is trained of each part, and the modules that get adapters."""
+
+
+def config_of(geometry: str) -> PreTrainedConfig:
+    config = load_config(geometry_config_path(geometry).parent)
+    take_token_ids(config, STAND_IN_DIR)
+    return config
+
+
+def batch_of(setting: Setting, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """A micro-batch without contents."""
+    return stand_in_batch(
+        config, micro_batch=setting.micro_batch, max_length=setting.max_length, max_pixels=setting.max_pixels
+    )
+
+
+def plan_of(setting: Setting, device: Kind) -> Plan:
+    parts, targets = _RECIPES[setting.recipe]
+    effective_batch = setting.micro_batch * ACCUMULATION
+    return Plan(
+        recipe=setting.name,
+        profile="calibration",
+        task="none",
+        base_dir=f"random:{setting.geometry}",
+        data_dir="none",
+        target=None,
+        device=DeviceParams(kind=device),
+        placement="single",
+        precision=setting.precision,
+        quantization=setting.quantization,
+        may_quantize=False,
+        attn=setting.attn,
+        gradient_checkpointing=setting.checkpointing,
+        optimizer=setting.optimizer,
+        dataloader_workers=0,
+        parts=parts,
+        lora=LoraParams(rank=64, alpha=128, dropout=0.1, targets=targets) if targets else None,
+        full_targets={},
+        loss="all-tokens",
+        max_length=setting.max_length,
+        images=None,
+        schedule=Schedule(
+            train_samples=effective_batch,
+            effective_batch=effective_batch,
+            micro_batch=setting.micro_batch,
+            grad_accumulation=ACCUMULATION,
+            epochs=1,
+            steps_per_epoch=1,
+            num_steps=1,
+            warmup_steps=0,
+            lr_schedule="constant",
+            learning_rates=dict.fromkeys(parts.trained(), 1e-5),
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+        ),
+        seed=42,
+        trainable={},
+    )
+
+
+@contextmanager
+def random_trainer(
+    plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], *, num_steps: int
+) -> Iterator[RecipeTrainer]:
+    """The plan's trainer on a model of random weights, to which every micro-batch of `num_steps` steps is this one.
+
+    Raises UserError where the loss would not run the kernels that are predicted.
+    """
+    if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
+        raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
+    model = random_model(plan, config)
+    gc.collect()
+    if plan.device.kind == "cuda":
+        torch.cuda.empty_cache()  # a real model comes weight by weight, and never lies there unquantized
+    adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+    schedule = replace(plan.schedule, num_steps=num_steps, train_samples=plan.schedule.effective_batch * num_steps)
+    plan = replace(plan, schedule=schedule)
+    with tempfile.TemporaryDirectory() as scratch_dir:
+        yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch, Path(scratch_dir))
+
+
+def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
+    """The plan's base, never trained, on its device, without a file."""
+    with torch.device(plan.device.kind):
+        model = new_model(config, precision=plan.precision, attn=plan.attn)
+    if plan.quantization == "nf4":
+        from stages.kit.memory.quantized import quantize_nf4
+
+        model = quantize_nf4(model, plan.precision, fake=False)
+    return model
+
+
+def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A stand-in batch that can be computed with: pixels between 0 and 1, and in texts different tokens.
+
+    The same token everywhere would send every token to the same experts.
+    """
+    filled = {name: torch.rand_like(tensor) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    if "pixel_values" not in batch:
+        ids = batch["input_ids"]
+        filled["input_ids"] = torch.arange(ids.numel()).view(ids.shape) % 256
+    return filled
