@@ -103,7 +103,7 @@ def _refuse_other_conditions(experiments: Sequence[Experiment], task: str) -> No
 
 
 def _seeds(comparison: Comparison, experiments: Sequence[Experiment]) -> str:
-    seeds = dict.fromkeys(run.plan.seed for run in comparison.all_runs if run.plan)
+    seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
     names = ", ".join(each.name for each in experiments)
     return f"Seeds {', '.join(map(str, seeds))}, of {len(experiments)} experiments: {names}."
 
