@@ -1,7 +1,8 @@
 """Say whether a task's table is the published one, to the digit: `python -m tools.published detection`.
 
 The published tables are docs/tables/TASK.txt, which the documents show. The tiny profile made them on an AMD CPU held
-to AVX2 (stages/core/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true.
+to AVX2 (stages/core/cpu.py). With --strict, another table on such a CPU is an error: so CI keeps them true. With
+--recipe, only the figures of that recipe are compared, and the others need not have run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import click
 
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
+from tools.api import compare_runs, table_text
 
 TABLES_DIR = Path("docs/tables")
 ARITHMETIC = "AuthenticAMD avx2"
@@ -23,22 +25,35 @@ ARITHMETIC = "AuthenticAMD avx2"
 @click.command(help=__doc__)
 @click.argument("task")
 @click.option("--strict", is_flag=True)
-def main(task: str, strict: bool) -> None:
-    path, published = Path("data/report", task, "table.txt"), TABLES_DIR / f"{task}.txt"
-    if not published.exists():
+@click.option("--recipe", help="Compare its figures alone, as far as they were computed.")
+def main(task: str, strict: bool, recipe: str | None) -> None:
+    path = TABLES_DIR / f"{task}.txt"
+    if not path.exists():
         return  # a task that the documents do not show
-    differing = differing_lines(published.read_text(encoding="utf-8"), path.read_text(encoding="utf-8"))
+    published, what = path.read_text(encoding="utf-8"), f"the published table ({path})"
+    if recipe:
+        published, table = figures_of(recipe, published), figures_of(recipe, table_text(compare_runs(task)))
+        what = f"what the published table ({path}) has of {recipe}"
+    else:
+        table = Path("data/report", task, "table.txt").read_text(encoding="utf-8")
+    differing = differing_lines(published, table)
     if not differing:
-        click.echo(f"This is the published table ({published}), to the digit.")
+        click.echo(f"This is {what}, to the digit.")
         return
-    records = [read_provenance(record) for record in sorted(Path(PROVENANCE_DIR, task).glob("*.json"))]
+    records = [read_provenance(record) for record in sorted(Path(PROVENANCE_DIR, task).glob(f"*@{recipe or '*'}.json"))]
     reasons = why_it_may_differ(records)
-    click.echo(f"This is not the published table ({published}): {differing} of its lines differ.")
+    click.echo(f"This is not {what}: {differing} of its lines differ.")
     click.echo(
         "\n".join(f"  {reason}" for reason in reasons or ["The code is of another commit, or something is wrong."])
     )
     if strict and not reasons:
         sys.exit(1)
+
+
+def figures_of(recipe: str, table: str) -> str:
+    """The cells of a recipe's rows that are figures, a line each."""
+    rows = [line.split()[1:] for line in table.splitlines() if line.startswith(f"{recipe} ")]
+    return "\n".join(cell for row in rows for cell in row if any(map(str.isdigit, cell)))
 
 
 def differing_lines(published: str, table: str) -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import tools.published
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance, write_provenance
 from tests import ROOT
 from tests.made_up_runs import write_made_up_record
@@ -37,6 +38,18 @@ def test_a_table_is_the_published_one_or_says_how_many_lines_differ_and_why(publ
     write_provenance(replace(record, machine=replace(record.machine, arithmetic="GenuineIntel avx2")), RECORD)
     answer = asked("--strict")
     assert (answer.exit_code, "GenuineIntel avx2" in answer.output) == (0, True)
+
+
+def test_a_recipe_alone_is_compared_by_its_figures(published: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(row: str) -> None:
+        monkeypatch.setattr(tools.published, "table_text", lambda _: f"Model  Mean IoU\n{row}\nr2  not run\nr10  9.9\n")
+
+    monkeypatch.setattr(tools.published, "compare_runs", lambda _: None)
+    table("r1       0.642            highest")
+    assert "has of r1, to the digit" in asked("--strict", "--recipe", "r1").output
+    table("r1  0.643")
+    answer = asked("--strict", "--recipe", "r1")
+    assert (answer.exit_code, "1 of its lines differ" in answer.output) == (1, True)
 
 
 def test_nothing_is_said_of_a_task_without_a_published_table(published: None) -> None:
