@@ -11,6 +11,7 @@ EXTRAS ?=
 TASK ?= detection
 # What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
+OVER ?=
 # docker or podman, for images; not given: the first of them that there is.
 ENGINE ?=
 # Passed on to pytest, or to what measures on a GPU: make test ARGS="-k lineage -x"
@@ -91,8 +92,8 @@ experiments: ## Show the experiments: what each changed, and what came of it
 	@$(python) -m tools.experiments
 
 .PHONY: compare
-compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two": of these)
-	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS)
+compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate': choose)
+	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)')
 
 .PHONY: truth
 truth: ## Compare a recipe with itself: how often are two halves of its seeds called different? (RECIPE=r1-llm-only)

@@ -50,13 +50,14 @@ def main(name: str, attempt: int) -> None:
         scoring.check()
 
     answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
-    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: answerer.settings.max_samples]
+    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: answerer.settings.max_samples]
     scored = score_answers(answerer, records, samples, scoring, target=target)
     metrics = scored.metrics
     metrics |= {
         "samples_per_second": round(len(records) / scored.answer_s, 3),
         "batch_size": answerer.batch_size,
         "attempt": attempt,
+        **({} if params.scored == "val" else {"split": params.scored}),
     }
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)

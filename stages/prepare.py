@@ -1,8 +1,8 @@
 """Prepare a dataset: every sample checked, and nothing in both splits.
 
 Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `generated`, `folder:PATH` or
-        `hub:OWNER/NAME@REVISION`; data.skip_invalid
-Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}
+        `hub:OWNER/NAME@REVISION`; data.skip_invalid, data.selection
+Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}, and selection.parquet where some is set aside
 Run     docker/run prepare nutrition-tables
 """
 
@@ -33,6 +33,7 @@ def main(dataset: str) -> None:
         raise UserError(f"dataset {dataset}: task {chosen.task} knows no {', '.join(unknown)}; leave it out")
     stats = prepare(
         chosen.source,
+        selection=params.data.selection,
         generate=chosen.generate,
         skip_invalid=params.data.skip_invalid,
         out_dir=Path("data/prepared") / dataset,

@@ -1,12 +1,14 @@
-"""Compare recipes over several seeds: one experiment of DVC a seed. Behind `make compare`.
+"""Compare recipes over several seeds, or choose settings for them: one experiment of DVC each. Behind `make compare`.
 
 Reads   the cards of a task's runs in the workspace and in the experiments of HEAD, or in those that are named
         (experiments, branches, tags, commits, `workspace`), and what dvc.lock and the launcher recorded of them
-Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace
+Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
 Run     python -m tools.compare detection
+        python -m tools.compare detection --over 'recipes.*.learning_rate'
 
-Experiments that differ in more than the seed are not mixed: where they are named that is an error, else they are left
-out, and said so, as is what failed or has not run.
+Experiments that differ in more than the seed, and in what --over names, are not mixed: where they are named that is an
+error, else they are left out, and said so, as is what failed or has not run. --over ranks the values of a setting for
+each recipe, on samples that no report scores (`scored: selection`), and prints the command that trains what was chosen.
 """
 
 from __future__ import annotations
@@ -18,24 +20,34 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from stages.compare import load_report, read_contenders, write_report
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.kit.reporting.comparison import Comparison, compare
-from tools.compare.conditions import differences
+from stages.kit.reporting.tables import terminal_table
+from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection
+from tools.compare.conditions import conditions, differences
 from tools.compare.experiments import Experiment, fetch, named_revisions
 
 MAX_SHOWN = 5
 """Differences named of two experiments."""
+_SHARE = ": data.selection"
+"""End of a condition: the share of training samples that `prepare` set aside."""
 
 
 @click.command(help=__doc__)
 @click.argument("task")
 @click.argument("experiments", nargs=-1)
-def main(task: str, experiments: tuple[str, ...]) -> None:
-    compare_experiments(load_params(), task, experiments, console=Console(highlight=False))
+@click.option("--over", help="Pattern of the settings to choose, e.g. recipes.*.learning_rate.")
+def main(task: str, experiments: tuple[str, ...], over: str | None) -> None:
+    params, console = load_params(), Console(highlight=False)
+    if over:
+        choose_settings(params, task, experiments, over, console=console)
+    else:
+        compare_experiments(params, task, experiments, console=console)
 
 
 def compare_experiments(params: Params, task: str, names: Sequence[str], *, console: Console) -> Comparison:
@@ -46,57 +58,81 @@ def compare_experiments(params: Params, task: str, names: Sequence[str], *, cons
     """
     report = load_report(params, task)
     with tempfile.TemporaryDirectory() as folder:
-        if names:
-            found = [fetch(name, name, task, Path(folder)) for name in dict.fromkeys(names)]
-            left_out = _without_runs(found, task)
-            found = [each for each in found if each.name not in left_out]
-            _refuse_other_conditions(found, task)
-        else:
-            revisions, left_out = named_revisions()
-            found = [fetch(name, revision, task, Path(folder)) for name, revision in revisions.items()]
-            left_out |= _without_runs(found, task)
-            found = [each for each in found if each.name not in left_out]
-            left_out |= _of_other_conditions(found, task)
-            found = [each for each in found if each.name not in left_out]
-        left = f"left out: {_listed(left_out)}" if left_out else "none left out"
-        if not found:
-            raise UserError(f"no experiment has a model of task {task} ({left}); run: dvc repro compare@{task}")
+        found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
         comparison = compare(report, contenders)
         if not comparison.over_seeds:
             raise UserError(
-                f"only one seed was run, in {', '.join(each.name for each in found)} ({left}); run more with: "
-                f"dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start"
+                f"only one seed was run, in {', '.join(each.name for each in found)} ({_left_out(left_out)}); run more "
+                f"with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start"
             )
-        notes = [_seeds(comparison, found), *([f"L{left[1:]}."] if left_out else [])]
+        notes = [_seeds(comparison, found), *([f"{_left_out(left_out)}."] if left_out else [])]
         notes += _missing(found, task, [each.name for each in contenders if each.runs])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
     return comparison
 
 
-def _without_runs(experiments: Sequence[Experiment], task: str) -> dict[str, str]:
-    return {each.name: f"no model of task {task}" for each in experiments if not each.evaluated(task)}
+def choose_settings(params: Params, task: str, names: Sequence[str], pattern: str, *, console: Console) -> None:
+    """Print the values of a setting for each recipe, the best first, and the command that trains the best.
+
+    pattern: of the settings, with * for any name. Raises UserError as `candidates` does.
+    """
+    report = load_report(params, task)
+    with tempfile.TemporaryDirectory() as folder:
+        found, left_out = comparable(task, names, Path(folder), varied=pattern)
+        ranked = candidates(found, params, report, pattern)
+        shares = {value for each in found for fact, value in conditions(each, task).items() if fact.endswith(_SHARE)}
+    console.print(terminal_table(candidates_table(ranked, report)))
+    if left_out:
+        console.print(Text(f"{_left_out(left_out)}."), soft_wrap=True)
+    console.print(Text(f"Train what was chosen: {chosen_command(ranked, ', '.join(shares), task)}"), soft_wrap=True)
 
 
-def _of_other_conditions(experiments: Sequence[Experiment], task: str) -> dict[str, str]:
+def comparable(
+    task: str, names: Sequence[str], folder: Path, *, varied: str | None = None
+) -> tuple[list[Experiment], dict[str, str]]:
+    """(the experiments that compare, why each other one is left out), copied below `folder`.
+
+    names: those to compare; none for the workspace and all experiments of HEAD.
+    Raises UserError where none has a model of the task, and where those named do not compare.
+    """
+    revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
+    found = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
+    left_out |= {each.name: f"no model of task {task}" for each in found if not each.evaluated(task)}
+    if varied and not names:
+        left_out |= {each.name: "not scored on the selection split" for each in found if not on_selection(each, task)}
+    found = [each for each in found if each.name not in left_out]
+    if names:
+        _refuse_other_conditions(found, task, varied)
+    else:
+        left_out |= _of_other_conditions(found, task, varied)
+        found = [each for each in found if each.name not in left_out]
+    if not found:
+        raise UserError(
+            f"no experiment has a model of task {task} ({_left_out(left_out)}); run: dvc repro compare@{task}"
+        )
+    return found, left_out
+
+
+def _of_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> dict[str, str]:
     """Why each does not compare with the first."""
     reasons = {}
     for other in experiments[1:]:
-        if differing := differences([experiments[0], other], task, "seed"):
+        if differing := differences([experiments[0], other], task, varied):
             reasons[other.name] = f"unlike {experiments[0].name} in {_shortened([*differing])}"
     return reasons
 
 
-def _refuse_other_conditions(experiments: Sequence[Experiment], task: str) -> None:
-    if differing := differences(experiments, task, "seed"):
+def _refuse_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> None:
+    if differing := differences(experiments, task, varied):
         lines = [
             f"  {fact}: " + "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
             for fact, by_value in differing.items()
         ]
         more = f"\n  and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
         raise UserError(
-            "these experiments differ in more than the seed, so that a difference may come of that:\n"
+            f"these experiments differ in more than {varied or 'the seed'}, so that a difference may come of that:\n"
             + "\n".join(lines[:MAX_SHOWN])
             + more
         )
@@ -114,8 +150,8 @@ def _missing(experiments: Sequence[Experiment], task: str, names: Sequence[str])
     return [f"{name} was not evaluated in {', '.join(lacking)}." for name, lacking in missing.items() if lacking]
 
 
-def _listed(left_out: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({why})" for name, why in left_out.items())
+def _left_out(reasons: Mapping[str, str]) -> str:
+    return f"Left out: {', '.join(f'{name} ({why})' for name, why in reasons.items()) or 'none'}"
 
 
 def _shortened(facts: Sequence[str]) -> str:

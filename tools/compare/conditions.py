@@ -10,14 +10,18 @@ from typing import Any
 from stages.core.provenance import provenance_of_run, records_dir
 from tools.compare.experiments import Experiment
 
-AXES = {"seed": ("seed", "recipes.*.seed")}
-"""By name, the settings in which experiments may differ."""
+SEEDS = ("seed", "recipes.*.seed")
+"""Settings in which experiments may differ whatever else is varied."""
 _SOURCES = ("base", "prepare", "mix")
 """Stages whose outputs come from outside too."""
 
 
-def differences(experiments: Sequence[Experiment], task: str, axis: str) -> dict[str, dict[str, list[str]]]:
-    """What is not the same in all of them, the axis left out: by fact, the experiments' names by its value.
+def differences(
+    experiments: Sequence[Experiment], task: str, varied: str | None = None
+) -> dict[str, dict[str, list[str]]]:
+    """What is not the same in all of them, seeds left out: by fact, the experiments' names by its value.
+
+    varied: pattern of the settings that are meant to differ too.
 
     A recipe that an experiment does not have is no difference.
     """
@@ -25,16 +29,17 @@ def differences(experiments: Sequence[Experiment], task: str, axis: str) -> dict
     for experiment in experiments:
         for fact, value in conditions(experiment, task).items():
             setting = fact.partition(": ")[2]
-            if not any(fnmatchcase(setting, allowed) for allowed in AXES[axis]):
+            if not any(fnmatchcase(setting, allowed) for allowed in (*SEEDS, *([varied] if varied else []))):
                 found.setdefault(fact, {}).setdefault(value, []).append(experiment.name)
     return {fact: by_value for fact, by_value in found.items() if len(by_value) > 1}
 
 
-def conditions(experiment: Experiment, task: str) -> dict[str, str]:
-    """Of every stage that the cards of a task come from: `STAGE: SETTING`, and the digest by path of what no stage
-    made (code, and data from outside), and the version of each package."""
+def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[str, str]:
+    """Of every stage that the cards of a task come from, or those of some recipes: `STAGE: SETTING`, the digest by path
+    of what no stage made (code, and data from outside), and the version of each package."""
     facts = {}
-    for stage in sorted(_stages(experiment, task)):
+    names = experiment.evaluated(task) if names is None else names
+    for stage in sorted(_stages(experiment, names)):
         entry = experiment.lock[stage]
         for settings in entry.get("params", {}).values():
             facts.update({f"{stage}: {path}": value for path, value in _flat(settings)})
@@ -42,13 +47,14 @@ def conditions(experiment: Experiment, task: str) -> dict[str, str]:
         facts |= {path: digest for path, digest in _digests(entry.get("deps", [])).items() if not _maker(path, made)}
         if stage.partition("@")[0] in _SOURCES:
             facts.update(_digests(entry.get("outs", [])))
-    return {fact: value for fact, value in facts.items() if "provenance/" not in fact} | _packages(experiment, task)
+    return {fact: value for fact, value in facts.items() if "provenance/" not in fact} | _packages(
+        experiment, task, names
+    )
 
 
-def _stages(experiment: Experiment, task: str) -> set[str]:
+def _stages(experiment: Experiment, names: Sequence[str]) -> set[str]:
     """Those that evaluated, and all that came before; but not `check`, which reads every setting there is."""
     makers = {path: stage for stage, entry in experiment.lock.items() for path in _digests(entry.get("outs", []))}
-    names = experiment.evaluated(task)
     waiting = [f"{kind}@{name}" for name in names for kind in ("evaluate", "baseline")]
     seen: set[str] = set()
     while waiting:
@@ -78,9 +84,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
 
 
-def _packages(experiment: Experiment, task: str) -> dict[str, str]:
+def _packages(experiment: Experiment, task: str, names: Sequence[str]) -> dict[str, str]:
     """Version of each package that the stages could import, as far as they left records."""
     folder = records_dir(experiment.data_dir, task)
-    records = [record for name in experiment.evaluated(task) for record in provenance_of_run(folder, name)]
+    records = [record for name in names for record in provenance_of_run(folder, name)]
     machines = [record.machine for record in records if record.machine]
     return {f"package {name}": version for machine in machines for name, version in machine.packages.items()}

@@ -63,7 +63,7 @@ def main(name: str, batch_size: int | None) -> None:
     target = read_plan(name).target if name in params.recipes else subject.target
     samples.check(load_config(model_dir).model_type, target)
     profile = params.active
-    records = samples.read_split(Path("data/prepared") / subject.data, "val")[: profile.evaluation.max_samples]
+    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
     batch_size = batch_size or profile.evaluation.batch_size
     ours, why_not = own_metrics(params, name, lineage, [record.id for record in records])
 

@@ -23,8 +23,7 @@ Problems = Iterator[tuple[str, str]]
 
 
 def cross_checks(params: Params) -> Problems:
-    if params.profile not in params.profiles:
-        yield "profile", f"no profile is called {params.profile!r}{nearest(params.profile, params.profiles)}"
+    yield from _top_problems(params)
     for name, baseline in params.baselines.items():
         here = f"baselines.{name}"
         if not name.startswith("base-") or name in params.recipes:
@@ -47,6 +46,13 @@ def cross_checks(params: Params) -> Problems:
         yield from _predictions_problems(f"predictions.{name}", predictions, params)
     for name, profile in params.profiles.items():
         yield from _profile_problems(f"profiles.{name}", profile)
+
+
+def _top_problems(params: Params) -> Problems:
+    if params.profile not in params.profiles:
+        yield "profile", f"no profile is called {params.profile!r}{nearest(params.profile, params.profiles)}"
+    if params.scored == "selection" and not params.data.selection:
+        yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
 
 
 def _unknown_names(here: str, subject: RecipeParams | BaselineParams, params: Params) -> Problems:

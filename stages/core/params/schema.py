@@ -279,6 +279,9 @@ class PredictionsParams:
 class DataParams:
     skip_invalid: bool = False
     """Leave invalid records out, counted and listed, where they would otherwise stop the run."""
+    selection: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the training samples to set aside, to choose settings by: trained on by none, and no validation samples.
+    Which ones, their content alone decides."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -321,6 +324,8 @@ class Params:
     profile: Name
     seed: Seed = 42
     """Of every training: its order of samples, new weights, dropout. Recipes may have one of their own."""
+    scored: Literal["val", "selection"] = "val"
+    """The split that models are evaluated on: that of reports, or the one to choose settings by (`data.selection`)."""
     data: DataParams
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)

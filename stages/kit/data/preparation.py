@@ -1,7 +1,7 @@
 """From samples as a task reads them to the prepared splits that training and evaluation read.
 
-Writes train.parquet, val.parquet and stats.json. Nothing appears under those names unless every check has passed: each
-sample well-formed, no split empty, and nothing in both splits.
+Writes train.parquet, val.parquet, stats.json and, where one is asked for, selection.parquet. Nothing appears under
+those names unless every check has passed: each sample well-formed, no split empty, and nothing in two of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Source(Generic[R]):
     origin: dict[str, Any]
     """First entries of stats.json; `source` and `revision` as resolved are among them."""
     splits: Mapping[str, Iterable[Sample[R]]]
-    """`train` and `val`, read as they are iterated over; without `val` where it is to be held out of `train`."""
+    """`train` and `val`, read as they are iterated over; without `val` where it is to be held out of `train`. And
+    `selection`, where it is not to be."""
     files: dict[str, list[str]] = field(default_factory=dict)
     """Names of the files that a split was read from."""
 
@@ -138,6 +139,7 @@ def write_prepared(
     skip_invalid: bool,
     skip_leaks: bool = True,
     held_out: float = 0.0,
+    selection: float = 0.0,
     limit: Callable[[str, list[R]], list[R]] | None = None,
 ) -> dict[str, Any]:
     """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without pictures.
@@ -147,6 +149,7 @@ def write_prepared(
     skip_invalid: leave out invalid samples, and with `skip_leaks` training samples whose subject is validated on,
         counted and listed in stats.json, instead of refusing them.
     held_out: share of the subjects that is the validation split where the source has none: always the same ones.
+    selection: about this share of the training subjects is the selection split instead: always the same ones.
     limit: takes some of the valid records of a split.
     Returns what stats.json holds: the origin, and by split `records`, its summary, `digest` of its content,
     `invalid_rows` and `invalid`, with `skip_leaks` also `leaked_rows` and `leaked`.
@@ -154,6 +157,8 @@ def write_prepared(
     """
     name = source.origin["source"]
     splits: dict[str, _Split[R]] = {"train": _Split(), "val": _Split()}
+    if selection or "selection" in source.splits:
+        splits["selection"] = _Split()
     read = {split: splits[split].valid(samples) for split, samples in source.splits.items()}
     with published(out_dir) as folder:
         if "val" not in read:
@@ -161,10 +166,15 @@ def write_prepared(
             _refuse_invalid(name, {"train": splits["train"]}, form, skip_invalid)
             read = _hold_out(name, valid, held_out, subject)
         validated: dict[str, Place] = {}
+        aside: list[R] = []
         checked = {  # in this order
             "val": _noted(read["val"], validated),
-            "train": splits["train"].without_leaks(read["train"], validated),
+            "train": _set_aside(splits["train"].without_leaks(read["train"], validated), selection, aside),
         }
+        if "selection" in read:
+            checked["selection"] = (record for _, record in read["selection"])
+        elif selection:
+            checked["selection"] = iter(aside)
         for split, records in checked.items():
             if limit:
                 records = iter(limit(split, list(records)))
@@ -199,6 +209,16 @@ def _noted(samples: Iterable[tuple[Place, R]], validated: dict[str, Place]) -> I
     for place, record in samples:
         validated.setdefault(record.subject(), place)
         yield record
+
+
+def _set_aside(records: Iterable[R], share: float, aside: list[R]) -> Iterator[R]:
+    """The records without those of a share of the subjects, which go into `aside`."""
+    for record in records:
+        digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
+        if int.from_bytes(digest[:4], "big") < share * 2**32:
+            aside.append(record)
+        else:
+            yield record
 
 
 def _hold_out(

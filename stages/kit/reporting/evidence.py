@@ -66,6 +66,8 @@ def design_words(comparison: Comparison) -> list[str]:
             f"other seeds. For the recipes: dvc exp run --queue -S 'seed=42,43,44' compare@{comparison.report.task}, "
             f"then dvc queue start, then make compare TASK={comparison.report.task}"
         )
+    if splits := {str(run.metrics["split"]) for run in comparison.all_runs if "split" in run.metrics}:
+        lines.append(f"Scored on the split {', '.join(splits)}, which settings are chosen by: no result to report.")
     return [*lines, *comparison.notes]
 
 

@@ -67,6 +67,7 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
     ("changes", "problem"),
     [
         ({"profile": "tinny"}, "profile: no profile is called 'tinny' (did you mean 'tiny'?)"),
+        ({"scored": "selection"}, "scored: is selection, but data.selection sets no samples aside; e.g. 0.15"),
         ({f"{R1}.base": "bases/vml"}, f"{R1}.base: no profile has a base 'vml'"),
         ({f"{R1}.base": "runs/r3-stage/merged"}, f"{R1}.base: no recipe is called 'r3-stage'"),
         ({f"{R1}.base": "builds/mixtur"}, f"{R1}.base: no build is called 'mixtur' (did you mean 'mixture'?)"),

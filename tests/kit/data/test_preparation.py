@@ -158,6 +158,20 @@ def test_a_share_of_the_subjects_is_held_out_whatever_their_order(tmp_path: Path
     assert stats["train"]["records"] + stats["val"]["records"] == 10
 
 
+def test_a_share_of_the_training_subjects_is_set_aside_whatever_their_order(tmp_path: Path) -> None:
+    train = [f"{letter}{number}" for letter in "abCdefGhij" for number in range(20)] + ["A1", "B2"]
+    stats = prepare(tmp_path / "one", " ".join(train), "val a0", selection=0.2, skip_invalid=True)["splits"]
+    prepare(tmp_path / "two", " ".join(train[::-1]), "val a0", selection=0.2, skip_invalid=True)
+    aside, kept = (words(tmp_path / "one", split) for split in ("selection", "train"))
+    assert aside == words(tmp_path / "two", "selection")[::-1]
+    assert 20 < len(aside) < 60
+    assert not {word.lower() for word in aside} & {word.lower() for word in kept}
+    assert sorted([*aside, *kept, "a0"]) == sorted(train), "what is validated on is in neither"
+    assert (stats["selection"]["records"], stats["selection"]["leaked_rows"]) == (len(aside), 0)
+    assert words(tmp_path / "one", "val") == ["val", "a0"]
+    assert "no valid sample in the split selection" in refusal(tmp_path / "few" / "out", "a b", "c", selection=0.01)
+
+
 def test_one_subject_cannot_be_split(tmp_path: Path) -> None:
     assert "has only 1 word to train on, and no validation files" in refusal(tmp_path / "out", "a A")
 

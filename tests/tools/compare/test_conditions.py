@@ -54,9 +54,9 @@ def test_conditions_are_what_no_stage_made_of_the_stages_that_the_cards_come_fro
 
 def test_the_seed_is_no_difference_and_all_else_is(tmp_path: Path) -> None:
     one, other = experiment(tmp_path, "one"), experiment(tmp_path, "other", seed=43)
-    assert differences([one, other], "detection", "seed") == {}
+    assert differences([one, other], "detection") == {}
     changed = experiment(tmp_path, "changed", rank=8, code="new", data="other data")
-    assert differences([one, changed], "detection", "seed") == {
+    assert differences([one, changed], "detection") == {
         "data/prepared/tables": {"da7a": ["one"], "other data": ["changed"]},
         "plan@r1: recipes.r1.lora.rank": {"64": ["one"], "8": ["changed"]},
         "stages/kit/training": {"c0de": ["one"], "new": ["changed"]},
@@ -72,4 +72,4 @@ def test_packages_of_other_versions_are_a_difference(tmp_path: Path) -> None:
     for each, version in zip(both, ("2.13.0", "2.14.0"), strict=True):
         of_version = Machine(**{**vars(machine), "packages": {"torch": version}})
         write_made_up_record(each.data_dir, "train@r1", machine=of_version)
-    assert differences(both, "detection", "seed") == {"package torch": {"2.13.0": ["one"], "2.14.0": ["other"]}}
+    assert differences(both, "detection") == {"package torch": {"2.13.0": ["one"], "2.14.0": ["other"]}}

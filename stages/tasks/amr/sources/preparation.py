@@ -26,13 +26,19 @@ HELD_OUT = 0.1
 
 
 def prepare(
-    source: str, *, out_dir: Path, skip_invalid: bool = False, generate: GenerateParams | None = None
+    source: str,
+    *,
+    out_dir: Path,
+    skip_invalid: bool = False,
+    selection: float = 0.0,
+    generate: GenerateParams | None = None,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
 
     source: `generated` (sizes and seed in `generate`), or `folder:PATH` with train*.txt and val*, dev* or test*.txt, in
         the form of ViSemPar or of the LDC. Without a validation file, HELD_OUT of the training sentences are held out.
     skip_invalid: leave out malformed samples, and training samples whose sentence is validated on.
+    selection: share of the training sentences to set aside.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
     by split, beside what write_prepared says, `files`, `repeated_sentences`, `graphs_with_references`, `largest_graph`
     in nodes, `longest_sentence` and `longest_target` (by target) in characters.
@@ -59,6 +65,7 @@ def prepare(
         subject="sentence",
         skip_invalid=skip_invalid,
         held_out=HELD_OUT,
+        selection=selection,
     )
 
 

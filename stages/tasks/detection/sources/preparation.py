@@ -25,6 +25,7 @@ def prepare(
     *,
     out_dir: Path,
     skip_invalid: bool = False,
+    selection: float = 0.0,
     generate: GenerateParams | None = None,
     category: str = TARGET,
     prompt: str = PROMPT,
@@ -34,6 +35,7 @@ def prepare(
 
     source: `generated` (sizes and seed in `generate`), `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
     skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
+    selection: share of the training images to set aside.
     category: of the boxes that are asked for, and prompt: how; both are kept with each record.
     max_image_pixels: a row with a larger picture is invalid.
     Returns what stats.json holds: `source` and `revision` as resolved, and by split, beside what write_prepared says,
@@ -63,6 +65,7 @@ def prepare(
         subject="image",
         skip_invalid=skip_invalid,
         skip_leaks=False,
+        selection=selection,
     )
 
 

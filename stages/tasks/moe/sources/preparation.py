@@ -34,6 +34,7 @@ def prepare(
     *,
     out_dir: Path,
     skip_invalid: bool = False,
+    selection: float = 0.0,
     generate: GenerateParams | None = None,
     limit: LimitParams | None = None,
     mix: Mapping[str, int | None] | None = None,
@@ -45,6 +46,8 @@ def prepare(
         splits. Without train files HELD_OUT of all questions are held out, of QMSum whole meetings with all that is
         asked about them.
     skip_invalid: leave out malformed rows, and training samples about what is validated on.
+    selection: share of what is asked about to set aside of the training samples; a mix takes all that its parts have
+        set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
     mix: datasets, and how many training samples of each to take at most, all where None; of the validation samples it
         takes all. Ordered by a digest of the text, so that the domains are mixed evenly.
@@ -56,13 +59,13 @@ def prepare(
     Raises UserError also where the folder holds no known file or those of two domains.
     """
     if source == "mix":
-        found = _mixed(mix or {}, out_dir.parent)
+        found = _mixed(mix or {}, out_dir.parent, with_selection=selection > 0)
     elif source.startswith("generated"):
         found = _generated(source, generate)
     else:
         found = _from_folder(source)
     parts: dict[str, dict[str, Any]] = found.origin.setdefault("parts", {})
-    beyond_limit = {"train": sum(part["available"] - part["taken"] for part in parts.values()), "val": 0}
+    beyond_limit = Counter(train=sum(part["available"] - part["taken"] for part in parts.values()))
 
     def limited(split: str, records: list[Record]) -> list[Record]:
         taken = _limited(records, getattr(limit, split, None))
@@ -89,6 +92,7 @@ def prepare(
         subject="question or transcript",
         skip_invalid=skip_invalid,
         held_out=HELD_OUT,
+        selection=0 if source == "mix" else selection,
         limit=limited,
     )
     for name, part in parts.items():
@@ -111,9 +115,9 @@ def _generated(source: str, generate: GenerateParams | None) -> Source[Record]:
     )
 
 
-def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> Source[Record]:
+def _mixed(mix: Mapping[str, int | None], prepared_dir: Path, *, with_selection: bool) -> Source[Record]:
     """The datasets' names stand before ids and files, so that both stay unique."""
-    records: dict[str, list[Record]] = {"train": [], "val": []}
+    records: dict[str, list[Record]] = {split: [] for split in ("train", "val", *(["selection"] * with_selection))}
     parts = {}
     for name, count in mix.items():
         available = {split: read_split(prepared_dir / name, split) for split in records}
@@ -124,7 +128,7 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path) -> Source[Record]:
             "available": len(available["train"]),
             "taken": len(taken),
         }
-        for split, chosen in (("train", taken), ("val", available["val"])):
+        for split, chosen in (available | {"train": taken}).items():
             records[split] += [
                 replace(record, id=f"{name}/{record.id}", file=f"{name}/{record.file}") for record in chosen
             ]

@@ -210,6 +210,17 @@ def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
     assert alone["val"] == splits["val"], "all that are compared must be validated on the same"
 
 
+def test_a_mix_sets_aside_what_its_parts_did(tmp_path: Path) -> None:
+    generate = GenerateParams(train=60, val=10, seed=1)
+    for domain in ("truthfulqa", "qmsum"):
+        prepare(f"generated:{domain}", out_dir=tmp_path / domain, generate=generate, selection=0.25)
+    prepare("mix", out_dir=tmp_path / "both", mix={"truthfulqa": 5, "qmsum": 0}, selection=0.25)
+    aside = {record.question for name in ("truthfulqa", "qmsum") for record in read_split(tmp_path / name, "selection")}
+    assert {record.question for record in read_split(tmp_path / "both", "selection")} == aside
+    assert len(aside) > 15
+    assert len(read_split(tmp_path / "both", "train")) == 5
+
+
 def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> None:
     assert "run: dvc repro prepare@missing" in refusal("mix", tmp_path / "both", mix={"missing": 1})
     write_table(tmp_path / "a" / "train.csv", "Is it A?")
