@@ -24,7 +24,7 @@ import click
 from stages.core.errors import UserError
 from stages.core.logs import configure_logging
 from stages.core.publish import publish_text
-from stages.kit.launcher.gpus import leased_gpus
+from stages.kit.launcher.leases import leased_gpus
 from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
 from tools.calibrate.children import Children
 from tools.calibrate.measured import DeviceFacts

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.parent_death import end_with_parent
-from stages.kit.launcher.triton_cache import triton_dir
+from stages.kit.launcher.machine import triton_dir
 
 TIMEOUT_S = 480
 

@@ -28,7 +28,8 @@ import click
 from stages.core.errors import UserError, counted
 from stages.core.logs import configure_logging
 from stages.core.publish import publish_text
-from stages.kit.launcher.gpus import leased_gpus, read_gpus
+from stages.kit.launcher.gpus import read_gpus
+from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import cuda_of_torch, usable_cores
 from tools.calibrate.children import Children
 from tools.gpu.page import page

@@ -85,8 +85,8 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
     Inputs are hard links where possible: stages replace files, and never write into one.
     """
     params = load_params(workspace_dir / "params.yaml")
-    _, kind, *args = stage.command.split()
-    source = source_of(kind, tuple(args), params).partition("folder:")[2]
+    kind, name = stage.command.split()[1], stage.name.partition("@")[2]
+    source = source_of(kind, name, params).partition("folder:")[2]
     with _temporary_folder(workspace_dir / RERUN_DIR, stage.name) as root:
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
         is_relative = source != "" and not Path(source).is_absolute()

@@ -47,11 +47,11 @@ class Client:
         return self.ask(*args).returncode == 0
 
     def image_id(self, reference: str) -> str | None:
-        """The image of that name on this machine, by its digest; None where there is none, or no engine answers."""
+        """The digest of the image of that name on this machine; None where there is none, or no engine answers."""
         found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
         return found.stdout.strip() if found.returncode == 0 else None
 
     def problem(self) -> str | None:
         """Why the engine cannot be used, in one line; None where it answers."""
-        answer = self.ask("info") if self.is_podman else self.ask("version")
+        answer = self.ask("info" if self.is_podman else "version")
         return None if answer.returncode == 0 else (answer.stderr.strip() or "no reason given").splitlines()[-1]

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -16,38 +16,41 @@ from stages.core.errors import OUT_OF_MEMORY
 from stages.core.parent_death import end_with_parent
 from stages.core.signals import SAME_REQUEST_S, handled_signals
 from stages.kit.launcher.machine import this_machine
-from stages.kit.launcher.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
+
+MACHINE_COUNTERS = (Path("/proc/vmstat"),)
+"""Where the kernel counts the processes that it killed for want of memory; it reports them nowhere else."""
+
+CONTAINER_COUNTERS = (
+    Path("/sys/fs/cgroup/memory.events"),  # cgroup v2
+    Path("/sys/fs/cgroup/memory/memory.oom_control"),  # v1
+)
+"""Likewise, for a container from inside."""
 
 
 class Receiver(Protocol):
-    """Who gets a signal: a child process, or a container."""
+    """The child process, or the container, that signals go on to."""
 
     def send_signal(self, number: int, /) -> None: ...
 
 
 class ForwardedSignals:
-    """What was asked of the launcher while a stage ran, and who is told."""
+    """Passes on the signals that ask to end; those that arrive before there is a receiver are kept for it."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._receiver: Receiver | None = None
         self._early: list[int] = []
+        self._send: Callable[[int], object] = self._early.append
         self._last = -SAME_REQUEST_S
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - self._last < SAME_REQUEST_S:
-            return
-        self._last = time.monotonic()
-        self.received.append(number)
-        if self._receiver is None:
-            self._early.append(number)
-        else:
-            self._receiver.send_signal(number)
+        if time.monotonic() - self._last >= SAME_REQUEST_S:
+            self._last = time.monotonic()
+            self.received.append(number)
+            self._send(number)
 
     def forward_to(self, receiver: Receiver) -> None:
-        """What arrived before is kept for it."""
-        self._receiver = receiver
+        self._send = receiver.send_signal
         for number in self._early:
             receiver.send_signal(number)
 
@@ -56,12 +59,23 @@ class ForwardedSignals:
         return 128 + self.received[-1] if self.received and code == OUT_OF_MEMORY else code
 
 
+@contextmanager
+def forwarded_signals() -> Iterator[ForwardedSignals]:
+    """Handle the signals that ask to end while a stage runs."""
+    signals = ForwardedSignals()
+    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class ProcessEngine:
     """Runs a stage with the launcher's own interpreter; can take away neither the network nor the disk."""
 
     name = "process"
     image = None
-    sealed = False
 
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
@@ -72,15 +86,14 @@ class ProcessEngine:
         environment = stage_environment(
             stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
         )
+        environment |= stage_run.variables
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
-        if stage_run.triton_dir is not None:
-            environment["TRITON_CACHE_DIR"] = str(stage_run.triton_dir)
         machine = this_machine(environment)
-        killed_before = oom_kills(OF_THE_MACHINE)
+        killed_before = oom_kills(MACHINE_COUNTERS)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
-        if code == 128 + signal.SIGKILL and oom_kills(OF_THE_MACHINE) > killed_before:
+        if code == 128 + signal.SIGKILL and oom_kills(MACHINE_COUNTERS) > killed_before:
             code = OUT_OF_MEMORY
         return Ended(code=signals.code_of_stage(code), machine=machine)
 
@@ -88,9 +101,9 @@ class ProcessEngine:
 def run_stage(
     command: Sequence[str], working_dir: Path, environment: Mapping[str, str], signals: ForwardedSignals
 ) -> int:
-    """Run a stage with this interpreter, kill what it leaves behind, return its exit code: 128 + n after signal n.
+    """Run a stage (its name and arguments) with this interpreter, and kill what it leaves behind.
 
-    command: its name, and what it is called with.
+    Returns its exit code: 128 + n after signal n.
     """
     stage, *args = command
     # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from
@@ -111,13 +124,13 @@ def run_stage(
     return code if code >= 0 else 128 - code
 
 
-@contextmanager
-def forwarded_signals() -> Iterator[ForwardedSignals]:
-    """Take the signals that ask to end, for who runs the stage."""
-    signals = ForwardedSignals()
-    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def oom_kills(counters: Sequence[Path]) -> int:
+    """How many processes the kernel has killed for want of memory so far, by the first of the files that exists.
+
+    All of them have a line `oom_kill N`; 0 where none does, as on another system than Linux.
+    """
+    for path in counters:
+        if path.exists():
+            lines = (line.split() for line in path.read_text().splitlines())
+            return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+    return 0
