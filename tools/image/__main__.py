@@ -19,7 +19,7 @@ import click
 
 from stages.core.errors import UserError
 from stages.kit.launcher import images
-from stages.kit.launcher.client import Client
+from stages.kit.launcher.docker import Client
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 

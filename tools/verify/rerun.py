@@ -157,7 +157,7 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
     with forwarded_signals() as signals:
         # Of its own process group: a Ctrl-C reaches it once, from here.
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-        signals.forward_to(process)
+        signals.forward_to(process.send_signal)
         return process.wait()
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from stages.core.errors import UserError
-from stages.kit.launcher.container import ContainerEngine, NotUsable
+from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import Ended, StageRun
 

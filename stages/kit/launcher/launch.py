@@ -25,7 +25,7 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
-from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left
+from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time, params_left
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import triton_dir
@@ -52,19 +52,19 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     end_with_own_parent(caller_pid())
-    command = DvcCommand.of_process(caller_pid())
+    process, command_line = dvc_process(caller_pid())
 
     def say_once(line: str) -> None:
-        if command.first_time(line, repository_dir(os.environ) / ".bakeoff/said"):
+        if first_time(process, line, repository_dir(os.environ) / ".bakeoff/said"):
             say(line)
 
     try:
         args = args or item_of(os.environ["DVC_STAGE"])
-        code = launch(stage, args, command_line=command.arguments, say_once=say_once)
+        code = launch(stage, args, command_line=command_line, say_once=say_once)
     except UserError as error:
         error.show()
         code = error.exit_code
-    if code != 0 and (back := params_left(command, os.environ, WORKSPACE_DIR)):
+    if code != 0 and (back := params_left(command_line, os.environ, WORKSPACE_DIR)):
         say(back)
     sys.exit(code)
 

@@ -31,7 +31,7 @@ MAX_LINKS = 256
 """In the folder that data comes from: each is a mount of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mount:
     source: Path
     target: Path
@@ -53,22 +53,25 @@ def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> li
     workspace_dir = stage_run.workspace_dir
     # A missing input is left to the stage to name.
     inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
-    found = [_same(path) for path in inputs]
+    found = [Mount(path, path) for path in inputs]
     found += _links_into_cache(inputs, cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
-        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir, workspace_dir)]
+        found += [
+            Mount(stage_run.source_dir, stage_run.source_dir),
+            *_links_of_source(stage_run.source_dir, workspace_dir),
+        ]
     if stage_run.network:
         certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
-        found += [_same(path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
+        found += [Mount(path, path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
     _refuse_mounts_below(mount.source for mount in found)
-    found.append(Mount(source=outputs.view_dir, target=workspace_dir))
+    found.append(Mount(outputs.view_dir, workspace_dir))
     for folder in outputs.folders:
-        found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
+        found.append(Mount(outputs.written_dir / folder, workspace_dir / folder, writable=True))
     for path in stage_run.kept_dirs:
         path.mkdir(parents=True, exist_ok=True)
-        found.append(Mount(source=path, target=path, writable=True))
-    found.append(Mount(source=outputs.lock_path, target=LAUNCHER_LOCK))
-    found.append(Mount(source=outputs.ready_path, target=READY, writable=True))
+        found.append(Mount(path, path, writable=True))
+    found.append(Mount(outputs.lock_path, LAUNCHER_LOCK))
+    found.append(Mount(outputs.ready_path, READY, writable=True))
     # One for each place: a source may be a declared input too.
     return sorted({mount.target: mount for mount in found}.values(), key=lambda mount: len(mount.target.parts))
 
@@ -88,10 +91,6 @@ def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
             if place.is_relative_to(outputs.written_dir):
                 places.append(place)
     return places
-
-
-def _same(path: Path) -> Mount:
-    return Mount(source=path, target=path)
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -117,7 +116,7 @@ def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
                 f"shown it; put the file itself there"
             )
         found.add(folder)
-    return [Mount(source=folder.resolve(), target=folder) for folder in sorted(found)]
+    return [Mount(folder.resolve(), folder) for folder in sorted(found)]
 
 
 def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
@@ -128,7 +127,7 @@ def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
     links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
     if len(links) > MAX_LINKS:
         raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
-    return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]
+    return [Mount(link.resolve(), _where_it_says(link)) for link in links]
 
 
 def _refuse_mounts_below(sources: Iterable[Path]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY
@@ -28,14 +27,8 @@ CONTAINER_COUNTERS = (
 """Likewise, for a container from inside."""
 
 
-class Receiver(Protocol):
-    """The child process, or the container, that signals go on to."""
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
 class ForwardedSignals:
-    """Passes on the signals that ask to end; those that arrive before there is a receiver are kept for it."""
+    """Passes on the signals that ask to end; those that arrive before anybody can have them are kept."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -49,10 +42,10 @@ class ForwardedSignals:
             self.received.append(number)
             self._send(number)
 
-    def forward_to(self, receiver: Receiver) -> None:
-        self._send = receiver.send_signal
+    def forward_to(self, send: Callable[[int], object]) -> None:
+        self._send = send
         for number in self._early:
-            receiver.send_signal(number)
+            send(number)
 
     def code_of_stage(self, code: int) -> int:
         """The stage's exit code, but never one that would have it started anew after somebody asked it to end."""
@@ -116,7 +109,7 @@ def run_stage(
         process_group=0,
         preexec_fn=end_with_parent(),
     )
-    signals.forward_to(child)
+    signals.forward_to(child.send_signal)
     code = child.wait()
     # PermissionError: what macOS says of a group of which only zombies are left.
     with suppress(ProcessLookupError, PermissionError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.launcher.dvc_command import DvcCommand, params_left
+from stages.kit.launcher.dvc_command import first_time, params_left
 from stages.kit.launcher.pipeline import item_of
 from tests import ROOT
 from tests.documents import write_yaml
@@ -87,19 +87,22 @@ def test_dvc_names_the_stages_that_the_launcher_runs_and_that_names_the_engine_o
 
 def test_what_was_said_to_one_command_is_news_to_another(tmp_path: Path) -> None:
     path = tmp_path / "new" / "said"
-    one, two = (DvcCommand(process=process, arguments=()) for process in ("1 0.5", "1 0.7"))
-    assert [one.first_time("x\ny", path), one.first_time("x\ny", path), one.first_time("z", path)] == [
-        True,
-        False,
-        True,
-    ]
-    assert [two.first_time("x\ny", path), one.first_time("x\ny", path)] == [True, False]
+    calls = (
+        ("1 0.5", "x\ny"),
+        ("1 0.5", "x\ny"),
+        ("1 0.5", "z"),
+        ("1 0.7", "x\ny"),
+        ("1 0.5", "x\ny"),
+        ("", "a"),
+        ("", "a"),
+    )
+    assert [first_time(*call, path) for call in calls] == [True, False, True, True, False, True, True]
     for number in range(50):
-        DvcCommand(process=str(number), arguments=()).first_time("x", path)
+        first_time(str(number), "x", path)
     assert path.stat().st_size < 1000
     path.unlink()
     path.mkdir()  # it cannot be written
-    assert [one.first_time("x", path), one.first_time("x", path)] == [True, True]
+    assert [first_time("1", "x", path), first_time("1", "x", path)] == [True, True]
 
 
 def test_a_failed_experiment_names_the_command_that_brings_everything_back(workspace: Path) -> None:
@@ -139,12 +142,11 @@ def test_only_an_experiment_that_changed_the_file_itself_is_told_how_to_undo_it(
     (tmp_path / "params.yaml").write_text(f"a: {int(edited)}")
     caller = {"DVC_EXP_BASELINE_REV": "c0ffee", "DVC_ROOT": str(tmp_path), "DVC_STAGE": "base@vlm", **environment}
     set_ones = {name: value for name, value in caller.items() if value is not None}
-    command = DvcCommand(process="1", arguments=arguments)
-    left = params_left(command, set_ones, tmp_path)
+    left = params_left(arguments, set_ones, tmp_path)
     assert (left is not None) is found
     if left:
         assert "git checkout params.yaml && dvc checkout base@vlm\n" in left
-        never_ran = params_left(command, {**set_ones, "DVC_STAGE": "base@vl"}, tmp_path)
+        never_ran = params_left(arguments, {**set_ones, "DVC_STAGE": "base@vl"}, tmp_path)
         assert never_ran is not None
         assert "with: git checkout params.yaml\n" in never_ran
 

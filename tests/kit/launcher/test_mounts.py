@@ -80,7 +80,7 @@ def test_the_folder_that_data_comes_from_is_seen_wherever_it_lies(
     photos = (workspace if inside else tmp_path) / "photos"
     photos.mkdir()
     found = mounts_of(workspace, source_dir=photos)
-    assert [mount for mount in found if mount.target == photos] == [Mount(source=photos, target=photos)]
+    assert [mount for mount in found if mount.target == photos] == [Mount(photos, photos)]
 
 
 def test_a_source_that_is_missing_is_left_to_the_stage_to_name(workspace: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_kept_folders_are_made_and_writable_wherever_they_lie(workspace: Path, t
     found = mounts_of(workspace, kept_dirs=kept)
     for folder in kept:
         assert folder.is_dir()
-        assert Mount(source=folder, target=folder, writable=True) in found
+        assert Mount(folder, folder, writable=True) in found
     assert not any(mount.writable for mount in found if mount.target.name in (".bakeoff", "checkpoints", "triton"))
 
 

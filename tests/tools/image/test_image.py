@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from stages.core.errors import UserError
-from stages.kit.launcher.client import Client
+from stages.kit.launcher.docker import Client
 from stages.kit.launcher.images import image_references, read_pins
 from tests import ROOT
 from tools.image import __main__ as build

@@ -19,7 +19,8 @@ from stages.core.errors import UserError
 from stages.core.provenance import Machine
 from stages.core.signals import ENDING
 from stages.kit.launcher import inside
-from stages.kit.launcher.container import ContainerEngine, NotUsable
+from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.machine import this_machine
