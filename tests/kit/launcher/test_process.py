@@ -8,19 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from stages.core.errors import OUT_OF_MEMORY
-from stages.core.params.load import load_params
 from stages.core.signals import ENDING
 from stages.kit.launcher import process
 from stages.kit.launcher.process import ProcessEngine, oom_kills
 from stages.kit.launcher.stage_run import StageRun
-from stages.kit.planning.plan import resolve_plan, write_plan
 from tests.kit.launcher.small_checkout import commit, run, small_checkout
 
 STAGE = """
@@ -32,6 +29,7 @@ def note(text):
 
 what = sys.argv[1]
 if what == "exit":
+    note("once")
     sys.exit(int(sys.argv[2]))
 if what == "signal":
     os.kill(os.getpid(), int(sys.argv[2]))
@@ -51,16 +49,6 @@ if what == "wait":
     note(f"pid {os.getpid()}")
     note("ready")
     time.sleep(600)
-"""
-
-# Runs out of memory until its attempt is as high as the file `fits` says.
-GREEDY_STAGE = """
-import os, sys
-
-attempt = int(sys.argv[3]) if "--attempt" in sys.argv else 0
-with open("notes", "a") as notes:
-    print(os.getpid(), *sys.argv[1:], file=notes)
-sys.exit(79 if attempt < int(open("fits").read()) else 0)
 """
 
 WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
@@ -133,8 +121,11 @@ def started_and_ready(start: Start, workspace: Path, *args: str, **environment: 
 
 
 @pytest.mark.parametrize(("args", "code"), [(("exit", "3"), 3), (("signal", "9"), 128 + 9)])
-def test_the_exit_code_is_the_stages(start: Start, args: tuple[str, ...], code: int) -> None:
+def test_the_exit_code_is_the_stages_and_a_failure_is_not_tried_again(
+    start: Start, workspace: Path, args: tuple[str, ...], code: int
+) -> None:
     assert start("train", *args).wait() == code
+    assert notes(workspace).count("once") <= 1
 
 
 def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(start: Start, workspace: Path) -> None:
@@ -267,72 +258,32 @@ def test_an_unknown_engine_or_stage_and_a_half_made_environment_are_refused(
     assert said in errors
 
 
-def test_an_experiment_in_a_clone_uses_the_environment_of_its_workspace(
-    start: Start, workspace: Path, tmp_path: Path
+@pytest.mark.parametrize("copy", ["clone", "worktree"])
+def test_a_clone_and_a_git_worktree_use_the_environment_of_their_checkout(
+    start: Start, workspace: Path, tmp_path: Path, copy: str
 ) -> None:
     """`dvc exp run --temp` runs in a clone without .venv; DVC_ROOT names the workspace it was started in."""
-    original = tmp_path / "original"
-    original.mkdir()
-    (original / ".venv").symlink_to(sys.prefix)
-    assert start("train", "tell", VIRTUAL_ENV="", DVC_ROOT=str(original)).wait() == 0
-    assert notes(workspace)[:2] == [str(workspace), str(original / ".venv/bin/python")]
-
-
-def test_a_git_worktree_uses_the_environment_of_its_checkout(start: Start, workspace: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     (checkout / "file").touch()
     commit(checkout)
-    run(checkout, "git", "worktree", "add", "--quiet", str(tmp_path / "worktree"))
-    shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
     (checkout / ".venv").symlink_to(sys.prefix)
-    assert start("train", "tell", VIRTUAL_ENV="").wait() == 0
-    assert notes(workspace)[1] == str(checkout / ".venv/bin/python")
+    if copy == "worktree":
+        run(checkout, "git", "worktree", "add", "--quiet", str(tmp_path / "worktree"))
+        shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
+    root = {"DVC_ROOT": str(checkout)} if copy == "clone" else {}
+    assert start("train", "tell", VIRTUAL_ENV="", **root).wait() == 0
+    assert notes(workspace)[:2] == [str(workspace), str(checkout / ".venv/bin/python")]
 
 
-@pytest.fixture
-def greedy(workspace: Path) -> Path:
-    """The workspace, with a plan for r1 of micro-batch 4 and accumulation 4, and a stage that wants less than that."""
-    params = load_params(workspace / "params.yaml")
-    memory = replace(params.active.memory, micro_batch=4)
-    params = replace(params, profiles={"tiny": replace(params.active, memory=memory)})
-    plan = resolve_plan(params, "r1-llm-only", train_samples=32)
-    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
-    (workspace / "stages/train.py").write_text(GREEDY_STAGE)
-    return workspace
-
-
-def test_a_stage_that_runs_out_of_memory_starts_anew_one_rung_down_until_it_fits(start: Start, greedy: Path) -> None:
-    (greedy / "fits").write_text("3")
-    launcher = start("train", "r1-llm-only")
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 0
-    pids, args = zip(*(note.split(" ", 1) for note in notes(greedy)), strict=True)
-    assert len(set(pids)) == 4
-    assert args == ("r1-llm-only", *(f"r1-llm-only --attempt {attempt}" for attempt in (1, 2, 3)))
-    said = [line for line in errors.splitlines() if "out of memory" in line]
-    start_anew = "launcher: train r1-llm-only ran out of memory; it starts anew with"
-    assert said == [
-        f"{start_anew} micro_batch 4 -> 2, grad_accumulation 4 -> 8",
-        f"{start_anew} micro_batch 2 -> 1, grad_accumulation 8 -> 16",
-        f"{start_anew} gradient_checkpointing off -> on",
-    ]
-
-
-def test_no_other_failure_is_tried_again(start: Start, greedy: Path) -> None:
-    (greedy / "fits").write_text("no number")
-    assert start("train", "r1-llm-only").wait() == 1
-    assert len(notes(greedy)) == 1
-
-
-def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, greedy: Path) -> None:
-    """Though it runs out of memory while it ends."""
-    (greedy / "stages/train.py").write_text(STAGE.replace("75", "79"))
-    (greedy / "data/runs/r1-llm-only").rename(greedy / "data/runs/wait")
-    launcher = started_and_ready(start, greedy, "saving")
+def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, workspace: Path) -> None:
+    """Though it runs out of memory while it ends. What starts anew otherwise: tests/test_running_out.py."""
+    (workspace / "stages/train.py").write_text(STAGE.replace("75", "79"))
+    (workspace / "data/runs/r1-llm-only").rename(workspace / "data/runs/wait")
+    launcher = started_and_ready(start, workspace, "saving")
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait() == 128 + signal.SIGINT
-    assert notes(greedy).count("ready") == 1
+    assert notes(workspace).count("ready") == 1
 
 
 @pytest.mark.parametrize(("counted", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
