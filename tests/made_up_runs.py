@@ -17,10 +17,11 @@ from PIL import Image, ImageDraw
 from stages.core.lineage import LINEAGE_FILE, write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
-from stages.core.provenance import Machine, Provenance, records_dir, write_provenance
+from stages.core.provenance import records_dir, write_provenance
 from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
+from tests.made_up_records import CERTIFICATE, PROVENANCE
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
@@ -129,38 +130,13 @@ def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
     """What the launcher leaves of `train@NAME` or `baseline@NAME`, of the task detection."""
     trained = stage.startswith("train")
     base = "data/bases/vlm"
-    record = Provenance(
+    record = replace(
+        PROVENANCE,
         stage=stage,
         command=f"docker/run {stage.replace('@', ' ')}",
-        started="2026-11-21T09:00:00+00:00",
-        ended="2026-11-21T09:01:14+00:00",
-        seconds=74.2,
-        commit="c0ffee" * 6 + "c0ff",
-        changed=[],
-        code="5" * 64,
-        experiment=None,
-        params={},
         plan={"base_dir": base} if trained else None,
         seed=42 if trained else None,
-        attempt=0,
         inputs={base: "ba5e" * 16, "data/prepared/nutrition-tables/train.parquet": "da7a" * 16},
-        outputs={},
-        engine="docker",
-        image="bakeoff:cpu-0123456789ab",
-        image_digest="sha256:" + "1" * 64,
-        lock="10c4" * 16,
-        machine=Machine(
-            python="3.12.14",
-            packages={},
-            cuda=None,
-            system="Linux-6.1",
-            cpu="A CPU",
-            arithmetic="AuthenticAMD avx2",
-            cores=2,
-            memory_gib=16.0,
-        ),
-        gpus=[],
-        driver=None,
     )
     write_provenance(replace(record, **changes), records_dir(data_dir, "detection") / f"{stage}.json")
 
@@ -173,16 +149,9 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     _write_json(
         run_dir / "merge.json",
         {
+            **asdict(CERTIFICATE),
             "recipe": name,
-            "merged_digest": "0" * 64,
-            "weights_digest": "0" * 64,
-            "logit_deviation": 1e-6,
-            "tolerance": 1e-2,
-            "probes": 2,
             "changed_modules": 28,
-            "unexpected_modules": [],
-            "unchanged_modules": [],
-            "processor_parity": True,
             "precision": plan.precision,
             "trained_quantization": plan.quantization,
             "quantization_cost": {

@@ -17,7 +17,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.data.prepared import read_prepared
 from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
-from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, declared_stages
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, stage_of_command
 from tests import ROOT
 from tests.closure import import_closure, task_modules
 from tests.documents import write_yaml
@@ -110,7 +110,7 @@ def test_a_command_that_dvc_yaml_does_not_have_is_refused_and_the_nearest_named(
     with pytest.raises(
         UserError, match=r"no stage of dvc\.yaml runs `docker/run train r1`.*docker/run train r1-llm-only"
     ):
-        Pipeline.of(ROOT).require("docker/run train r1")
+        stage_of_command(declared_stages(ROOT), "train", ["r1"])
 
 
 def needed_code(stage: DeclaredStage) -> set[str]:
@@ -139,7 +139,7 @@ def test_every_stage_depends_on_all_that_images_are_built_from_and_on_nothing_el
     inputs = {
         path
         for target in TARGETS
-        for path in image_inputs(ROOT, target, pins, pins.python)
+        for path in image_inputs(ROOT, target, pins, pins.bases.python)
         if path.startswith("docker/")
     }
     seen = Repo(str(ROOT)).dvcfs.find("docker", dvc_only=False)

@@ -27,7 +27,6 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.core.params.load import load_params
 from stages.kit.evaluation import generation
 from stages.kit.launcher import launch
-from stages.kit.launcher.pipeline import Pipeline
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
@@ -88,7 +87,6 @@ class Engine:
 
     name = "here"
     image = None
-    sealed = False
 
     def __init__(self, *places: Callable[[pytest.MonkeyPatch], None]) -> None:
         self.places = places
@@ -129,18 +127,7 @@ def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
-    stage_run = StageRun(
-        stage=stage,
-        args=(name,),
-        workspace_dir=workspace,
-        source_dir=None,
-        hub_dir=None,
-        kept_dirs=(),
-        gpus=(),
-        caller={},
-        terminal=False,
-        pipeline=Pipeline.of(workspace),
-    )
+    stage_run = StageRun(stage=stage, args=(name,), declared=None, workspace_dir=workspace, caller={})
     ended, _ = launch.run_down_the_ladder(engine, stage_run, load_params())
     return ended.code
 

@@ -14,9 +14,6 @@ from pathlib import Path
 from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 
-DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
-"""A file in a cache of DVC, to which DVC may link what it keeps."""
-
 CACHE_VARIABLE = "BAKEOFF_DVC_CACHE"
 """The environment variable with the cache's folder in a container, which does not see DVC's configuration."""
 

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 from packaging.utils import canonicalize_name
 
-from stages.kit.launcher.container import ContainerEngine
+from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import cpu_torch
 from tests import ROOT
 from tests.smoke.conftest import ENGINE, client

@@ -19,7 +19,7 @@ import click
 
 from stages.core.errors import UserError
 from stages.kit.launcher import images
-from stages.kit.launcher.client import Client
+from stages.kit.launcher.docker import Client
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 
@@ -85,16 +85,17 @@ def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
 
 def choose_base(client: Client, pins: Pins) -> Base:
     """The pinned base where the engine has it or can pull it, else the stand-in. Raises UserError without either."""
-    if client.image_id(pins.python.reference):
-        return pins.python
-    say(f"pulling {pins.python.title}")
-    if client.show("pull", "--quiet", pins.python.reference):
-        return pins.python
-    if client.image_id(pins.stand_in.reference):
-        say(f"using the stand-in {pins.stand_in.title}: {pins.python.title} is not here and cannot be pulled")
-        return pins.stand_in
+    python, stand_in = pins.bases.python, pins.bases.stand_in
+    if client.image_id(python.reference):
+        return python
+    say(f"pulling {python.image}")
+    if client.show("pull", "--quiet", python.reference):
+        return python
+    if client.image_id(stand_in.reference):
+        say(f"using the stand-in {stand_in.image}: {python.image} is not here and cannot be pulled")
+        return stand_in
     raise UserError(
-        f"{pins.python.title} is not on this machine and cannot be pulled, for the reason above. Load it "
+        f"{python.image} is not on this machine and cannot be pulled, for the reason above. Load it "
         f"(docker load) or make a stand-in from Debian's packages: make base-image"
     )
 
@@ -124,7 +125,7 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
     reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
     arguments = {
         "PYTHON_IMAGE": base.reference,
-        "CUDA_DEVEL_IMAGE": pins.cuda_devel,
+        "CUDA_DEVEL_IMAGE": pins.bases.cuda_devel.reference,
         "FLASH_ATTN": str(int(images.has_flash_attn(target, pins, base))),
         "MAX_JOBS": str(max_jobs),
         "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH,
@@ -132,7 +133,7 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
     labels = {
         "org.opencontainers.image.title": f"bakeoff {target}",
         "org.opencontainers.image.version": reference.rpartition(":")[2],
-        "org.opencontainers.image.base.name": base.title,
+        "org.opencontainers.image.base.name": base.image,
         "bakeoff.inputs": json.dumps(images.image_inputs(WORKSPACE_DIR, target, pins, base), sort_keys=True),
         "bakeoff.wheelhouse": wheelhouse_digest(wheelhouse_dir(target)),
     }
@@ -174,7 +175,7 @@ def image(engine: str | None, target: str, max_jobs: int) -> None:
     base = choose_base(client, pins)
     build_wheelhouse(target, pins, base, machine)
     reference = images.image_reference(WORKSPACE_DIR, target, pins, base)
-    say(f"building {reference} on {base.title}")
+    say(f"building {reference} on {base.image}")
     options = build_options(target, pins, base, max_jobs)
     if not builder.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
         without = "; without flash-attn: flash_attn: false in docker/images.yaml" if "FLASH_ATTN=1" in options else ""
@@ -195,8 +196,8 @@ def wheelhouse(engine: str | None, target: str) -> None:
     except UserError as error:
         if engine:
             raise
-        machine, base = known_machine(None), pins.python
-        say(f"choosing wheels for {base.title}, as there is no engine to ask: {error.message}")
+        machine, base = known_machine(None), pins.bases.python
+        say(f"choosing wheels for {base.image}, as there is no engine to ask: {error.message}")
     build_wheelhouse(target, pins, base, machine)
 
 
@@ -205,7 +206,7 @@ def wheelhouse(engine: str | None, target: str) -> None:
 def base_image(engine: str | None) -> None:
     """Make the stand-in for the pinned base, from Debian's packages, where no registry can be reached."""
     client = find_client(engine)
-    stand_in = images.read_pins(WORKSPACE_DIR).stand_in
+    stand_in = images.read_pins(WORKSPACE_DIR).bases.stand_in
     suite = stand_in.reference.rpartition(":")[2]
     if not shutil.which("mmdebstrap"):
         raise UserError(
@@ -215,7 +216,7 @@ def base_image(engine: str | None) -> None:
     architecture = {"x86_64": "amd64", "aarch64": "arm64"}[known_machine(client)]
     with tempfile.TemporaryDirectory() as work_dir:
         root_path = Path(work_dir, "root.tar")
-        command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.debian_packages)}"]
+        command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.packages)}"]
         command += [f"--architectures={architecture}", suite, str(root_path)]
         say(" ".join(command))
         if subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, check=False).returncode:

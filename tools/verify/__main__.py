@@ -17,8 +17,10 @@ from pathlib import Path
 import click
 
 from stages.core.errors import UserError, bytes_text, counted
+from stages.core.lineage import Lineage
+from tools.verify.findings import Findings
 from tools.verify.rerun import Rerun, rerun
-from tools.verify.verify import Verification, restore, verify
+from tools.verify.verify import restore, verify
 
 
 @click.command(help=__doc__)
@@ -33,33 +35,42 @@ def main(stage: str | None, restores: bool) -> None:
     if stage is not None:
         sys.exit(report_rerun(rerun(workspace_dir, stage)))
     started = time.monotonic()
-    verification = verify(workspace_dir)
-    if restores and verification.restorable:
-        restore(verification.restorable)
-        click.echo(f"put back into DVC's cache: {counted(len(verification.restorable), 'object')}")
+    findings = verify(workspace_dir)
+    if restores and findings.restorable:
+        restore(findings)
+        click.echo(f"put back into DVC's cache: {counted(len(findings.restorable), 'object')}")
         started = time.monotonic()
-        verification = verify(workspace_dir)
-    sys.exit(report(verification, time.monotonic() - started))
+        findings = verify(workspace_dir)
+    sys.exit(report(findings, time.monotonic() - started))
 
 
-def report(verification: Verification, seconds: float) -> int:
+def report(findings: Findings, seconds: float) -> int:
     """Print what was found; returns the exit code."""
-    for finding in verification.findings:
-        click.echo(finding.path)
-        for problem in finding.problems:
-            click.echo(f"  {problem}")
-        click.echo(f"  fix it with: {finding.fix}\n")
-    if verification.absent:
+    found, snapshot = findings.in_order(), findings.snapshot
+    for finding in found:
+        problems = "".join(f"  {problem}\n" for problem in finding.problems)
+        click.echo(f"{finding.path}\n{problems}  fix it with: {finding.fix}\n")
+    if findings.absent:
         click.echo(
-            f"{counted(verification.absent, 'output')} of dvc.lock neither here nor in the cache, so not checked: "
+            f"{counted(findings.absent, 'output')} of dvc.lock neither here nor in the cache, so not checked: "
             f"dvc pull, or dvc repro, brings them"
         )
-    if not verification.has_cache:
+    if not snapshot.objects:
         click.echo("DVC has no cache here: only the workspace was checked")
-    tally = ", ".join(counted(count, what) for what, count in verification.checked.items() if count)
-    checked = f"{bytes_text(verification.size_bytes)} in {seconds:.1f} s: {tally or 'nothing yet'}"
-    if verification.findings:
-        click.echo(f"DAMAGED: {counted(len(verification.findings), 'thing')}, to be fixed from the top. {checked}")
+    roots = {lineage.root().digest for lineage in snapshot.lineages.values() if isinstance(lineage, Lineage)}
+    tally = {
+        "file": len(snapshot.digests),
+        "output": len(snapshot.outputs) - findings.absent,
+        "cached object": len(snapshot.objects),
+        "model folder": len(snapshot.lineages),
+        "root model": len(roots),
+        "certificate": len(snapshot.certificates),
+        "record": len(snapshot.records),
+    }
+    things = ", ".join(counted(count, what) for what, count in tally.items() if count) or "nothing yet"
+    checked = f"{bytes_text(snapshot.size_bytes)} in {seconds:.1f} s: {things}"
+    if found:
+        click.echo(f"DAMAGED: {counted(len(found), 'thing')}, to be fixed from the top. {checked}")
         return 1
     click.echo(f"all is as recorded. {checked}")
     return 0

@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import shlex
+import subprocess
+import tarfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
 
 from tools.verify.dvc_files import LockedPath, folder_listing, run_cache_problem
-from tools.verify.findings import RESTORE, Findings, quoted, some
+from tools.verify.findings import RESTORE, Findings, some
 from tools.verify.snapshot import WorkspaceSnapshot
 
-Restorable = dict[Path, Path | bytes]
-"""Objects that are damaged or missing in the cache: an intact copy of each, or its content."""
 
-
-def check_outputs(snapshot: WorkspaceSnapshot, findings: Findings) -> tuple[Restorable, int]:
-    """Returns what can be restored to the cache, and how many outputs are neither in the workspace nor in the cache."""
-    restorable: Restorable = {}
-    absent = 0
+def check_outputs(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
     ahead = set(_stages_ahead_of_lock(snapshot))
     for output in snapshot.outputs:
-        here, expected = snapshot.md5s(output.path), snapshot.expected[output]
+        here, expected, place = snapshot.md5s(output.path), snapshot.expected[output], shlex.quote(output.path)
         if not here and output.md5 not in snapshot.objects:
-            absent += 1
+            findings.absent += 1
             continue
-        changed: list[str] = []
-        if here and expected is None:
-            changed = ["holds other content than dvc.lock has of it"]
-        elif here and expected is not None:
-            changed = list(differences(snapshot, output.path, expected, of="dvc.lock"))
+        changed = list(differences(snapshot, output.path, expected, of="dvc.lock")) if here else []
         wrong = [digest for digest in _needed(snapshot, output) if snapshot.objects and not snapshot.is_intact(digest)]
         copies = {digest: _intact_copy(snapshot, digest, here) for digest in wrong}
-        restorable |= {snapshot.object_path(digest): copy for digest, copy in copies.items() if copy is not None}
-        if changed and output.stage in ahead and not wrong:
-            problem = (
+        findings.restorable |= {
+            snapshot.object_path(digest): copy for digest, copy in copies.items() if copy is not None
+        }
+        if not (changed or wrong):
+            continue
+        problems = [*changed, *_cache_problems(snapshot, wrong)]
+        if output.stage in ahead and not wrong:
+            problems = [
                 f"is newer than dvc.lock, and what the record of {output.stage} describes: dvc was ended too early"
-            )
+            ]
             keep = f"or, where nothing that it is made of was changed since: dvc commit -f {output.stage}"
-            findings.add(output.path, problem, fix=f"dvc repro {output.stage}  # {keep}")
-        elif changed or wrong:
-            if not snapshot.objects or expected is None or None in copies.values():
-                fix = _make_again(snapshot, output, wrong)
-            elif wrong:
-                fix = RESTORE
-            else:  # DVC alone does not see it: it takes for unchanged what has the time and size that it knows
-                fix = f"rm -rf {shlex.quote(output.path)} && dvc checkout {shlex.quote(output.path)}"
-            findings.add(output.path, *changed, *_cache_problems(snapshot, wrong), fix=fix)
-    return restorable, absent
+            fix = f"dvc repro {output.stage}  # {keep}"
+        elif not snapshot.objects or expected is None or None in copies.values():
+            # Without the damaged objects: DVC would take them for what the stage has made again.
+            damaged = [snapshot.shown(snapshot.objects[digest]) for digest in wrong if digest in snapshot.objects]
+            fix = (f"rm -f {shlex.join(damaged)} && " if damaged else "") + f"dvc repro -f -s {output.stage}"
+        elif wrong:
+            fix = RESTORE
+        else:  # DVC alone does not see it: it takes for unchanged what has the time and size that it knows
+            fix = f"rm -rf {place} && dvc checkout {place}"
+        findings.add(output.path, *problems, fix=fix)
 
 
 def check_lock(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
     """Does dvc.lock have the outputs that dvc.yaml declares? One that is no longer declared does no harm."""
     problems: dict[str, list[str]] = {}
-    for stage in snapshot.stages:
-        if stage.name not in snapshot.locked:
-            continue
+    for stage in (stage for stage in snapshot.stages if stage.name in snapshot.locked):
         locked = [output.path for output in snapshot.locked[stage.name]]
         undeclared = [path for path in locked if path not in stage.outs]
         others = f", but {some(undeclared)}, which dvc.yaml does not declare" if undeclared else ""
@@ -69,21 +66,54 @@ def check_lock(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
         findings.add("dvc.lock", *lines, "it is older than dvc.yaml, or damaged", fix=fix)
 
 
+def check_sources(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
+    """Data that stages read, and that no stage makes. DVC keeps no copy of it; git may."""
+    changed: dict[str, list[LockedPath]] = {}
+    for source in snapshot.sources:
+        if not source.matches(snapshot.md5s(source.path)):
+            changed.setdefault(source.path, []).append(source)
+    for path, sources in changed.items():
+        readers = [source.stage for source in sources]
+        problem, read_again = f"is not what {', '.join(readers)} read", f"dvc repro {' '.join(readers)}"
+        committed = _committed(snapshot.workspace_dir, path)
+        if not all(source.matches(committed) for source in sources):
+            fix = f"{read_again}  # or put back what it was, where it was not changed on purpose"
+            findings.add(path, problem, fix=fix)
+            continue
+        # git has exactly what was read: files that it does not have do not belong there.
+        fix = f"git restore --source=HEAD --staged --worktree -- {shlex.quote(path)}"
+        if snapshot.md5s(path).keys() - committed.keys():
+            fix += f" && git clean -fdx -- {shlex.quote(path)}"
+        fix += f"  # or, where it was changed on purpose: {read_again}"
+        findings.add(path, problem, *differences(snapshot, path, committed, of="git"), fix=fix)
+
+
 def check_rest_of_cache(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
     """Objects of other commits and experiments, and the run cache."""
     needed = {digest for output in snapshot.outputs for digest in _needed(snapshot, output)}
     for digest, path in snapshot.objects.items():
         if digest not in needed and not snapshot.is_intact(digest):
+            shown = snapshot.shown(path)
             problem = "does not match its name; no output of dvc.lock needs it"
-            findings.add(snapshot.shown(path), problem, fix=f"rm -f {quoted(snapshot, [path])}")
+            findings.add(shown, problem, fix=f"rm -f {shlex.quote(shown)}")
     for folder in snapshot.run_cache:
         if problem := run_cache_problem(folder) or "":
+            shown = snapshot.shown(folder)
             problem += "; DVC's run cache, which has the results of earlier runs of a stage"
-            findings.add(snapshot.shown(folder), problem, fix=f"rm -rf {quoted(snapshot, [folder])}")
+            findings.add(shown, problem, fix=f"rm -rf {shlex.quote(shown)}")
 
 
-def differences(snapshot: WorkspaceSnapshot, path: str, expected: Mapping[str, str], *, of: str) -> Iterator[str]:
-    """How the files at a path differ from the expected ones. expected: MD5 by name. of: where they were recorded."""
+def differences(
+    snapshot: WorkspaceSnapshot, path: str, expected: Mapping[str, str] | None, *, of: str
+) -> Iterator[str]:
+    """How the files at a path differ from the expected ones.
+
+    expected: MD5 by name; None where only the digest of their listing is known, which differs. of: where they were
+    recorded.
+    """
+    if expected is None:
+        yield f"holds other content than {of} has of it"
+        return
     here, files = snapshot.md5s(path), snapshot.files(path)
     changed = [
         _described(name, files[name], snapshot.digests[files[name]].error)
@@ -127,16 +157,14 @@ def _stages_ahead_of_lock(snapshot: WorkspaceSnapshot) -> Iterator[str]:
 def _needed(snapshot: WorkspaceSnapshot, output: LockedPath) -> list[str]:
     """The objects of an output, as far as they are known."""
     files = (snapshot.expected[output] or {}).values()
-    return list(dict.fromkeys((output.md5, *files))) if output.is_folder else [output.md5]
+    return list(dict.fromkeys((output.md5, *files)))
 
 
 def _cache_problems(snapshot: WorkspaceSnapshot, wrong: list[str]) -> Iterator[str]:
-    damaged = [digest for digest in wrong if digest in snapshot.objects]
-    missing = [digest for digest in wrong if digest not in snapshot.objects]
-    for what, digests in (("damaged", damaged), ("missing", missing)):
-        if digests:
-            shown = [snapshot.shown(snapshot.object_path(digest)) for digest in digests]
-            yield f"{what} in DVC's cache: {some(shown)}"
+    for what, in_cache in (("damaged", True), ("missing", False)):
+        paths = [snapshot.object_path(digest) for digest in wrong if (digest in snapshot.objects) == in_cache]
+        if paths:
+            yield f"{what} in DVC's cache: {some([snapshot.shown(path) for path in paths])}"
 
 
 def _intact_copy(snapshot: WorkspaceSnapshot, digest: str, here: dict[str, str]) -> Path | bytes | None:
@@ -147,8 +175,18 @@ def _intact_copy(snapshot: WorkspaceSnapshot, digest: str, here: dict[str, str])
     return content if found == digest else None
 
 
-def _make_again(snapshot: WorkspaceSnapshot, output: LockedPath, wrong: list[str]) -> str:
-    """After damaged objects are removed from the cache: DVC would take them for what the stage has made again."""
-    damaged = [snapshot.objects[digest] for digest in wrong if digest in snapshot.objects]
-    remove = f"rm -f {quoted(snapshot, damaged)} && " if damaged else ""
-    return f"{remove}dvc repro -f -s {output.stage}"
+def _committed(workspace_dir: Path, path: str) -> dict[str, str]:
+    """MD5 by name of the files at a path in git's last commit, as git would write them here; empty without any."""
+    try:
+        asked = subprocess.run(
+            ["git", "archive", "--format=tar", "HEAD", "--", path], cwd=workspace_dir, capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(asked.stdout)) as archive:
+        for member in archive:
+            if (file := archive.extractfile(member)) is not None:
+                name = PurePosixPath(member.name).relative_to(path).as_posix()
+                found["" if name == "." else name] = hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
+    return found

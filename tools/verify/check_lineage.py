@@ -18,21 +18,18 @@ from tools.verify.snapshot import WorkspaceSnapshot, one_line
 
 def check_lineages(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
     """Each model folder has the content that its lineage says, and so do the folders that it was made from."""
+    sound = {}
     for folder, lineage in snapshot.lineages.items():
         shown = snapshot.shown(folder)
+        now = snapshot.content(shown)
         if not isinstance(lineage, Lineage):
             findings.add(shown, lineage)
-            continue
-        now = snapshot.content(shown)
-        if now is None:
+        elif now is None:
             findings.add(shown, "has files that cannot be read")
         elif now != lineage.digest:
             findings.add(shown, f"its lineage has content {short(lineage.digest)}, but it holds {short(now)}")
-    sound = {
-        folder: lineage
-        for folder, lineage in snapshot.lineages.items()
-        if isinstance(lineage, Lineage) and not findings.concern(snapshot.shown(folder))
-    }
+        elif not findings.concern(shown):
+            sound[folder] = lineage
     # Parents first: whatever was made from a damaged one is left alone.
     for folder, lineage in sorted(sound.items(), key=lambda item: _generation(item[1])):
         _check_parents(snapshot, findings, folder, lineage)

@@ -109,9 +109,8 @@ def _in_safetensors(one: Path, other: Path) -> str:
         if alone := sorted({*ours.keys()} ^ {*theirs.keys()}):
             return f"tensor {alone[0]} is only in one of the two"
         for name in ours.offset_keys():
-            kinds = [
-                f"{file.get_slice(name).get_dtype()} {file.get_slice(name).get_shape()}" for file in (ours, theirs)
-            ]
+            parts = [file.get_slice(name) for file in (ours, theirs)]
+            kinds = [f"{part.get_dtype()} {part.get_shape()}" for part in parts]
             if kinds[0] != kinds[1]:
                 return f"tensor {name}: {kinds[0]} against {kinds[1]}"
             values, against = ours.get_tensor(name), theirs.get_tensor(name)
@@ -130,7 +129,7 @@ def _in_safetensors(one: Path, other: Path) -> str:
 def _in_values(one: Any, other: Any, path: str = "") -> Iterator[str]:
     """Dotted path and values of each difference; 1 and 1.0 differ."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
+        for key in {**one, **other}:
             place = f"{path}.{key}" if path else str(key)
             if key in one and key in other:
                 yield from _in_values(one[key], other[key], place)
@@ -144,10 +143,9 @@ def _in_values(one: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 def _in_lines(one: str, other: str) -> str:
-    for number, (line, against) in enumerate(zip_longest(one.splitlines(True), other.splitlines(True)), start=1):
-        if line != against:
-            return f"line {number}: {_short(line)} against {_short(against)}"
-    raise ValueError("the same lines")
+    lines = enumerate(zip_longest(one.splitlines(True), other.splitlines(True)), start=1)
+    number, (line, against) = next((number, pair) for number, pair in lines if pair[0] != pair[1])
+    return f"line {number}: {_short(line)} against {_short(against)}"
 
 
 def _in_bytes(one: Path, other: Path) -> str:

@@ -80,23 +80,21 @@ def folder_listing(files: Mapping[str, str]) -> tuple[str, bytes]:
 
 def run_cache_problem(folder: Path) -> str | None:
     """The first problem of a folder of the run cache: DVC would restore other outputs from it, or fail."""
+    from dvc.utils import dict_sha256
+
     entries = sorted(folder.iterdir())
     if not entries:  # dvc 3.67.1, StageCache._load; DVC makes the folder first, and then its entry
         return "is empty, where DVC was killed; it then ends with: join() argument must be str ... not 'NoneType'"
-    return next((problem for path in entries if (problem := _entry_problem(path))), None)
-
-
-def _entry_problem(path: Path) -> str | None:
-    from dvc.utils import dict_sha256
-
-    leaving_out = {"exclude": ["size", "nfiles"]}
-    try:
-        entry = YAML(typ="safe").load(path)
-        value = dict_sha256(entry, **leaving_out)
-        key = dict_sha256({**entry, "outs": [out["path"] for out in entry["outs"]]}, **leaving_out)
-    except (OSError, YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        return f"{path.name} cannot be read: {error!r}"
-    return None if (value, key) == (path.name, path.parent.name) else f"{path.name} does not match its name"
+    for path in entries:
+        try:
+            entry = YAML(typ="safe").load(path)
+            without_outs = {**entry, "outs": [out["path"] for out in entry["outs"]]}
+            value, key = (dict_sha256(part, exclude=["size", "nfiles"]) for part in (entry, without_outs))
+        except (OSError, YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            return f"{path.name} cannot be read: {error!r}"
+        if (value, key) != (path.name, folder.name):
+            return f"{path.name} does not match its name"
+    return None
 
 
 def require_dvc_idle(workspace_dir: Path) -> None:

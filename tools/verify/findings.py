@@ -27,12 +27,16 @@ class Findings:
     """What was found so far, by path."""
 
     def __init__(self, snapshot: WorkspaceSnapshot) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._by_path: dict[str, Finding] = {}
+        self.restorable: dict[Path, Path | bytes] = {}
+        """Objects that are damaged or missing in the cache: an intact copy of each, or its content."""
+        self.absent = 0
+        """Outputs of dvc.lock that are neither in the workspace nor in the cache."""
 
     def in_order(self) -> tuple[Finding, ...]:
         """In the order of the pipeline: later outputs are made from earlier ones."""
-        order = {out: position for position, out in enumerate(self._snapshot.declared)}
+        order = {out: position for position, out in enumerate(self.snapshot.declared)}
         return tuple(sorted(self._by_path.values(), key=lambda finding: order.get(finding.path, len(order))))
 
     def concern(self, path: str) -> bool:
@@ -44,8 +48,8 @@ class Findings:
 
         fix: the command; without one, that of earlier problems, or else the one that runs the output's stage again.
         """
-        owner = next((out for out in self._snapshot.declared if is_within(path, out)), path)
-        stage = self._snapshot.stage_of(owner)
+        owner = next((out for out in self.snapshot.declared if is_within(path, out)), path)
+        stage = self.snapshot.stage_of(owner)
         rebuild = (
             f"dvc repro -f -s {stage}" if stage else f"rm -rf {shlex.quote(owner)}  # no stage of dvc.yaml makes it"
         )
@@ -54,8 +58,7 @@ class Findings:
 
     def missing(self, path: str, role: str, *, of: str) -> None:
         """Add that a path is missing which another one refers to, as its base, its certificate and so on."""
-        snapshot = self._snapshot
-        problem = f"is not here, though it is the {role} of {of}"
+        snapshot, problem = self.snapshot, f"is not here, though it is the {role} of {of}"
         cached = any(output.md5 in snapshot.objects for output in snapshot.outputs if is_within(path, output.path))
         if cached and not self.concern(path):
             self.add(path, problem, fix=f"dvc checkout {shlex.quote(path)}")
@@ -69,7 +72,3 @@ def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def quoted(snapshot: WorkspaceSnapshot, paths: list[Path]) -> str:
-    return shlex.join(snapshot.shown(path) for path in paths)

@@ -68,13 +68,11 @@ def rerun(workspace_dir: Path, name: str) -> Rerun:
 
 def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
     """Raises UserError where dvc.yaml has none of that name."""
-    if not (workspace_dir / "dvc.yaml").exists():
-        raise UserError("dvc.yaml is missing; run from the top of the repository")
     stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
     if name not in stages:
         near = get_close_matches(name, list(stages), n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"dvc.yaml has no stage {name}{meant}; there are: {', '.join(stages)}")
+        raise UserError(f"dvc.yaml has no stage {name}{meant}; there are: {', '.join(stages) or 'none'}")
     return stages[name]
 
 
@@ -85,24 +83,21 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
     Inputs are hard links where possible: stages replace files, and never write into one.
     """
     params = load_params(workspace_dir / "params.yaml")
-    _, kind, *args = stage.command.split()
-    source = source_of(kind, tuple(args), params).partition("folder:")[2]
+    kind, name = stage.command.split()[1], stage.name.partition("@")[2]
+    source = source_of(kind, name, params).partition("folder:")[2]
     with _temporary_folder(workspace_dir / RERUN_DIR, stage.name) as root:
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
         is_relative = source != "" and not Path(source).is_absolute()
         levels_up = os.path.normpath(source).split("/").count("..") if is_relative else 0
         folder = root.joinpath(*("up" for _ in range(levels_up)), "workspace")
-        folder.mkdir(parents=True)
-        for name in SEEN_BY_STAGES:
-            _copy(workspace_dir / name, folder / name)
-        for path in stage.inputs("data"):
-            _copy(workspace_dir / path, folder / path, link=True)
+        for path in (*SEEN_BY_STAGES, *stage.inputs("data")):
+            _copy(workspace_dir / path, folder / path, link=path.startswith("data"))
         if is_relative and not os.path.lexists(place := Path(os.path.normpath(folder / source))):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(Path(os.path.normpath(workspace_dir / source)))
         # The leases of GPUs are those of the workspace.
         (workspace_dir / ".bakeoff/gpus").mkdir(exist_ok=True)
-        (folder / ".bakeoff").mkdir(exist_ok=True)
+        (folder / ".bakeoff").mkdir()
         (folder / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
         # DVC's links in the source lead into the cache of the workspace.
         (folder / ".dvc").mkdir()
@@ -158,15 +153,11 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
     # The launcher ends with this process, as it does with dvc.
     environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
+    command = [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]]
     with forwarded_signals() as signals:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # a Ctrl-C reaches it once, from here
-        )
-        signals.forward_to(process)
+        # Of its own process group: a Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        signals.forward_to(process.send_signal)
         return process.wait()
 
 
@@ -186,7 +177,7 @@ def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
     return read_provenance(path) if path.is_file() else None
 
 
-def _copy(source: Path, place: Path, *, link: bool = False) -> None:
+def _copy(source: Path, place: Path, *, link: bool) -> None:
     """A file or folder; nothing where the source is missing. link: by hard links, where the file system has them."""
 
     def copy_file(file: str, target: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from stages.core.lineage import LINEAGE_FILE, Lineage, combined_digest, digested
 from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tools.verify.dvc_files import OBJECT_NAME, LockedPath, folder_listing, read_listing, read_lock
-from tools.verify.hashing import Algorithm, hash_files
+from tools.verify.hashing import hash_files
 
 T = TypeVar("T")
 
@@ -30,37 +30,28 @@ class WorkspaceSnapshot:
     def __init__(self, workspace_dir: Path) -> None:
         self.workspace_dir = workspace_dir
         self.stages = _read_stages(workspace_dir)
-        """In the order of the pipeline, as in dvc.yaml."""
+        """Each after those whose outputs it reads."""
+        self.declared = [out for stage in self.stages for out in stage.outs]
+        """The outputs of dvc.yaml, in that order."""
         lock = read_lock(workspace_dir / "dvc.lock")
-        self.locked = {
-            stage.name: list(_locked(stage.name, lock[stage.name].get("outs", [])))
-            for stage in self.stages
-            if stage.name in lock
-        }
+        in_lock = [stage for stage in self.stages if stage.name in lock]
+        self.locked = {stage.name: _locked(stage.name, lock[stage.name].get("outs", [])) for stage in in_lock}
         """The outputs of dvc.lock, by stage."""
-        self.outputs = [
-            output for stage in self.stages for output in self.locked.get(stage.name, ()) if output.path in stage.outs
-        ]
+        self.outputs = [out for stage in in_lock for out in self.locked[stage.name] if out.path in stage.outs]
         """Those that dvc.yaml declares, in the order of the pipeline."""
         self.inputs = [entry for name in self.locked for entry in _locked(name, lock[name].get("deps", []))]
-        self.sources = [
-            entry
-            for entry in self.inputs
-            if entry.path.startswith("data/") and not any(overlap(entry.path, out) for out in self.declared)
-        ]
+        made = [any(overlap(entry.path, out) for out in self.declared) for entry in self.inputs]
+        data = zip(self.inputs, made, strict=True)
+        self.sources = [entry for entry, is_made in data if entry.path.startswith("data/") and not is_made]
         """Data among the inputs that no stage writes."""
         self._repo = _open_repo(workspace_dir)
-        self.cache_dir = Path(self._repo.cache.local.path) if self._repo is not None else Path()
+        self.cache_dir = Path(self._repo.cache.local.path if self._repo else workspace_dir / ".dvc/cache/files/md5")
         """Of the objects."""
-        self.objects: dict[str, Path] = {}
-        """DVC's cache, by the digest in the name."""
-        self.run_cache: list[Path] = []
+        names = {path: path.relative_to(self.cache_dir).as_posix() for path in self.cache_dir.glob("??/*")}
+        self.objects = {name.replace("/", ""): path for path, name in names.items() if OBJECT_NAME.fullmatch(name)}
+        """DVC's cache, by the digest in the name; without partial copies."""
+        self.run_cache = sorted(self.cache_dir.parents[1].glob("runs/*/*"))
         """Folders, one for each stage and its inputs."""
-        if self._repo is not None:
-            for path in self.cache_dir.glob("??/*"):
-                if OBJECT_NAME.fullmatch(path.relative_to(self.cache_dir).as_posix()):  # no partial copy
-                    self.objects[path.parent.name + path.name] = path
-            self.run_cache = sorted(self.cache_dir.parents[1].glob("runs/*/*"))
         self.lineages = {path.parent: _read(read_lineage, path.parent) for path in self._find(f"**/{LINEAGE_FILE}")}
         """By folder; the problem, where it cannot be read."""
         records = self._find(f"{Path(PROVENANCE_DIR).name}/**/*.json")
@@ -69,7 +60,7 @@ class WorkspaceSnapshot:
         self.certificates = [*self._find("runs/*/merge.json"), *self._find("builds/*.json")]
         self._model_files = {folder: digested_files(folder) for folder in self.lineages}
         self._files: dict[str, dict[str, Path]] = {}
-        self.digests, self.size_bytes = hash_files(self._wanted_digests())
+        self.digests, self.size_bytes = hash_files(self._files_to_hash())
         data_dir = workspace_dir / "data"
         self.copies = {
             found.md5: path for path, found in self.digests.items() if found.md5 and path.is_relative_to(data_dir)
@@ -77,11 +68,6 @@ class WorkspaceSnapshot:
         """Files of the workspace, by MD5."""
         self.expected = {output: self._expected(output) for output in self.outputs}
         """MD5 by name of the files that dvc.lock records of an output; None where its listing is lost."""
-
-    @property
-    def declared(self) -> Iterator[str]:
-        """The outputs of dvc.yaml, in the order of the pipeline."""
-        return (out for stage in self.stages for out in stage.outs)
 
     def stage_of(self, path: str) -> str | None:
         """The stage that writes a path, or a folder around it."""
@@ -111,12 +97,11 @@ class WorkspaceSnapshot:
 
     def content(self, path: str) -> str | None:
         """The digest of a path's content, as lineages and records have it; None where that cannot be read."""
-        place = self.workspace_dir / path
+        place, files = self.workspace_dir / path, self.files(path)
         if place in self.lineages:
-            files = {file.relative_to(place).as_posix(): self.digests[file].sha256 for file in self._model_files[place]}
-            return combined_digest(files) if all(files.values()) else None
-        files = {name: self.digests[file].sha256 for name, file in self.files(path).items()}
-        return files.get("") or (combined_digest(files) if files and all(files.values()) else None)
+            files = {file.relative_to(place).as_posix(): file for file in self._model_files[place]}
+        sha256s = {name: self.digests[file].sha256 for name, file in files.items()}
+        return sha256s.get("") or (combined_digest(sha256s) if files and all(sha256s.values()) else None)
 
     def record(self, stage: DeclaredStage) -> Provenance | None:
         """The stage's record; None where it is missing or cannot be read."""
@@ -146,16 +131,11 @@ class WorkspaceSnapshot:
             return (path for path in folder.rglob("*") if path.is_file())
         return map(Path, self._repo.dvcignore.find(localfs, str(folder)))
 
-    def _wanted_digests(self) -> dict[Path, tuple[Algorithm, ...]]:
+    def _files_to_hash(self) -> set[Path]:
         records = [record for record in self.records.values() if isinstance(record, Provenance)]
-        paths = {
-            *(entry.path for entry in (*self.outputs, *self.sources)),
-            *(path for record in records for path in record.outputs),
-        }
-        in_data = [file for path in paths for file in self.files(path).values()]
-        in_models = [file for files in self._model_files.values() for file in files]
-        wanted: dict[Path, tuple[Algorithm, ...]] = dict.fromkeys(self.objects.values(), ("md5",))
-        return wanted | dict.fromkeys((*in_data, *in_models), ("md5", "sha256"))
+        paths = {entry.path for entry in (*self.outputs, *self.sources)}.union(*(record.outputs for record in records))
+        in_data = (file for path in paths for file in self.files(path).values())
+        return {*self.objects.values(), *in_data, *(file for files in self._model_files.values() for file in files)}
 
     def _expected(self, output: LockedPath) -> dict[str, str] | None:
         if not output.is_folder:
@@ -188,9 +168,6 @@ def _read(read: Callable[[Path], T], path: Path) -> T | str:
 
 
 def _read_stages(workspace_dir: Path) -> list[DeclaredStage]:
-    """Each after those whose outputs it reads."""
-    if not (workspace_dir / "dvc.yaml").exists():
-        return []
     try:
         stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
         made_by = {out: name for name, stage in stages.items() for out in stage.outs}
@@ -203,10 +180,8 @@ def _read_stages(workspace_dir: Path) -> list[DeclaredStage]:
         raise UserError(f"{workspace_dir / 'dvc.yaml'} or params.yaml cannot be read: {error}") from None
 
 
-def _locked(stage: str, entries: list[dict[str, Any]]) -> Iterator[LockedPath]:
-    for entry in entries:
-        if "md5" in entry:
-            yield LockedPath(stage=stage, path=str(entry["path"]), md5=str(entry["md5"]))
+def _locked(stage: str, entries: list[dict[str, Any]]) -> list[LockedPath]:
+    return [LockedPath(stage=stage, path=entry["path"], md5=entry["md5"]) for entry in entries if "md5" in entry]
 
 
 def _open_repo(workspace_dir: Path) -> Any:

@@ -25,7 +25,7 @@ MIN_BYTES = 2**16
 def share_with_cache(workspace_dir: Path, paths: Iterable[str], *, aside: Path) -> int:
     """Replace files by hard links to DVC's objects that hold the same bytes; returns how many.
 
-    paths: outputs that DVC has kept, or what lies in them, relative to the workspace. aside: a name for a link while it
+    paths: outputs that DVC has kept, or files in them, relative to the workspace. aside: a name for a link while it
     is made, on the same file system and outside of every output.
     Each file is compared byte by byte and replaced at once or not at all: what is damaged, here or in the cache, stays
     as it is. Where the file system knows no hard links, nothing happens.
@@ -35,8 +35,7 @@ def share_with_cache(workspace_dir: Path, paths: Iterable[str], *, aside: Path) 
         lock = (workspace_dir / "dvc.lock").read_text(encoding="utf-8")
         for path in paths:
             for name, md5 in _recorded(lock, path, objects).items():
-                file = workspace_dir / path / name if name else workspace_dir / path
-                cached = objects / md5[:2] / md5[2:]
+                file, cached = workspace_dir / path / name, objects / md5[:2] / md5[2:]
                 if _lies_twice(file, cached):
                     aside.unlink(missing_ok=True)
                     os.link(cached, aside)
@@ -46,19 +45,17 @@ def share_with_cache(workspace_dir: Path, paths: Iterable[str], *, aside: Path) 
 
 
 def _recorded(lock: str, path: str, objects: Path) -> dict[str, str]:
-    """MD5 by name of the files at a path, as DVC has them; that of a file itself is "". Nothing where it has none.
+    """MD5 by name of the files at a path, as DVC has them; the name of a file itself is "". Empty where it has none.
 
     Read by a pattern: YAML takes a second for a whole dvc.lock, and whatever is read here is compared with the files.
     """
     found = re.findall(rf"- path: {re.escape(path)}\n +hash: md5\n +md5: ([0-9a-f]{{32}}(?:\.dir)?)\n", lock)
-    if not found:
-        return {}
-    if not (md5 := found[-1]).endswith(".dir"):
-        return {"": md5}
-    try:
-        return {entry["relpath"]: entry["md5"] for entry in json.loads((objects / md5[:2] / md5[2:]).read_bytes())}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
+    if not found or not found[-1].endswith(".dir"):
+        return {"": found[-1]} if found else {}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        listing = json.loads((objects / found[-1][:2] / found[-1][2:]).read_bytes())
+        return {entry["relpath"]: entry["md5"] for entry in listing}
+    return {}
 
 
 def _lies_twice(file: Path, cached: Path) -> bool:

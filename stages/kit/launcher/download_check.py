@@ -7,15 +7,16 @@ DVC does not tell a stage which targets were asked for, so they are read from DV
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.launcher.gpus import GpuState, leasable, read_gpus
+from stages.kit.launcher.gpus import read_gpus
+from stages.kit.launcher.leases import leasable
 from stages.kit.launcher.machine import cuda_of_torch
-from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.pipeline import DeclaredStage
 
-FETCHING = ("base", "prepare", "mix")
+FETCHING = {"base", "prepare", "mix"}
 """Stages that need no GPU, nor anything that a GPU has to make first."""
 LARGE = ("hub", "random")
 """Kinds of sources whose download or making takes long."""
@@ -24,13 +25,11 @@ LARGE = ("hub", "random")
 def refuse_download_without_gpus(
     source: str,
     params: Params,
-    pipeline: Pipeline,
+    stages: Sequence[DeclaredStage],
     *,
     command_line: Sequence[str],
     in_container: bool,
     visible: str | None,
-    read_gpus: Callable[[], Sequence[GpuState]] = read_gpus,
-    cuda_of_torch: Callable[[], str | None] = cuda_of_torch,
 ) -> None:
     """Raises UserError where the active profile wants GPUs that this machine does not have, whoever uses them now.
 
@@ -44,18 +43,20 @@ def refuse_download_without_gpus(
         return
     try:
         leasable(read_gpus(), visible=visible, count=device.count, holder=f"profile {params.profile}")
-    except UserError as error:
-        reason = error.message
-    else:
         if in_container or cuda_of_torch() is not None:
             return
         reason = (
             f"profile {params.profile} wants a GPU, and torch in .venv is a build for CPUs; "
             f"install the other one with: make setup TARGET=cuda"
         )
+    except UserError as error:
+        reason = error.message
+    # All that the profile has, fetched in the way the person called DVC: by `repro`, or as an experiment.
+    has = {f"base@{name}" for name in params.active.bases} | {f"prepare@{name}" for name in params.active.datasets}
+    targets = " ".join(stage.name for stage in stages if stage.name in has)
+    command = "repro" if "repro" in command_line else f"exp run --temp -S profile={params.profile}"
     raise UserError(
-        f"{reason}\nSo nothing is fetched from {source}. To fetch only, as on a login node: "
-        f"{fetch_command(params, pipeline, command_line)}"
+        f"{reason}\nSo nothing is fetched from {source}. To fetch only, as on a login node: dvc {command} {targets}"
     )
 
 
@@ -64,14 +65,5 @@ def fetches_only(command_line: Sequence[str]) -> bool:
 
     A target is `base@vlm` or `dvc.yaml:base@vlm`; a command without any means the whole pipeline.
     """
-    targets = [found[1] for word in command_line if (found := re.fullmatch(r"(?:[^=]*:)?([a-z]+)@[\w-]+", word))]
-    return bool(targets) and set(targets) <= set(FETCHING) and "--downstream" not in command_line
-
-
-def fetch_command(params: Params, pipeline: Pipeline, command_line: Sequence[str]) -> str:
-    """Fetches and prepares all that the profile has, as the person called DVC: by `repro`, or as an experiment."""
-    active = params.active
-    has = {f"base@{name}" for name in active.bases} | {f"prepare@{name}" for name in active.datasets}
-    targets = " ".join(stage.name for stage in pipeline.stages if stage.name in has)
-    command = "repro" if "repro" in command_line else f"exp run --temp -S profile={params.profile}"
-    return f"dvc {command} {targets}"
+    targets = {found[1] for word in command_line if (found := re.fullmatch(r"(?:[^=]*:)?([a-z]+)@[\w-]+", word))}
+    return bool(targets) and targets <= FETCHING and "--downstream" not in command_line

@@ -1,4 +1,4 @@
-"""The dvc command that runs the launcher: what is said once for all its stages, and what it leaves in params.yaml."""
+"""The dvc command that runs the launcher: lines that its stages share, and changes that it leaves in params.yaml."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,74 +17,58 @@ KEPT_LINES = 30
 """Lines remembered, of the last commands; several may run side by side."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DvcCommand:
-    """A running `dvc repro` or `dvc exp run`."""
-
-    process: str
-    """Tells it from every other process of this machine: its number and when it started."""
-    arguments: Sequence[str]
-    """Its command line."""
-
-    @classmethod
-    def of_process(cls, pid: int) -> DvcCommand | None:
-        """None where the process cannot be looked at."""
-        try:
-            process = psutil.Process(pid)
-            return cls(process=f"{pid} {process.create_time():.2f}", arguments=process.cmdline())
-        except (psutil.Error, OSError):
-            return None
-
-    def first_time(self, line: str, said_path: Path) -> bool:
-        """Whether none of its stages has said this line yet; from now on one has.
-
-        said_path: remembers it. Where that cannot be written, every time is the first.
-        """
-        entry = f"{self.process} {line!r}"
-        said: list[str] = []
-        with suppress(OSError):
-            said = said_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if entry in said:
-            return False
-        with suppress(OSError):
-            said_path.parent.mkdir(parents=True, exist_ok=True)
-            publish_text("\n".join([*said[-KEPT_LINES:], entry]) + "\n", said_path)
-        return True
-
-    def sets_params(self) -> bool:
-        return any(re.match(r"-S|--set-p", argument) for argument in self.arguments)
+def dvc_process(pid: int) -> tuple[str, list[str]]:
+    """(what tells a process from every other one of this machine, its command line); empty where that is unknown."""
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} {process.create_time():.2f}", process.cmdline()
+    except (psutil.Error, OSError):
+        return "", []
 
 
-def params_left(command: DvcCommand, caller: Mapping[str, str], workspace_dir: Path) -> str | None:
+def first_time(process: str, line: str, said_path: Path) -> bool:
+    """Whether none of the stages of this dvc process has said this line yet; from now on one has.
+
+    said_path: remembers it. Where that cannot be written, every time is the first.
+    """
+    entry = f"{process} {line!r}"
+    said: list[str] = []
+    with suppress(OSError):
+        said = said_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if process and entry in said:
+        return False
+    with suppress(OSError):
+        said_path.parent.mkdir(parents=True, exist_ok=True)
+        publish_text("\n".join([*said[-KEPT_LINES:], entry]) + "\n", said_path)
+    return True
+
+
+def params_left(command_line: Sequence[str], caller: Mapping[str, str], workspace_dir: Path) -> str | None:
     """How to undo what a failed `dvc exp run -S` leaves in the workspace; None for another command.
 
-    caller: the environment that DVC gives to its stages.
+    command_line: of DVC. caller: the environment that DVC gives to its stages.
     """
-    experiment = "DVC_EXP_BASELINE_REV" in caller and Path(caller.get("DVC_ROOT") or ".").resolve() == workspace_dir
-    if not (experiment and command.sets_params()):
-        return None  # with --temp and in the queue it works in a clone, which it throws away
+    sets_params = any(re.match(r"-S|--set-p", argument) for argument in command_line)
+    # With --temp and in the queue it works in a clone, which it throws away.
+    in_place = "DVC_EXP_BASELINE_REV" in caller and Path(caller.get("DVC_ROOT") or ".").resolve() == workspace_dir
+    if not (sets_params and in_place):
+        return None
     try:
         git = ["git", "diff", "--quiet", "HEAD", "--", "params.yaml"]  # DVC may have staged it
         changed = subprocess.run(git, cwd=workspace_dir, capture_output=True, check=False).returncode == 1
     except OSError:
-        return None
+        changed = False
     if not changed:
         return None
-    stage = caller.get("DVC_STAGE", "")
-    lock_path = workspace_dir / "dvc.lock"
-    ran_before = lock_path.exists() and re.search(
-        rf"^  {re.escape(stage)}:$", lock_path.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    stage, lock_path = caller.get("DVC_STAGE", ""), workspace_dir / "dvc.lock"
+    lock = lock_path.read_text(encoding="utf-8") if lock_path.exists() else ""
+    ran_before = re.search(rf"^  {re.escape(stage)}:$", lock, re.MULTILINE)
     back = "git checkout params.yaml" + (f" && dvc checkout {stage}" if ran_before else "")
     return (
         f"params.yaml stays as -S has changed it. Bring it back with: {back}\n"
         "(which also drops changes of your own to it that are neither committed nor staged). "
         "`dvc exp run --temp` leaves the workspace as it is"
     )
-
-
-def said_path(repository_dir: Path) -> Path:
-    return repository_dir / ".bakeoff/said"
 
 
 def caller_pid() -> int:

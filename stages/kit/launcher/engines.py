@@ -1,17 +1,15 @@
 """Where a stage runs: the seam between the launcher and what starts processes or containers."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 from stages.core.errors import UserError
-from stages.kit.launcher.container import CLIENTS, ContainerEngine, NotUsable
+from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import Ended, StageRun
-
-ENGINES = (*CLIENTS, "process", "auto")
-
-DEFAULT_ENGINE = "auto"
 
 
 class Engine(Protocol):
@@ -19,22 +17,28 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """One of ENGINES, but not auto."""
+        """As BAKEOFF_ENGINE has it."""
         ...
 
     @property
     def image(self) -> tuple[str, str] | None:
-        """What stages run in: its name, and its digest; None for no image."""
-        ...
-
-    @property
-    def sealed(self) -> bool:
-        """Whether it takes away the network from stages that need none."""
+        """The image of its containers: name and digest. None: no container, and nothing takes the network away."""
         ...
 
     def run(self, stage_run: StageRun) -> Ended:
         """Run it to its end, leave nothing running."""
         ...
+
+
+CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
+    "docker": partial(ContainerEngine.find, "docker"),
+    "podman": partial(ContainerEngine.find, "podman"),
+}
+"""In the order in which `auto` tries them: each takes (workspace, cpu or cuda), and raises NotUsable."""
+
+ENGINES = (*CONTAINER_ENGINES, "process", "auto")
+
+DEFAULT_ENGINE = "auto"
 
 
 def choose_engine(
@@ -50,18 +54,18 @@ def choose_engine(
             f"BAKEOFF_ENGINE is {name!r}; the engines are {', '.join(ENGINES)}. "
             f"Set one of them, or: unset BAKEOFF_ENGINE"
         )
-    if name == "process":
-        return ProcessEngine()
-    if name in CLIENTS:
-        return ContainerEngine.find(name, workspace_dir, target)
+    if name in CONTAINER_ENGINES:
+        return CONTAINER_ENGINES[name](workspace_dir, target)
     reasons = []
-    for client in CLIENTS:
+    for candidate, find in CONTAINER_ENGINES.items() if name == "auto" else ():
         try:
-            engine = ContainerEngine.find(client, workspace_dir, target)
+            engine = find(workspace_dir, target)
         except NotUsable as reason:
             reasons.append(str(reason))
         else:
-            say(f"engine {client}, image {engine.reference}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            image = engine.image[0] if engine.image else "none"
+            say(f"engine {candidate}, image {image}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return engine
-    say(f"engine process, without a container: {'; '.join(reasons)}")
+    if reasons:
+        say(f"engine process, without a container: {'; '.join(reasons)}")
     return ProcessEngine()

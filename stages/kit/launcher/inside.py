@@ -17,26 +17,25 @@ from pathlib import Path
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.machine import this_machine
-from stages.kit.launcher.oom_kills import OF_THIS_CONTAINER, oom_kills
-from stages.kit.launcher.process import forwarded_signals, run_stage
+from stages.kit.launcher.process import CONTAINER_COUNTERS, forwarded_signals, oom_kills, run_stage
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
 
 READY = Path("/run/bakeoff/ready")
-"""Written to when signals are no longer lost: the first process of a container ignores what it does not handle. What is
-written is the machine that the stage runs on, for its provenance."""
+"""Written to when signals are no longer lost: the first process of a container ignores what it does not handle. The
+content is the machine that the stage runs on, for its provenance."""
 
 
 def main() -> None:
-    killed_before = oom_kills(OF_THIS_CONTAINER)
+    killed_before = oom_kills(CONTAINER_COUNTERS)
     machine = json.dumps(asdict(this_machine(os.environ)))
     with forwarded_signals() as signals:
         READY.write_text(machine, encoding="utf-8")
         threading.Thread(target=end_with_launcher, daemon=True).start()
         code = run_stage(sys.argv[1:], Path.cwd(), os.environ, signals)
     # Whatever the kernel killed in here was the stage, or worked for it and made it fail.
-    if code != 0 and oom_kills(OF_THIS_CONTAINER) > killed_before:
+    if code != 0 and oom_kills(CONTAINER_COUNTERS) > killed_before:
         code = OUT_OF_MEMORY
     sys.exit(code)
 

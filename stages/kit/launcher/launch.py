@@ -4,11 +4,12 @@ DVC names the stage that it runs in DVC_STAGE, and dvc.yaml gives no NAME: DVC p
 one from a stranger's params.yaml would be run by its shell.
 Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
 of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). A stage that ran out
-of memory is started anew, one rung of its ladder further down; any other failure is final. Imports nothing heavy: it is
-on the way of every stage.
+of memory is started anew, one rung of its ladder further down; any other failure is final. Imports nothing heavy: every
+stage waits for it.
 """
 
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,15 +25,14 @@ from stages.core.params.schema import DeviceParams, Params
 from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
-from stages.kit.launcher.dvc_command import DvcCommand, caller_pid, params_left, said_path
+from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time, params_left
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
-from stages.kit.launcher.gpus import leased_gpus
-from stages.kit.launcher.outputs import ASIDE_DIR, link_aside, refuse_links_out, run_alone
-from stages.kit.launcher.permissions import writable_by_everybody
-from stages.kit.launcher.pipeline import DeclaredStage, Pipeline, item_of
-from stages.kit.launcher.provenance_recorder import ProvenanceRecorder
-from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
-from stages.kit.launcher.triton_cache import triton_dir
+from stages.kit.launcher.leases import leased_gpus
+from stages.kit.launcher.machine import triton_dir
+from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, stage_of_command
+from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
+from stages.kit.launcher.stage_run import STAGES, Ended, StageRun
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rungs
 from stages.kit.planning.memory_record import read_memory_record
@@ -52,23 +52,19 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
     # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
     end_with_own_parent(caller_pid())
-    command = DvcCommand.of_process(caller_pid())
+    process, command_line = dvc_process(caller_pid())
 
     def say_once(line: str) -> None:
-        if command is None or command.first_time(line, said_path(repository_dir(os.environ))):
+        if first_time(process, line, repository_dir(os.environ) / ".bakeoff/said"):
             say(line)
 
     try:
-        code = launch(
-            stage,
-            args or item_of(os.environ["DVC_STAGE"]),
-            command_line=command.arguments if command else (),
-            say_once=say_once,
-        )
+        args = args or item_of(os.environ["DVC_STAGE"])
+        code = launch(stage, args, command_line=command_line, say_once=say_once)
     except UserError as error:
         error.show()
         code = error.exit_code
-    if code != 0 and command is not None and (back := params_left(command, os.environ, WORKSPACE_DIR)):
+    if code != 0 and (back := params_left(command_line, os.environ, WORKSPACE_DIR)):
         say(back)
     sys.exit(code)
 
@@ -79,83 +75,122 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     command_line: of the DVC that runs the stage; empty without one.
     say_once: says what is the same for all stages of one command.
     """
-    refuse_links_out(repository_dir(os.environ), (".bakeoff/gpus",))
-    own_dirs = (WORKSPACE_DIR, WORKSPACE_DIR / "docker", repository_dir(os.environ) / ".bakeoff", Path(sys.prefix))
-    open_paths = [f"o-w '{folder}'" for folder in writable_by_everybody(own_dirs)]
-    code_dir = WORKSPACE_DIR / "stages"
-    if writable_by_everybody((code_dir, *code_dir.rglob("*"))):  # 3 ms
-        open_paths.append(f"-R o-w '{code_dir}'")
-    for path in open_paths:
-        say_once(f"every account of this machine can change what runs here; end that with: chmod {path}")
+    name, by_dvc, repository = args[0] if args else "", "DVC_STAGE" in os.environ, repository_dir(os.environ)
+    refuse_links_out(repository, (".bakeoff/gpus",))
+    name_open_paths(repository, say_once)
     params = load_params(WORKSPACE_DIR / "params.yaml")
-    device = params.active.device
-    engine = choose_engine(
-        os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE,
-        workspace_dir=WORKSPACE_DIR,
-        target=device.kind,
-        say=say_once,
-    )
-    tracking = params.tracking
-    if stage == "train" and engine.sealed and tracking.wandb and tracking.wandb_mode == "online":
-        raise UserError(
-            "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
-            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
-        )
-    pipeline = Pipeline.of(WORKSPACE_DIR)
+    device, visible = params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
+    engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
+    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=device.kind, say=say_once)
+    refuse_online_tracking(stage, engine, params)
+    stages = declared_stages(WORKSPACE_DIR)
     # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
-    outs = (out for each in pipeline.stages for out in each.outs)
-    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *outs))
-    declared = pipeline.that_runs(called(stage, args))
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
+    # A process can do without, as for docker/run train --help.
+    declared = stage_of_command(stages, stage, args, required=engine.image is not None)
     if declared is not None:
-        refuse_undeclared(declared, stage, args[0] if args else "", params)
-    source = source_of(stage, args, params)
-    if source and "DVC_STAGE" in os.environ:
+        refuse_undeclared(declared, stage, name, params)
+    source = source_of(stage, name, params)
+    if source and by_dvc:
+        in_container = engine.image is not None
         refuse_download_without_gpus(
-            source,
-            params,
-            pipeline,
-            command_line=command_line,
-            in_container=engine.image is not None,
-            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            source, params, stages, command_line=command_line, in_container=in_container, visible=visible
         )
+    outputs = Outputs(declared, WORKSPACE_DIR) if declared else None
     with (
-        run_alone(declared, WORKSPACE_DIR) if declared is not None else nullcontext(),
+        outputs.alone() if outputs else nullcontext(),
         leased_gpus(
             gpus_wanted(stage, device),
-            locks_dir=repository_dir(os.environ) / ".bakeoff/gpus",
+            locks_dir=repository / ".bakeoff/gpus",
             holder=" ".join((stage, *args)),
-            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            visible=visible,
             say=say,
         ) as gpus,
     ):
-        if stage == "merge" and args and "DVC_STAGE" in os.environ:  # DVC has kept what was trained: it is safe
-            remove_finished(checkpoints_dir(repository_dir(os.environ), args[0]))
+        if stage == "merge" and name and by_dvc:  # DVC has kept what was trained: it is safe
+            remove_finished(checkpoints_dir(repository, name))
+        own_dirs = {"HF_HOME": hub_cache(os.environ)} if source.startswith("hub:") else {}
+        if gpus:
+            own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository)
         stage_run = StageRun(
             stage=stage,
             args=args,
+            declared=declared,
             workspace_dir=WORKSPACE_DIR,
             source_dir=source_dir(source),
-            hub_dir=hub_cache(os.environ) if source.startswith("hub:") else None,
-            kept_dirs=kept_dirs(stage, args, params, os.environ),
+            network=source.startswith("hub:"),
+            kept_dirs=(*own_dirs.values(), *kept_dirs(stage, name, params, repository)),
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
+            variables={variable: str(folder) for variable, folder in own_dirs.items()},
             terminal=sys.stderr.isatty(),
-            pipeline=pipeline,
-            triton_dir=triton_dir(engine.image, repository_dir(os.environ)) if gpus else None,
         )
-        recorder = ProvenanceRecorder.called(stage_run, params, engine)
-        if declared is not None and "DVC_STAGE" in os.environ:
-            share_with_cache(WORKSPACE_DIR, kept_inputs(declared, pipeline), aside=link_aside(declared, WORKSPACE_DIR))
-        refuse_full_disk(stage, args[0] if args else "", params)
+        recorder = None
+        if declared and outputs:
+            inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
+            recorder = ProvenanceRecorder(stage_run, declared, params, engine, inputs)
+            if by_dvc:
+                share_with_cache(WORKSPACE_DIR, kept_inputs(declared, stages), aside=outputs.link_path)
+        refuse_full_disk(stage, name, params)
         ended, attempt = run_down_the_ladder(engine, stage_run, params)
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
 
 
-def kept_inputs(declared: DeclaredStage, pipeline: Pipeline) -> list[str]:
-    """Outputs of other stages that a stage reads, without what git keeps."""
-    outs = {out for stage in pipeline.stages for out in stage.outs}
+def name_open_paths(repository: Path, say_once: Callable[[str], None]) -> None:
+    """Name code and folders that other accounts may write to.
+
+    Whoever may write into the checkout, its .venv or its .bakeoff decides what runs there: Python imports from the
+    first two, and .bakeoff/triton holds compiled kernels. A checkpoint in .bakeoff holds no code
+    (stages/kit/training/states.py), but a changed one gives other weights. docker/run makes nothing that everybody may
+    write to, whatever the umask.
+    """
+
+    def is_open(path: Path) -> bool:
+        return path.exists() and bool(path.stat().st_mode & stat.S_IWOTH)
+
+    own_dirs = (WORKSPACE_DIR, WORKSPACE_DIR / "docker", repository / ".bakeoff", Path(sys.prefix))
+    open_paths = [f"o-w '{folder}'" for folder in own_dirs if is_open(folder)]
+    code_dir = WORKSPACE_DIR / "stages"
+    if any(map(is_open, (code_dir, *code_dir.rglob("*")))):  # 3 ms
+        open_paths.append(f"-R o-w '{code_dir}'")
+    for path in open_paths:
+        say_once(f"every account of this machine can change what runs here; end that with: chmod {path}")
+
+
+def refuse_online_tracking(stage: str, engine: Engine, params: Params) -> None:
+    tracking = params.tracking
+    if stage == "train" and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
+        raise UserError(
+            "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
+            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
+        )
+
+
+def refuse_undeclared(declared: DeclaredStage, stage: str, name: str, params: Params) -> None:
+    """DVC takes no list of dependencies from params.yaml, and would make the stage before what it is made of.
+
+    Raises UserError with the lines that dvc.yaml lacks.
+    """
+    needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
+    if stage == "build" and name in params.builds:
+        for recipe in params.builds[name].recipes:
+            needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
+    elif stage == "prepare" and name in params.active.datasets:
+        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
+    kind = declared.name.partition("@")[0]
+    lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
+    if lacking:
+        raise UserError(
+            f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:\n  "
+            + "\n  ".join(lacking)
+        )
+
+
+def kept_inputs(declared: DeclaredStage, stages: Sequence[DeclaredStage]) -> list[str]:
+    """Outputs of other stages that a stage reads, without files that git keeps."""
+    outs = {out for stage in stages for out in stage.outs}
     return [path for path in declared.inputs("data") if outs.intersection((path, *map(str, Path(path).parents)))]
 
 
@@ -173,8 +208,8 @@ def refuse_full_disk(stage: str, name: str, params: Params) -> None:
         return
     use, saved_dir = disk_use(plan, params), checkpoints_dir(repository_dir(os.environ), name)
     if stage == "merge":
-        needed = kept = use.merged_bytes
-        kept *= use.keeps_merged
+        needed = use.merged_bytes
+        kept = needed * use.keeps_merged
     else:
         kept = use.trained_bytes
         saved = sum(path.stat().st_size for path in saved_dir.rglob("*") if path.is_file())
@@ -209,40 +244,31 @@ def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> 
         ended = engine.run(replace(stage_run, attempt=attempt))
         if ended.code != OUT_OF_MEMORY:
             return ended, attempt
-    raise out_of_rungs(what, changes, budget(stage_run))
+    if not changes:
+        raise UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
+    tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
+    memory_path = WORKSPACE_DIR / "data/runs" / stage_run.args[0] / "memory.json"
+    predicted = ""
+    if stage_run.stage == "train" and memory_path.exists():
+        record = read_memory_record(memory_path)
+        predicted = f"As planned it was predicted to take {record.summary()} (calibration: {record.calibration}).\n"
+    raise UserError(
+        f"{what} ran out of memory with everything given up that its result allows. It tried, one after the other:\n"
+        f"{tried}\n{predicted}What is left is yours to choose: a profile with more memory, fewer images.max_pixels, or "
+        f"a smaller base"
+    )
 
 
 def ladder(stage_run: StageRun, params: Params) -> list[str]:
     """What each further attempt at a stage changes; nothing where it has nothing to give up."""
-    name = stage_run.args[0] if stage_run.args else ""
-    if stage_run.stage == "train":
-        return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
     answers = stage_run.stage in ("evaluate", "predict")
-    if stage_run.stage == "merge":  # out of 4 bits it answers too; a training's last rung may have turned to them
-        plan = read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs")
+    if stage_run.stage in ("train", "merge"):
+        plan = read_plan(stage_run.args[0] if stage_run.args else "", runs_dir=WORKSPACE_DIR / "data/runs")
+        if stage_run.stage == "train":
+            return [rung.change for rung in rungs(plan)]
+        # A merge out of 4 bits answers too; a training's last rung may have turned to them.
         answers = plan.quantization != "none" or plan.may_quantize
     return batch_size_changes(params.active.evaluation.batch_size) if answers else []
-
-
-def budget(stage_run: StageRun) -> str:
-    """What a training was predicted to take as planned; "" for another stage."""
-    path = WORKSPACE_DIR / "data/runs" / stage_run.args[0] / "memory.json"
-    if stage_run.stage != "train" or not path.exists():
-        return ""
-    record = read_memory_record(path)
-    return f"As planned it was predicted to take {record.summary()} (calibration: {record.calibration}).\n"
-
-
-def out_of_rungs(what: str, changes: Sequence[str], budget: str) -> UserError:
-    """The last word."""
-    if not changes:
-        return UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
-    tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
-    return UserError(
-        f"{what} ran out of memory with everything given up that its result allows. It tried, one after the other:\n"
-        f"{tried}\n{budget}What is left is yours to choose: a profile with more memory, fewer images.max_pixels, or a "
-        f"smaller base"
-    )
 
 
 def say(line: str) -> None:
@@ -256,29 +282,9 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
 
 
-def refuse_undeclared(declared: DeclaredStage, stage: str, name: str, params: Params) -> None:
-    """DVC takes no list of dependencies from params.yaml, and would make the stage before what it is made of.
-
-    Raises UserError with the lines that dvc.yaml lacks.
-    """
-    needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
-    if stage == "build" and name in params.builds:
-        for recipe in params.builds[name].recipes:
-            needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
-    elif stage == "prepare" and name in params.active.datasets:
-        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
-    kind = declared.name.partition("@")[0]
-    lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
-    if lacking:
-        raise UserError(
-            f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:\n  "
-            + "\n  ".join(lacking)
-        )
-
-
-def source_of(stage: str, args: tuple[str, ...], params: Params) -> str:
+def source_of(stage: str, name: str, params: Params) -> str:
     """Where base and prepare take their data from; "" for the other stages, and for a name the stage will refuse."""
-    name, profile = args[0] if args else "", params.active
+    profile = params.active
     if stage == "prepare" and name in profile.datasets:
         return profile.datasets[name].source
     return profile.bases.get(name, "") if stage == "base" else ""
@@ -295,17 +301,15 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
     return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
 
 
-def kept_dirs(stage: str, args: tuple[str, ...], params: Params, caller: Mapping[str, str]) -> tuple[Path, ...]:
-    """What a training writes to beside its outputs; nothing for the other stages, and for a name it will refuse."""
-    if stage != "train" or not args or args[0] not in params.recipes:
+def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[Path, ...]:
+    """Folders that a training writes to beside its outputs; none for the other stages, and for a name it will refuse.
+
+    Weights & Biases keeps runs in the second one, as stages/kit/training/progress.py says.
+    """
+    if stage != "train" or name not in params.recipes:
         return ()
-    tracked = (tracking_dir(caller),) if params.tracking.wandb else ()
-    return (checkpoints_dir(repository_dir(caller), args[0]), *tracked)
-
-
-def tracking_dir(caller: Mapping[str, str]) -> Path:
-    """Where Weights & Biases keeps runs; stages/kit/training/progress.py tells it so."""
-    return repository_dir(caller) / ".bakeoff/tracking"
+    tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb else ()
+    return (checkpoints_dir(repository, name), *tracked)
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

@@ -1,10 +1,13 @@
-"""The machine that a stage runs on, as the process that starts it sees it: on the host, or in the container.
+"""The machine and the packages that a stage runs on, as the process that starts it sees them: on the host, or in the
+container.
 
-Read from names and files alone: to ask torch, or the packages' metadata, would take as long as some stages do.
+Read from names and files alone: asking torch, or the packages' metadata, would take as long as some stages do.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
@@ -55,3 +58,16 @@ def cuda_of_torch() -> str | None:
 def usable_cores() -> int:
     """What torch counts when it decides on its threads."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def triton_dir(image: tuple[str, str] | None, repository_dir: Path) -> Path:
+    """Where Triton keeps what it compiles, so that a kernel is compiled once and not in every stage.
+
+    A folder for each image (name and digest), and without one for each set of packages of this interpreter.
+    """
+    if image is not None:
+        name = image[1].removeprefix("sha256:")[:12]
+    else:
+        packages = [sys.version, installed_packages(sys.path)]
+        name = f"process-{hashlib.sha256(json.dumps(packages).encode()).hexdigest()[:12]}"
+    return repository_dir / ".bakeoff/triton" / name

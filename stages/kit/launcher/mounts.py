@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from stages.core.dvc_cache import cache_dir
 from stages.core.environment import CERTIFICATES
 from stages.core.errors import UserError
-from stages.core.given_files import DVC_OBJECT, stays_inside
+from stages.core.given_files import stays_inside
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
 from stages.kit.launcher.outputs import Outputs
 from stages.kit.launcher.pipeline import DeclaredStage
@@ -22,11 +24,14 @@ from stages.kit.launcher.stage_run import StageRun
 
 CODE = ("params.yaml", "stages")
 
+DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
+"""A file in a cache of DVC, to which DVC may link what it keeps."""
+
 MAX_LINKS = 256
 """In the folder that data comes from: each is a mount of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mount:
     source: Path
     target: Path
@@ -40,33 +45,34 @@ class Mount:
         return line.getvalue()
 
 
-def mounts(stage_run: StageRun, stage: DeclaredStage, outputs: Outputs) -> list[Mount]:
+def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> list[Mount]:
     """Every mount of the container, parents before what lies in them.
 
     Raises UserError where an input leads to something that the stage may not see.
     """
     workspace_dir = stage_run.workspace_dir
-    # What is missing is left to the stage to name.
-    inputs = [workspace_dir / path for path in (*CODE, *(dep for dep in stage.deps if dep.startswith("data/")))]
-    found = [_same(path) for path in inputs if path.exists()]
-    found += _links_into_cache((path for path in inputs if path.exists()), cache_dir(workspace_dir))
+    # A missing input is left to the stage to name.
+    inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
+    found = [Mount(path, path) for path in inputs]
+    found += _links_into_cache(inputs, cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
-        found += [_same(stage_run.source_dir), *_links_of_source(stage_run.source_dir, workspace_dir)]
+        found += [
+            Mount(stage_run.source_dir, stage_run.source_dir),
+            *_links_of_source(stage_run.source_dir, workspace_dir),
+        ]
     if stage_run.network:
         certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
-        found += [_same(path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
+        found += [Mount(path, path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
     _refuse_mounts_below(mount.source for mount in found)
-    found.append(Mount(source=outputs.view_dir, target=workspace_dir))
+    found.append(Mount(outputs.view_dir, workspace_dir))
     for folder in outputs.folders:
-        found.append(Mount(source=outputs.written_dir / folder, target=workspace_dir / folder, writable=True))
-    for path in filter(None, (stage_run.hub_dir, stage_run.triton_dir, *stage_run.kept_dirs)):
+        found.append(Mount(outputs.written_dir / folder, workspace_dir / folder, writable=True))
+    for path in stage_run.kept_dirs:
         path.mkdir(parents=True, exist_ok=True)
-        found.append(Mount(source=path, target=path, writable=True))
-    found += [
-        Mount(source=outputs.lock_path, target=LAUNCHER_LOCK),
-        Mount(source=outputs.ready_path, target=READY, writable=True),
-    ]
-    # One a place: a source may be a declared input too.
+        found.append(Mount(path, path, writable=True))
+    found.append(Mount(outputs.lock_path, LAUNCHER_LOCK))
+    found.append(Mount(outputs.ready_path, READY, writable=True))
+    # One for each place: a source may be a declared input too.
     return sorted({mount.target: mount for mount in found}.values(), key=lambda mount: len(mount.target.parts))
 
 
@@ -80,22 +86,11 @@ def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
         if around:  # parents come before what lies in them, so the last one is the nearest
             place = around[-1].source / mount.target.relative_to(around[-1].target)
             if not os.path.lexists(place):
-                _make_place(place, mount.source)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.mkdir() if mount.source.is_dir() else place.touch()
             if place.is_relative_to(outputs.written_dir):
                 places.append(place)
     return places
-
-
-def _make_place(place: Path, source: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        place.mkdir()
-    else:
-        place.touch()
-
-
-def _same(path: Path) -> Mount:
-    return Mount(source=path, target=path)
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -121,7 +116,7 @@ def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
                 f"shown it; put the file itself there"
             )
         found.add(folder)
-    return [Mount(source=folder.resolve(), target=folder) for folder in sorted(found)]
+    return [Mount(folder.resolve(), folder) for folder in sorted(found)]
 
 
 def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
@@ -132,17 +127,12 @@ def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
     links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
     if len(links) > MAX_LINKS:
         raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
-    return [Mount(source=link.resolve(), target=_where_it_says(link)) for link in links]
+    return [Mount(link.resolve(), _where_it_says(link)) for link in links]
 
 
 def _refuse_mounts_below(sources: Iterable[Path]) -> None:
     """A read-only mount leaves what is mounted below it writable."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except FileNotFoundError:  # no Linux
-        return
-    # proc(5): the fifth field, with blanks and backslashes in octal.
-    mounted = {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4])) for line in lines}
+    mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
     for source in sources:
         if inside := sorted(path for path in mounted if source in path.parents):
             raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")

@@ -12,7 +12,6 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from stages.core.errors import UserError
@@ -22,40 +21,58 @@ ASIDE_DIR = Path("data/.outputs")
 """On the file system of the outputs, so that taking them is a rename."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Where a stage may write."""
 
-    workspace_dir: Path
-    run_dir: Path
-    declared: tuple[str, ...]
-    """Paths relative to the workspace."""
-
-    @property
-    def lock_path(self) -> Path:
+    def __init__(self, stage: DeclaredStage, workspace_dir: Path) -> None:
+        self.stage, self.workspace_dir = stage, workspace_dir
+        run_dir = workspace_dir / ASIDE_DIR / stage.name
+        self.lock_path = run_dir / "lock"
         """Locked (flock) for as long as the launcher lives."""
-        return self.run_dir / "lock"
-
-    @property
-    def ready_path(self) -> Path:
+        self.ready_path = run_dir / "ready"
         """Written to by the container when signals arrive there."""
-        return self.run_dir / "ready"
-
-    @property
-    def view_dir(self) -> Path:
+        self.link_path = run_dir / "link"
+        """A name for a link while it is made."""
+        self.view_dir = run_dir / "view"
         """The workspace as the stage sees it: empty files and folders, on which all else is mounted."""
-        return self.run_dir / "view"
-
-    @property
-    def written_dir(self) -> Path:
-        """What the stage writes, under its paths in the workspace."""
-        return self.run_dir / "written"
+        self.written_dir = run_dir / "written"
+        """The files that the stage writes, under their paths in the workspace."""
 
     @property
     def folders(self) -> tuple[str, ...]:
         """The writable folders, relative to the workspace: the parents of the outputs, none inside another."""
-        parents = {PurePosixPath(out).parent for out in self.declared}
+        parents = {PurePosixPath(out).parent for out in self.stage.written}
         return tuple(sorted(str(folder) for folder in parents if parents.isdisjoint(folder.parents)))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other launcher runs the same stage in this workspace meanwhile. Raises UserError where one does."""
+        self.lock_path.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file stays: were it removed, two launchers could each lock one of its name.
+        with self.lock_path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{self.stage.name} is already running in this workspace; wait for it, or end it"
+                raise UserError(message) from None
+            yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
+        temporary = (self.view_dir, self.written_dir, self.ready_path)
+        for path in temporary:
+            _remove(path)  # what a killed launcher left
+        try:
+            self.view_dir.mkdir(parents=True)
+            for folder in self.folders:
+                (self.written_dir / folder).mkdir(parents=True)
+            self.lock_path.touch()
+            self.ready_path.touch()
+            yield
+        finally:
+            for path in temporary:
+                _remove(path)
 
     def take(self, inputs: list[Path]) -> None:
         """Move the outputs to their places; what lay there is replaced.
@@ -73,19 +90,21 @@ class Outputs:
             shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
             raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
         allowed = self.view_dir.stat().st_mode & 0o777  # of a folder just made here: what the caller's umask leaves
-        for out in self.declared:
+        for out in self.stage.written:
             written, place = self.written_dir / out, self.workspace_dir / out
             if not written.exists():
                 continue  # DVC names it
             for path in (written, *(_everything_below(written) if written.is_dir() else ())):
-                _make_plain(path, allowed)
+                # Nothing that runs as somebody else (setuid), nothing that its owner cannot read, move and remove, and
+                # nothing open to more people than `allowed`: in a container another umask holds.
+                path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
             _remove(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(written, place)
 
     def _strays(self, inputs: list[Path]) -> Iterator[str]:
         """What may not be taken, for people."""
-        declared = {PurePosixPath(out) for out in self.declared}
+        declared = {PurePosixPath(out) for out in self.stage.written}
         known = [*declared, *(PurePosixPath(self._shown(path)) for path in inputs)]
         above = {parent for path in known for parent in path.parents}
         for path in _everything_below(self.written_dir):
@@ -98,10 +117,6 @@ class Outputs:
 
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.written_dir))
-
-    @classmethod
-    def of(cls, stage: DeclaredStage, workspace_dir: Path) -> Outputs:
-        return cls(workspace_dir=workspace_dir, run_dir=workspace_dir / ASIDE_DIR / stage.name, declared=stage.written)
 
 
 def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
@@ -118,54 +133,6 @@ def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
             )
 
 
-@contextmanager
-def run_alone(stage: DeclaredStage, workspace_dir: Path) -> Iterator[None]:
-    """No other launcher runs the same stage in this workspace meanwhile. Raises UserError where one does."""
-    lock_path = Outputs.of(stage, workspace_dir).lock_path
-    lock_path.parent.mkdir(parents=True, exist_ok=True)
-    # The lock file stays: were it removed, two launchers could each lock one of its name.
-    with lock_path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{stage.name} is already running in this workspace; wait for it, or end it") from None
-        yield
-
-
-def link_aside(stage: DeclaredStage, workspace_dir: Path) -> Path:
-    """A name for a link while it is made, beside the lock of a stage that runs alone."""
-    return Outputs.of(stage, workspace_dir).run_dir / "link"
-
-
-@contextmanager
-def outputs_aside(stage: DeclaredStage, workspace_dir: Path) -> Iterator[Outputs]:
-    """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
-    outputs = Outputs.of(stage, workspace_dir)
-    outputs.run_dir.mkdir(parents=True, exist_ok=True)
-    _clear(outputs)  # what a killed launcher left
-    try:
-        outputs.view_dir.mkdir()
-        for folder in outputs.folders:
-            (outputs.written_dir / folder).mkdir(parents=True)
-        for path in (outputs.lock_path, outputs.ready_path):
-            path.touch()
-        yield outputs
-    finally:
-        _clear(outputs)
-
-
-def _clear(outputs: Outputs) -> None:
-    for path in (outputs.view_dir, outputs.written_dir, outputs.ready_path):
-        _remove(path)
-
-
-def _make_plain(path: Path, allowed: int) -> None:
-    """Nothing that runs as somebody else (setuid), nothing that its owner cannot read, move and remove, and nothing
-    open to more people than `allowed`: in a container another umask holds.
-    """
-    path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
-
-
 def _remove(path: Path) -> None:
     """Whatever it is, if it is; a link itself, and not where it leads."""
     if path.is_symlink() or not path.is_dir():
@@ -179,9 +146,8 @@ def _remove(path: Path) -> None:
 
 
 def _everything_below(folder: Path) -> Iterator[Path]:
-    """Files, folders, links and the rest, parents first; links are not followed."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = Path(entry.path)
-        yield path
+    """Files, folders, links and the rest, parents first; links are not followed. What cannot be read is an OSError."""
+    for entry in os.scandir(folder):
+        yield Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _everything_below(path)
+            yield from _everything_below(Path(entry.path))

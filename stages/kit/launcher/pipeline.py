@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,26 +47,16 @@ class DeclaredStage:
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """Read once, as that takes a tenth of a second."""
-
-    stages: tuple[DeclaredStage, ...] = ()
-
-    @classmethod
-    def of(cls, workspace_dir: Path) -> Pipeline:
-        """Without a stage where there is no dvc.yaml."""
-        return cls(stages=tuple(declared_stages(workspace_dir)) if (workspace_dir / "dvc.yaml").exists() else ())
-
-    def that_runs(self, command: str) -> DeclaredStage | None:
-        return next((stage for stage in self.stages if stage.command == command), None)
-
-    def require(self, command: str) -> DeclaredStage:
-        """The stage that runs this command. Raises UserError where there is none."""
-        if (found := self.that_runs(command)) is not None:
-            return found
-        alike = [stage.command for stage in self.stages if stage.command.split()[:2] == command.split()[:2]]
+def stage_of_command(
+    stages: Sequence[DeclaredStage], stage: str, args: Sequence[str], *, required: bool = True
+) -> DeclaredStage | None:
+    """The stage that this call of the launcher runs. Where dvc.yaml has none: None, or a UserError if required."""
+    command = " ".join(("docker/run", stage, *args))
+    found = next((each for each in stages if each.command == command), None)
+    if found is None and required:
+        alike = [each.command for each in stages if each.command.split()[1] == stage]
         raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
+    return found
 
 
 def item_of(addressing: str) -> tuple[str, ...]:
@@ -76,11 +66,13 @@ def item_of(addressing: str) -> tuple[str, ...]:
 
 
 def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
-    """Every stage of dvc.yaml, foreach items put in.
+    """Every stage of dvc.yaml, foreach items put in; none where the file is missing.
 
     Of DVC's templates it knows what dvc.yaml uses: a foreach over a list, a dict, or `${a key of params.yaml}`, and
     `${item}`, `${key}`, `${item.name}`, `${item.name[0].inner}` within. DVC's own resolver takes a second to import.
     """
+    if not (workspace_dir / "dvc.yaml").exists():
+        return []
     yaml = YAML(typ="safe", pure=True)
     entries = yaml.load(workspace_dir / "dvc.yaml")["stages"]
     params = yaml.load(workspace_dir / "params.yaml")
@@ -94,11 +86,9 @@ def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iter
     items = entry["foreach"]
     if isinstance(items, str):
         items = params[items.removeprefix("${").removesuffix("}")]
-    if isinstance(items, list):
-        items = {item: {} for item in items}
-    for key, item in items.items():
-        known = {"key": key, **dict(_reachable("item", item)), "item": key}
-        yield _declared(f"{name}@{key}", _filled(entry["do"], known))
+    for key in items:
+        inside = _reachable("item", items[key]) if isinstance(items, dict) else ()
+        yield _declared(f"{name}@{key}", _filled(entry["do"], {**dict(inside), "key": key, "item": key}))
 
 
 def _reachable(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -112,6 +102,17 @@ def _reachable(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _reachable(f"{path}[{index}]", inner)
 
 
+def _filled(value: Any, known: dict[str, Any]) -> Any:
+    """The value with every `${name}` that is known put in."""
+    if isinstance(value, dict):
+        return {_filled(key, known): _filled(inner, known) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, known) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{([^}]+)\}", lambda match: str(known.get(match[1], match[0])), value)
+    return value
+
+
 def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
     outs = [out for group in ("outs", "metrics", "plots") for out in entry.get(group, [])]
     return DeclaredStage(
@@ -122,14 +123,3 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
         # An output with options is a mapping of one key.
         outs=tuple(next(iter(out)) if isinstance(out, dict) else out for out in outs),
     )
-
-
-def _filled(value: Any, known: dict[str, Any]) -> Any:
-    """The value with every `${name}` that is known put in."""
-    if isinstance(value, dict):
-        return {_filled(key, known): _filled(inner, known) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, known) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{([^}]+)\}", lambda match: str(known.get(match[1], match[0])), value)
-    return value

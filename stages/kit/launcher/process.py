@@ -5,55 +5,63 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.parent_death import end_with_parent
 from stages.core.signals import SAME_REQUEST_S, handled_signals
 from stages.kit.launcher.machine import this_machine
-from stages.kit.launcher.oom_kills import OF_THE_MACHINE, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
 
+MACHINE_COUNTERS = (Path("/proc/vmstat"),)
+"""Where the kernel counts the processes that it killed for want of memory; it reports them nowhere else."""
 
-class Receiver(Protocol):
-    """Who gets a signal: a child process, or a container."""
-
-    def send_signal(self, number: int, /) -> None: ...
+CONTAINER_COUNTERS = (
+    Path("/sys/fs/cgroup/memory.events"),  # cgroup v2
+    Path("/sys/fs/cgroup/memory/memory.oom_control"),  # v1
+)
+"""Likewise, for a container from inside."""
 
 
 class ForwardedSignals:
-    """What was asked of the launcher while a stage ran, and who is told."""
+    """Passes on the signals that ask to end; those that arrive before anybody can have them are kept."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._receiver: Receiver | None = None
         self._early: list[int] = []
+        self._send: Callable[[int], object] = self._early.append
         self._last = -SAME_REQUEST_S
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - self._last < SAME_REQUEST_S:
-            return
-        self._last = time.monotonic()
-        self.received.append(number)
-        if self._receiver is None:
-            self._early.append(number)
-        else:
-            self._receiver.send_signal(number)
+        if time.monotonic() - self._last >= SAME_REQUEST_S:
+            self._last = time.monotonic()
+            self.received.append(number)
+            self._send(number)
 
-    def forward_to(self, receiver: Receiver) -> None:
-        """What arrived before is kept for it."""
-        self._receiver = receiver
+    def forward_to(self, send: Callable[[int], object]) -> None:
+        self._send = send
         for number in self._early:
-            receiver.send_signal(number)
+            send(number)
 
     def code_of_stage(self, code: int) -> int:
         """The stage's exit code, but never one that would have it started anew after somebody asked it to end."""
         return 128 + self.received[-1] if self.received and code == OUT_OF_MEMORY else code
+
+
+@contextmanager
+def forwarded_signals() -> Iterator[ForwardedSignals]:
+    """Handle the signals that ask to end while a stage runs."""
+    signals = ForwardedSignals()
+    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class ProcessEngine:
@@ -61,7 +69,6 @@ class ProcessEngine:
 
     name = "process"
     image = None
-    sealed = False
 
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
@@ -72,15 +79,14 @@ class ProcessEngine:
         environment = stage_environment(
             stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
         )
+        environment |= stage_run.variables
         if stage_run.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
-        if stage_run.triton_dir is not None:
-            environment["TRITON_CACHE_DIR"] = str(stage_run.triton_dir)
         machine = this_machine(environment)
-        killed_before = oom_kills(OF_THE_MACHINE)
+        killed_before = oom_kills(MACHINE_COUNTERS)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
-        if code == 128 + signal.SIGKILL and oom_kills(OF_THE_MACHINE) > killed_before:
+        if code == 128 + signal.SIGKILL and oom_kills(MACHINE_COUNTERS) > killed_before:
             code = OUT_OF_MEMORY
         return Ended(code=signals.code_of_stage(code), machine=machine)
 
@@ -88,9 +94,9 @@ class ProcessEngine:
 def run_stage(
     command: Sequence[str], working_dir: Path, environment: Mapping[str, str], signals: ForwardedSignals
 ) -> int:
-    """Run a stage with this interpreter, kill what it leaves behind, return its exit code: 128 + n after signal n.
+    """Run a stage (its name and arguments) with this interpreter, and kill what it leaves behind.
 
-    command: its name, and what it is called with.
+    Returns its exit code: 128 + n after signal n.
     """
     stage, *args = command
     # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from
@@ -103,7 +109,7 @@ def run_stage(
         process_group=0,
         preexec_fn=end_with_parent(),
     )
-    signals.forward_to(child)
+    signals.forward_to(child.send_signal)
     code = child.wait()
     # PermissionError: what macOS says of a group of which only zombies are left.
     with suppress(ProcessLookupError, PermissionError):
@@ -111,13 +117,13 @@ def run_stage(
     return code if code >= 0 else 128 - code
 
 
-@contextmanager
-def forwarded_signals() -> Iterator[ForwardedSignals]:
-    """Take the signals that ask to end, for who runs the stage."""
-    signals = ForwardedSignals()
-    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def oom_kills(counters: Sequence[Path]) -> int:
+    """How many processes the kernel has killed for want of memory so far, by the first of the files that exists.
+
+    All of them have a line `oom_kill N`; 0 where none does, as on another system than Linux.
+    """
+    for path in counters:
+        if path.exists():
+            lines = (line.split() for line in path.read_text().splitlines())
+            return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+    return 0

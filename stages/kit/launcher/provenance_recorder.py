@@ -1,6 +1,6 @@
-"""Records the provenance of a stage (stages/core/provenance.py).
+"""Records the provenance of a stage (stages/core/provenance.py), and compares its inputs with earlier records.
 
-Imports nothing heavy: it is on the way of every stage.
+Imports nothing heavy: every stage waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,12 +18,11 @@ from typing import Any
 
 from stages.core.environment import numeric_settings
 from stages.core.errors import UserError
-from stages.core.lineage import combined_digest, file_digest
+from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
-from stages.core.provenance import Provenance, write_provenance
+from stages.core.provenance import Provenance, read_provenance, write_provenance
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
-from stages.kit.launcher.inputs import digests, recorded_inputs
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.ladder import lowered
@@ -34,22 +33,14 @@ SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml
 
 
 class ProvenanceRecorder:
-    """Sees a stage start, and when it has ended well writes down what its outputs were made of, in place of what an
-    earlier run left there.
-
-    What a person may edit while a training runs is looked at when it starts.
+    """Made when a stage starts, since a person may edit files while a training runs; writes the record when the stage
+    has ended well, in place of the one of an earlier run.
     """
 
     def __init__(
-        self,
-        stage_run: StageRun,
-        stage: DeclaredStage,
-        path: Path,
-        params: Params,
-        engine: Engine,
-        inputs: dict[str, str],
+        self, stage_run: StageRun, stage: DeclaredStage, params: Params, engine: Engine, inputs: dict[str, str]
     ) -> None:
-        self.stage_run, self.stage, self.path, self.engine, self.inputs = stage_run, stage, path, engine, inputs
+        self.stage_run, self.stage, self.engine, self.inputs = stage_run, stage, engine, inputs
         self.started, self.clock = datetime.now(UTC), time.monotonic()
         workspace_dir = stage_run.workspace_dir
         self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
@@ -57,19 +48,10 @@ class ProvenanceRecorder:
         self.params = used_params(params, stage)
         self.lock = lock_digest(workspace_dir, engine, target=params.active.device.kind)
 
-    @classmethod
-    def called(cls, stage_run: StageRun, params: Params, engine: Engine) -> ProvenanceRecorder | None:
-        """None for a run that dvc.yaml declares no record of. Raises UserError where it would read what is damaged."""
-        stage = stage_run.pipeline.that_runs(stage_run.call)
-        if stage is None:
-            return None
-        inputs = recorded_inputs(stage_run.workspace_dir, stage_run.pipeline, stage)
-        if stage.provenance is None:
-            return None
-        return cls(stage_run, stage, stage_run.workspace_dir / stage.provenance, params, engine, inputs)
-
     def write(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
-        """Write the record. attempt: the one that ended well; those before it left nothing."""
+        """Write the record, if dvc.yaml declares one. attempt: the one that ended well; the others left nothing."""
+        if self.stage.provenance is None:
+            return
         names = [gpu.name for gpu in gpus]
         plan = plan_followed(self.stage_run, self.stage, attempt)
         image, image_digest = self.engine.image or (None, None)
@@ -84,7 +66,7 @@ class ProvenanceRecorder:
             code=self.code,
             experiment=self.stage_run.caller.get("DVC_EXP_NAME"),
             params=self.params,
-            plan=None if plan is None else plain(asdict(plan)),
+            plan=None if plan is None else as_json(asdict(plan)),
             seed=None if plan is None else plan.seed,
             attempt=attempt,
             inputs=self.inputs,
@@ -98,10 +80,45 @@ class ProvenanceRecorder:
             driver=driver_version() if names else None,
             environment=numeric_settings(self.stage_run.caller),
         )
+        path = self.stage_run.workspace_dir / self.stage.provenance
         try:
-            write_provenance(provenance, self.path)
+            write_provenance(provenance, path)
         except OSError as error:
-            raise UserError(f"the record of {self.stage.name} cannot be written to {self.path}: {error}") from None
+            raise UserError(f"the record of {self.stage.name} cannot be written to {path}: {error}") from None
+
+
+def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage: DeclaredStage) -> dict[str, str]:
+    """Digests of the data that a stage reads, by path.
+
+    DVC takes a file whose time and size it knows for what it was; records have digests. Raises UserError, with the
+    commands that fix it, where an input is an output of a stage whose record has another digest.
+    """
+    inputs = digests(workspace_dir, stage.inputs("data"))
+    wrong = []
+    for maker in stages:
+        read = inputs.keys() & set(maker.written)
+        if read and maker.provenance is not None and (record := workspace_dir / maker.provenance).exists():
+            made = read_provenance(record).outputs
+            wrong += [
+                f"{path} is not what {maker.name} made, by its record in {maker.provenance}; "
+                f"rebuild it with: dvc repro -f -s {maker.name}"
+                for path in sorted(read)
+                if made.get(path) not in (None, inputs[path])
+            ]
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return inputs
+
+
+def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
+    """By path. What is missing or cannot be read is left out; the stage, or DVC, names it."""
+    found = {}
+    for path in paths:
+        try:
+            found[path] = content_digest(workspace_dir / path)
+        except (UserError, OSError):
+            continue
+    return found
 
 
 def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, list[str]]:
@@ -123,29 +140,27 @@ def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, li
         kind, _, rest = line.partition(" ")
         if rest.startswith("branch.oid ") and not rest.endswith("(initial)"):
             commit = rest.removeprefix("branch.oid ")
-        elif kind in ("1", "u"):  # git-status(1): the path comes last, after seven or nine fields
-            changed.append(rest.split(" ", {"1": 7, "u": 9}[kind])[-1])
-        elif kind == "?":
-            changed.append(rest)
+        elif kind in ("1", "u", "?"):  # git-status(1): the path comes last, after seven, nine or no fields
+            changed.append(rest.split(" ", {"1": 7, "u": 9, "?": 0}[kind])[-1])
     return commit, sorted(changed)
 
 
 def code_digest(workspace_dir: Path, stage: DeclaredStage) -> str:
-    """Of the code that the stage declares."""
+    """Digest of the code that the stage declares."""
     declared = [workspace_dir / path for path in stage.inputs("stages")]
-    files = [file for path in declared for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    files = [file for path in declared for file in (path, *path.rglob("*"))]
     return combined_digest(
         {
             file.relative_to(workspace_dir).as_posix(): file_digest(file)
             for file in files
-            if "__pycache__" not in file.parts
+            if file.is_file() and "__pycache__" not in file.parts
         }
     )
 
 
 def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
     """What the stage declares of params.yaml, by dotted path, defaults filled in; what is not there is left out."""
-    everything, found = plain(asdict(params)), {}
+    everything, found = as_json(asdict(params)), {}
     for path in (declared.replace("${profile}", params.profile) for declared in stage.params):
         here = everything
         for step in path.split("."):
@@ -155,13 +170,13 @@ def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
     return found
 
 
-def plain(settings: dict[str, Any]) -> Any:
-    """As JSON has it: lists for tuples."""
+def as_json(settings: dict[str, Any]) -> Any:
+    """Lists for tuples."""
     return json.loads(json.dumps(settings))
 
 
 def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Plan | None:
-    """The plan that the stage reads; for a training, with what it gave up for want of memory."""
+    """The plan that the stage reads; for a training, without what it gave up for want of memory."""
     for path in stage.inputs("data"):
         if path.endswith("/plan.yaml"):
             folder = (stage_run.workspace_dir / path).parent
@@ -171,12 +186,11 @@ def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Pl
 
 
 def lock_digest(workspace_dir: Path, engine: Engine, *, target: str) -> str | None:
-    """Of the lock that an image was built from, or that docker/setup installed completely."""
-    installed = Path(sys.prefix) / ".bakeoff"
+    """Digest of the lock that an image was built from, or that docker/setup installed completely."""
+    lock = workspace_dir / "docker" / f"{target}.lock"
     if engine.image is None:
+        installed = Path(sys.prefix) / ".bakeoff"
         if not (installed / "target").is_file():
             return None
         lock = installed / f"{(installed / 'target').read_text().strip()}.lock"
-    else:
-        lock = workspace_dir / "docker" / f"{target}.lock"
     return file_digest(lock) if lock.is_file() else None

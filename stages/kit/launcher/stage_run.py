@@ -1,11 +1,11 @@
 """What the launcher asks an engine to run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.core.provenance import Machine
-from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.pipeline import DeclaredStage
 
 STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
 
@@ -18,46 +18,31 @@ class StageRun:
     """One of STAGES; `stages.<stage>` is the module that is run."""
     args: tuple[str, ...]
     """Passed on as they are, e.g. ("r1-llm-only",)."""
+    declared: DeclaredStage | None
+    """dvc.yaml's entry; a container needs one."""
     workspace_dir: Path
     """The checkout that holds `stages`, absolute; the stage's working directory."""
-    source_dir: Path | None
+    source_dir: Path | None = None
     """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
-    hub_dir: Path | None
-    """The hub's cache, where the stage fetches from the hub: only then it has the network, and the token; absolute."""
-    kept_dirs: tuple[Path, ...]
-    """Folders that it may write to beside its outputs, kept between runs: checkpoints, tracked runs; absolute."""
-    gpus: tuple[str, ...]
+    network: bool = False
+    """Whether it fetches from the hub: only then it has the network, and the token."""
+    kept_dirs: tuple[Path, ...] = ()
+    """Folders that it may write to beside its outputs, kept between runs: checkpoints, the hub's cache; absolute."""
+    gpus: tuple[str, ...] = ()
     """The UUIDs of the GPUs that are leased to it; it may see no other."""
     caller: Mapping[str, str]
     """The environment of whoever calls, of which the stage gets the parts that environment.py names."""
-    terminal: bool
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher sets: where the hub and Triton keep their files."""
+    terminal: bool = False
     """Whether a person watches the stage's output on one."""
-    pipeline: Pipeline
-    """Of the workspace."""
-    triton_dir: Path | None = None
-    """Where Triton keeps what it compiles, for all stages of one image; None without a GPU; absolute."""
     attempt: int = 0
     """How often it ran out of memory so far; tells the stage how much to give up."""
-
-    @property
-    def call(self) -> str:
-        """As a person types it."""
-        return called(self.stage, self.args)
 
     @property
     def command(self) -> tuple[str, ...]:
         """The stage's name and all that it is called with."""
         return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
-
-    @property
-    def network(self) -> bool:
-        """An engine that cannot take the network away tells the libraries."""
-        return self.hub_dir is not None
-
-
-def called(stage: str, args: tuple[str, ...]) -> str:
-    """The launcher's command line for a stage."""
-    return " ".join(("docker/run", stage, *args))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,4 +52,4 @@ class Ended:
     code: int
     """128 + n where signal n ended it."""
     machine: Machine | None = None
-    """What it ran on; None where nobody told."""
+    """What it ran on; None where that is unknown."""

@@ -1,35 +1,53 @@
-"""A checkout with no more of the project than the launcher, for stages that a test writes itself."""
+"""A checkout with no more of the project than the launcher, for stages that a test writes itself, and its callers."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from stages.core.lineage import write_lineage
 from stages.core.params.load import load_params
+from stages.kit.launcher.gpus import Gpu
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
 from tests.closure import import_closure
 
+CALLER = {
+    "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+    "HOME": os.environ["HOME"],
+    "BAKEOFF_ENGINE": "process",
+    "DVC_NO_ANALYTICS": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    **{f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+}
+"""The environment of a person in a shell with .venv activated."""
 
-def copy_launcher(workspace: Path) -> None:
-    """What `docker/run` needs, without params.yaml and dvc.yaml."""
-    shutil.copytree(ROOT / "docker", workspace / "docker")
-    for path in import_closure("stages.kit.launcher.launch"):
+
+def copy_code(workspace: Path, module: str = "stages.kit.launcher.launch") -> None:
+    """Copy a module with all that it imports."""
+    for path in import_closure(module):
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, workspace / path)
 
 
-def small_checkout(workspace: Path, *, pipeline: str, **stages: str) -> Path:
+def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: str) -> Path:
     """pipeline: dvc.yaml. stages: their code, by name. It has a base and a plan for r1-llm-only."""
-    copy_launcher(workspace)
+    shutil.copytree(ROOT / "docker", workspace / "docker")
+    copy_code(workspace)
     for path in ("params.yaml", "pyproject.toml"):
         shutil.copy(ROOT / path, workspace / path)
     for name, code in stages.items():
         (workspace / "stages" / f"{name}.py").write_text(code, encoding="utf-8")
-    (workspace / "dvc.yaml").write_text(pipeline, encoding="utf-8")
-    (workspace / ".gitignore").write_text("/data/\n/.venv\n/.bakeoff\n__pycache__\n")
+    if pipeline is not None:
+        (workspace / "dvc.yaml").write_text(pipeline, encoding="utf-8")
+    (workspace / ".gitignore").write_text("/data/\n/.venv\n/.bakeoff\n/notes\n__pycache__\n")
     (workspace / ".venv").symlink_to(sys.prefix)
     base = workspace / "data/bases/vlm"
     base.mkdir(parents=True)
@@ -38,3 +56,35 @@ def small_checkout(workspace: Path, *, pipeline: str, **stages: str) -> Path:
     plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=32)
     write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
     return workspace
+
+
+def run(workspace: Path, *command: str, code: int | None = 0, **environment: str) -> str:
+    """What a command prints; it has to end with that exit code, if any is given."""
+    ended = subprocess.run(
+        command,
+        cwd=workspace,
+        env=CALLER | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert code in (None, ended.returncode), ended.stdout
+    return ended.stdout
+
+
+def commit(workspace: Path) -> None:
+    """All of the workspace, in git."""
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "git", "add", "--all")
+    run(workspace, "git", "commit", "--quiet", "--message", "start")
+
+
+def set_gpus(workspace: Path, *gpus: Gpu, failing: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Let processes that are started in this folder see these GPUs; returns the variables that they need for it."""
+    shutil.copy(Path(__file__).with_name("fake_pynvml.py"), workspace / "pynvml.py")
+    state = {"gpus": [asdict(gpu) for gpu in gpus], "failing": failing or {}}
+    path = workspace / ".bakeoff/fake-gpus.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(state))
+    return {"FAKE_NVML": str(path)}

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.core.params.schema import Params
+from stages.kit.launcher import download_check
 from stages.kit.launcher.download_check import fetches_only, refuse_download_without_gpus
-from stages.kit.launcher.gpus import Gpu, GpuState
-from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.pipeline import declared_stages
 from tests import ROOT
-from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import copy_launcher
+from tests.kit.launcher.small_checkout import run, small_checkout
 
 HUB = "hub:Qwen/Qwen2-VL-7B-Instruct@eed1309"
-BUSY = GpuState(gpu=Gpu(index=0, uuid="GPU-0", name="NVIDIA A100"), used_bytes=70 * 2**30, total_bytes=80 * 2**30)
+REPRO = ("dvc", "repro")
+PARAMS, STAGES = load_params(ROOT / "params.yaml"), declared_stages(ROOT)
 
 
-def check(
-    *command_line: str,
-    profile: str = "qwen2-vl-7b-48gb",
-    source: str = HUB,
-    gpus: Sequence[GpuState] = (),
-    in_container: bool = False,
-    cuda: str | None = "13.0",
-    visible: str | None = None,
-) -> None:
-    params: Params = replace(load_params(ROOT / "params.yaml"), profile=profile)
-    refuse_download_without_gpus(
-        source,
-        params,
-        Pipeline.of(ROOT),
-        command_line=command_line,
-        in_container=in_container,
-        visible=visible,
-        read_gpus=lambda: gpus,
-        cuda_of_torch=lambda: cuda,
-    )
+def check(*command_line: str, profile: str = "qwen2-vl-7b-48gb", source: str = HUB, **machine: Any) -> None:
+    """machine: that of a login node, with these changes."""
+    machine = {"gpus": 0, "in_container": False, "cuda": "13.0", "visible": None, **machine}
+    busy = [Gpu(index=index, uuid=f"GPU-{index}", name="A100", used_bytes=2**36) for index in range(machine["gpus"])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download_check, "read_gpus", lambda: busy)
+        patch.setattr(download_check, "cuda_of_torch", lambda: machine["cuda"])
+        refuse_download_without_gpus(
+            source,
+            replace(PARAMS, profile=profile),
+            STAGES,
+            command_line=command_line,
+            in_container=machine["in_container"],
+            visible=machine["visible"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -75,29 +66,36 @@ def test_without_a_gpu_nothing_is_fetched_for_a_whole_run(command_line: tuple[st
 
 def test_the_way_out_is_let_through() -> None:
     with pytest.raises(UserError) as caught:
-        check("dvc", "repro")
+        check(*REPRO)
     check(*caught.value.message.rpartition("node: ")[2].split())
 
 
-def test_what_needs_no_download_or_no_gpu_is_not_refused() -> None:
-    check("dvc", "repro", source="")
-    check("dvc", "repro", source="folder:/models/vlm")
-    check("dvc", "repro", source="generated")
-    check("dvc", "repro", profile="tiny")
-    check("dvc", "repro", gpus=[BUSY])  # whoever computes there now may be done when the training starts
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"source": ""},
+        {"source": "folder:/models/vlm"},
+        {"source": "generated"},
+        {"profile": "tiny"},
+        {"gpus": 1},  # whoever computes there now may be done when the training starts
+        {"gpus": 1, "cuda": None, "in_container": True},
+    ],
+)
+def test_what_needs_no_download_or_no_gpu_or_has_one_is_not_refused(settings: dict[str, Any]) -> None:
+    check(*REPRO, **settings)
 
 
-def test_fewer_or_hidden_gpus_are_too_few() -> None:
-    with pytest.raises(UserError, match="wants 2 GPUs; this machine has 1 GPU"):
-        check("dvc", "repro", profile="qwen2-vl-7b-2x48gb", gpus=[BUSY])
-    with pytest.raises(UserError, match="not in CUDA_VISIBLE_DEVICES="):
-        check("dvc", "repro", gpus=[BUSY], visible="")
-
-
-def test_a_torch_for_cpus_is_refused_where_stages_use_it() -> None:
-    with pytest.raises(UserError, match="make setup TARGET=cuda"):
-        check("dvc", "repro", gpus=[BUSY], cuda=None)
-    check("dvc", "repro", gpus=[BUSY], cuda=None, in_container=True)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"gpus": 1, "profile": "qwen2-vl-7b-2x48gb"}, "wants 2 GPUs; this machine has 1 GPU"),
+        ({"gpus": 1, "visible": ""}, "not in CUDA_VISIBLE_DEVICES="),
+        ({"gpus": 1, "cuda": None}, "make setup TARGET=cuda"),
+    ],
+)
+def test_too_few_gpus_or_a_torch_for_cpus_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check(*REPRO, **settings)
 
 
 @pytest.mark.parametrize(
@@ -131,31 +129,15 @@ stages:
 
 @pytest.mark.pipeline
 def test_a_stage_of_dvcs_is_refused_before_it_starts_and_fetches_where_that_is_all(tmp_path: Path) -> None:
-    copy_launcher(tmp_path)
-    params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-7b-48gb"}
-    write_yaml(params, tmp_path / "params.yaml")
-    (tmp_path / "stages/base.py").write_text("import pathlib; pathlib.Path('fetched').touch()")
-    (tmp_path / "dvc.yaml").write_text(PIPELINE)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    environment = {
-        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-        "HOME": os.environ["HOME"],
-        "BAKEOFF_ENGINE": "process",
-        "CUDA_VISIBLE_DEVICES": "",  # also where these tests run on a machine with GPUs
-        "DVC_NO_ANALYTICS": "1",
-    }
-
-    def dvc(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["dvc", *args], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-
-    dvc("init", "--quiet")
-    refused = dvc("repro", "train")
-    assert refused.returncode != 0
-    assert "To fetch only, as on a login node: dvc repro base@vlm" in refused.stderr
-    assert not (tmp_path / "fetched").exists()
-    fetching = dvc("repro", "base@vlm")
-    assert fetching.returncode == 0, fetching.stderr
-    assert (tmp_path / "fetched").exists()
+    fetching = "import pathlib; pathlib.Path('fetched').touch()"
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, base=fetching)
+    params = (workspace / "params.yaml").read_text()
+    (workspace / "params.yaml").write_text(params.replace("profile: tiny", "profile: qwen2-vl-7b-48gb"))
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "dvc", "init", "--quiet")
+    no_gpus: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": ""}  # also where these tests run on a machine with GPUs
+    refused = run(workspace, "dvc", "repro", "train", code=255, **no_gpus)
+    assert "To fetch only, as on a login node: dvc repro base@vlm" in refused
+    assert not (workspace / "fetched").exists()
+    run(workspace, "dvc", "repro", "base@vlm", **no_gpus)
+    assert (workspace / "fetched").exists()

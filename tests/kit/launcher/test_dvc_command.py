@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.launcher.dvc_command import DvcCommand, params_left
-from stages.kit.launcher.permissions import writable_by_everybody
+from stages.kit.launcher.dvc_command import first_time, params_left
 from stages.kit.launcher.pipeline import item_of
 from tests import ROOT
-from tests.closure import import_closure
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import small_checkout
+from tests.kit.launcher.small_checkout import commit, copy_code, run, small_checkout
 
 # It fails where the seed is 13, after DVC has removed what it made before.
 STAGE = """
@@ -41,41 +36,19 @@ stages:
 """
 
 
-def git(place: Path, *args: str) -> str:
-    who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
-    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, base=STAGE)
-    for path in import_closure("stages.check"):
-        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, workspace / path)
-    git(workspace, "init", "--quiet")
-    dvc(workspace, "init", "--quiet")
-    git(workspace, "add", "--all")
-    git(workspace, "commit", "--quiet", "--message", "start")
+    copy_code(workspace, "stages.check")
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "dvc", "init", "--quiet")
+    commit(workspace)
     return workspace
 
 
-def dvc(workspace: Path, *args: str, code: int = 0, engine: str = "process") -> str:
-    """What dvc and its stages said."""
-    own = {"BAKEOFF_ENGINE": engine, "DOCKER_HOST": "unix:///nowhere", "CONTAINER_HOST": "unix:///nowhere"}
-    own |= {"DVC_SITE_CACHE_DIR": str(workspace / ".dvc/tmp/site"), "GIT_CONFIG_GLOBAL": os.devnull}
-    own |= {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    inherited = {name: os.environ[name] for name in ("PATH", "HOME")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "dvc", *args],
-        cwd=workspace,
-        env=inherited | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == code, ended.stdout
-    return ended.stdout
+def dvc(workspace: Path, *args: str, code: int = 0, **environment: str) -> str:
+    environment = {"DVC_SITE_CACHE_DIR": str(workspace / ".dvc/tmp/site"), **environment}
+    return run(workspace, "dvc", *args, code=code, **environment)
 
 
 def test_names_from_a_stranger_run_no_code_and_remove_nothing(workspace: Path) -> None:
@@ -105,7 +78,8 @@ def test_the_item_is_what_dvc_addresses_wherever_it_was_called() -> None:
 
 
 def test_dvc_names_the_stages_that_the_launcher_runs_and_that_names_the_engine_once(workspace: Path) -> None:
-    said = dvc(workspace, "repro", engine="auto")
+    nowhere = "unix:///nowhere"
+    said = dvc(workspace, "repro", BAKEOFF_ENGINE="auto", DOCKER_HOST=nowhere, CONTAINER_HOST=nowhere)
     assert {path.name for path in (workspace / "data/bases").glob("*.txt")} == {"vlm.txt", "llm.txt"}
     assert said.count("Running stage") == 2
     assert said.count("launcher: engine process") == 1
@@ -113,25 +87,27 @@ def test_dvc_names_the_stages_that_the_launcher_runs_and_that_names_the_engine_o
 
 def test_what_was_said_to_one_command_is_news_to_another(tmp_path: Path) -> None:
     path = tmp_path / "new" / "said"
-    one, two = (DvcCommand(process=process, arguments=()) for process in ("1 0.5", "1 0.7"))
-    assert [one.first_time("x\ny", path), one.first_time("x\ny", path), one.first_time("z", path)] == [
-        True,
-        False,
-        True,
-    ]
-    assert [two.first_time("x\ny", path), one.first_time("x\ny", path)] == [True, False]
+    calls = (
+        ("1 0.5", "x\ny"),
+        ("1 0.5", "x\ny"),
+        ("1 0.5", "z"),
+        ("1 0.7", "x\ny"),
+        ("1 0.5", "x\ny"),
+        ("", "a"),
+        ("", "a"),
+    )
+    assert [first_time(*call, path) for call in calls] == [True, False, True, True, False, True, True]
     for number in range(50):
-        DvcCommand(process=str(number), arguments=()).first_time("x", path)
+        first_time(str(number), "x", path)
     assert path.stat().st_size < 1000
     path.unlink()
     path.mkdir()  # it cannot be written
-    assert [one.first_time("x", path), one.first_time("x", path)] == [True, True]
+    assert [first_time("1", "x", path), first_time("1", "x", path)] == [True, True]
 
 
 def test_a_failed_experiment_names_the_command_that_brings_everything_back(workspace: Path) -> None:
     dvc(workspace, "repro")
-    git(workspace, "add", "--all")
-    git(workspace, "commit", "--quiet", "--message", "results")
+    commit(workspace)
     before = (workspace / "params.yaml").read_bytes()
 
     said = dvc(workspace, "exp", "run", "-S", "recipes.r1-llm-only.seed=13", code=255)
@@ -139,11 +115,10 @@ def test_a_failed_experiment_names_the_command_that_brings_everything_back(works
     failed = re.findall(r"failed to reproduce '(.*?)'", said)[0]
     assert not (workspace / f"data/bases/{failed.partition('@')[2]}.txt").exists()
     command = re.findall(r"Bring it back with: (.*)", said)[0]
-    shell = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ["HOME"]}
-    subprocess.run(["bash", "-c", command], cwd=workspace, env=shell, check=True, capture_output=True)
+    run(workspace, "bash", "-c", command)
     assert (workspace / "params.yaml").read_bytes() == before
     assert len(list((workspace / "data/bases").glob("*.txt"))) == 2
-    assert git(workspace, "status", "--porcelain") == ""
+    assert run(workspace, "git", "status", "--porcelain") == ""
 
 
 @pytest.mark.parametrize(
@@ -161,51 +136,33 @@ def test_a_failed_experiment_names_the_command_that_brings_everything_back(works
 def test_only_an_experiment_that_changed_the_file_itself_is_told_how_to_undo_it(
     arguments: tuple[str, ...], environment: dict[str, str | None], edited: bool, found: bool, tmp_path: Path
 ) -> None:
-    git(tmp_path, "init", "--quiet")
     (tmp_path / "params.yaml").write_text("a: 0")
     (tmp_path / "dvc.lock").write_text("stages:\n  base@vlm:\n    cmd: x\n")
-    git(tmp_path, "add", "--all")
-    git(tmp_path, "commit", "--quiet", "--message", "start")
+    commit(tmp_path)
     (tmp_path / "params.yaml").write_text(f"a: {int(edited)}")
     caller = {"DVC_EXP_BASELINE_REV": "c0ffee", "DVC_ROOT": str(tmp_path), "DVC_STAGE": "base@vlm", **environment}
     set_ones = {name: value for name, value in caller.items() if value is not None}
-    command = DvcCommand(process="1", arguments=arguments)
-    left = params_left(command, set_ones, tmp_path)
+    left = params_left(arguments, set_ones, tmp_path)
     assert (left is not None) is found
     if left:
         assert "git checkout params.yaml && dvc checkout base@vlm\n" in left
-        never_ran = params_left(command, {**set_ones, "DVC_STAGE": "base@vl"}, tmp_path)
+        never_ran = params_left(arguments, {**set_ones, "DVC_STAGE": "base@vl"}, tmp_path)
         assert never_ran is not None
         assert "with: git checkout params.yaml\n" in never_ran
 
 
 def test_nobody_else_may_write_what_the_launcher_makes_whatever_the_umask(workspace: Path) -> None:
-    script = (
-        "umask 000 && docker/run base vlm && find . -path ./.dvc -prune -o -newer dvc.yaml -perm -o+w ! -type l -print"
-    )
-    shell = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ["HOME"],
-        "BAKEOFF_ENGINE": "process",
-        "DVC_STAGE": "base@vlm",
-    }
-    ended = subprocess.run(["bash", "-c", script], cwd=workspace, env=shell, check=True, capture_output=True, text=True)
-    assert ended.stdout == ""
-    assert "every account" not in ended.stderr
+    new = "find . -path ./.dvc -prune -o -newer dvc.yaml -perm -o+w ! -type l -print"
+    command = ("bash", "-c", f"umask 000 && docker/run base vlm && {new}")
+    assert run(workspace, *command, DVC_STAGE="base@vlm") == ""
     assert (workspace / "data/bases/vlm.txt").stat().st_mode & 0o020  # the group's rights are the person's choice
-    (workspace / "stages/base.py").chmod(0o666)
-    ended = subprocess.run(["bash", "-c", script], cwd=workspace, env=shell, check=True, capture_output=True, text=True)
-    assert (
-        f"every account of this machine can change what runs here; end that with: chmod -R o-w '{workspace / 'stages'}'"
-        in (ended.stderr)
-    )
 
 
-def test_only_what_everybody_may_write_to_is_named(tmp_path: Path) -> None:
-    everybody, group, file = tmp_path / "everybody", tmp_path / "group", tmp_path / "file"
-    file.touch()
-    everybody.mkdir()
-    group.mkdir()
-    for path, mode in ((everybody, 0o1777), (group, 0o775), (file, 0o666)):
-        path.chmod(mode)
-    assert writable_by_everybody([everybody, group, file, tmp_path / "none"]) == [everybody, file]
+def test_code_and_folders_that_everybody_may_write_to_are_named(workspace: Path) -> None:
+    (workspace / ".bakeoff").mkdir(exist_ok=True)
+    for path, mode in (("docker", 0o777), (".bakeoff", 0o1777), ("stages/base.py", 0o666), ("data", 0o775)):
+        (workspace / path).chmod(mode)
+    lines = run(workspace, "docker/run", "base", "vlm").splitlines()
+    said = "launcher: every account of this machine can change what runs here; end that with: chmod"
+    places = (f"o-w '{workspace}/docker'", f"o-w '{workspace}/.bakeoff'", f"-R o-w '{workspace}/stages'")
+    assert lines == [f"{said} {place}" for place in places]

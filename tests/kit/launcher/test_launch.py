@@ -1,4 +1,4 @@
-"""The launcher and the GPUs: leases through docker/run and DVC's queue, on a fake NVIDIA driver."""
+"""Leases of GPUs through docker/run and DVC's queue, on a fake NVIDIA driver; what is checked before a stage starts."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +18,17 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.launcher import launch as launcher
-from stages.kit.launcher.gpus import Gpu, GpuProcess, GpuState
+from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
 from stages.kit.launcher.outputs import refuse_links_out
-from stages.kit.launcher.pipeline import Pipeline
+from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
-from tests.kit.launcher.small_checkout import copy_launcher
+from tests.kit.launcher.small_checkout import CALLER, commit, run, set_gpus, small_checkout
 
 GPUS = tuple(
-    GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=80 * 2**30)
-    for index in range(2)
+    Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0, total_bytes=80 * 2**30) for index in (0, 1)
 )
 
 # Notes when it starts and ends, and on which GPUs. With MEETS it waits until another one runs too.
@@ -67,42 +64,28 @@ stages:
 
 
 @pytest.fixture
-def driver(tmp_path: Path) -> FakeNvml:
-    return build_fake_nvml(tmp_path / "driver")
-
-
-@pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A repository of DVC's with one stage, which wants one GPU."""
-    workspace = tmp_path / "a workspace"
-    copy_launcher(workspace)
-    params = YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}
-    write_yaml(params, workspace / "params.yaml")
-    (workspace / "stages/train.py").write_text(STAGE)
-    (workspace / "dvc.yaml").write_text(PIPELINE)
-    (workspace / ".gitignore").write_text("/notes\n/triton\n/trained\n/.bakeoff\n__pycache__\n")
-    (workspace / ".venv").symlink_to(sys.prefix)
-    for command in (
-        ("git", "init", "--quiet"),
-        ("dvc", "init", "--quiet"),
-        ("git", "add", "--all"),
-        ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false", "commit", "-qm", "start"),
-    ):
-        subprocess.run(command, cwd=workspace, env=caller(), check=True)
+    """A repository of DVC's with one stage, which wants one GPU. The machine has none at first."""
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
+    write_yaml(YAML(typ="safe").load(ROOT / "params.yaml") | {"profile": "qwen2-vl-2b-24gb"}, workspace / "params.yaml")
+    with (workspace / ".gitignore").open("a") as ignored:
+        ignored.write("/triton\n/trained\n")
+    set_gpus(workspace)
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "dvc", "init", "--quiet")
+    commit(workspace)
     return workspace
 
 
-def caller(driver: FakeNvml | None = None, **more: str) -> dict[str, str]:
-    """The environment of somebody with that driver, a shell in which .venv is activated."""
-    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
-    environment = {"PATH": path, "HOME": os.environ["HOME"], "BAKEOFF_ENGINE": "process", "DVC_NO_ANALYTICS": "1"}
-    return environment | (driver.environment if driver else {}) | more
+def train(workspace: Path, *gpus: Gpu, code: int = 0, **environment: str) -> str:
+    """What the launcher prints, on a machine with these GPUs."""
+    environment |= set_gpus(workspace, *gpus)
+    return run(workspace, "docker/run", "train", "r1-llm-only", code=code, DVC_ROOT=str(workspace), **environment)
 
 
-def queued(workspace: Path, driver: FakeNvml, **more: str) -> list[str]:
+def queued(workspace: Path, *gpus: Gpu, **more: str) -> list[str]:
     """What the stages noted in two experiments that two workers of DVC's queue ran."""
-
-    environment = caller(driver, **more)
+    environment = CALLER | set_gpus(workspace, *gpus) | more
 
     def dvc(*args: str) -> str:
         # Into a file: the workers that `dvc queue start` leaves behind would hold a pipe open.
@@ -133,57 +116,37 @@ def queued(workspace: Path, driver: FakeNvml, **more: str) -> list[str]:
 
 
 @pytest.mark.pipeline
-def test_two_queued_experiments_run_side_by_side_on_two_gpus(workspace: Path, driver: FakeNvml) -> None:
-    driver.set_gpus(*GPUS)
-    first, second, *ends = queued(workspace, driver, OMP_MEETS="1")
+def test_two_queued_experiments_run_side_by_side_on_two_gpus(workspace: Path) -> None:
+    first, second, *ends = queued(workspace, *GPUS, OMP_MEETS="1")
     assert {first, second} == {"start GPU-0", "start GPU-1"}
     assert set(ends) == {"end GPU-0", "end GPU-1"}
 
 
 @pytest.mark.pipeline
-def test_two_queued_experiments_take_turns_on_one_gpu(workspace: Path, driver: FakeNvml) -> None:
-    driver.set_gpus(GPUS[0])
-    assert queued(workspace, driver) == ["start GPU-0", "end GPU-0"] * 2
+def test_two_queued_experiments_take_turns_on_one_gpu(workspace: Path) -> None:
+    assert queued(workspace, GPUS[0]) == ["start GPU-0", "end GPU-0"] * 2
 
 
-def launch(workspace: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["docker/run", "train", "r1-llm-only"],
-        cwd=workspace,
-        env={**environment, "DVC_ROOT": str(workspace)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_a_stage_gets_the_gpu_that_is_free(workspace: Path, driver: FakeNvml) -> None:
-    driver.set_gpus(GPUS[0], GPUS[1])
-    assert launch(workspace, caller(driver, CUDA_VISIBLE_DEVICES="1")).returncode == 0
-    assert (workspace / "notes").read_text().splitlines()[0] == "start GPU-1"
-
-
-def test_it_keeps_what_triton_compiles_in_the_repository(workspace: Path, driver: FakeNvml) -> None:
-    driver.set_gpus(GPUS[0])
+def test_a_stage_gets_the_gpu_that_is_free_and_keeps_what_triton_compiles_in_the_repository(workspace: Path) -> None:
     folders = []
-    for own in ({}, {"TRITON_CACHE_DIR": "/shared/by/all"}):
-        assert launch(workspace, caller(driver, **own)).returncode == 0
+    for own in ("", "/shared/by/all"):
+        train(workspace, *GPUS, CUDA_VISIBLE_DEVICES="1", TRITON_CACHE_DIR=own)
         folders.append(Path((workspace / "triton").read_text()))
+    assert (workspace / "notes").read_text().splitlines() == ["start GPU-1", "end GPU-1"] * 2
     assert folders[0] == folders[1]
     assert folders[0].parent == workspace / ".bakeoff/triton"
-
-
-def test_a_stage_on_a_cpu_keeps_nothing_of_tritons(workspace: Path) -> None:
     shutil.copy(ROOT / "params.yaml", workspace)
-    assert launch(workspace, caller(TRITON_CACHE_DIR="/shared/by/all")).returncode == 0
-    assert (workspace / "triton").read_text() == "nowhere"
+    train(workspace, TRITON_CACHE_DIR="/shared/by/all")
+    assert (workspace / "triton").read_text() == "nowhere", "on a CPU"
 
 
-def test_a_machine_without_a_gpu_is_refused_before_anything_runs(workspace: Path, driver: FakeNvml) -> None:
-    refused = launch(workspace, caller(driver))
-    assert refused.returncode == 1
-    assert "train r1-llm-only wants 1 GPU" in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_without_a_free_gpu_a_stage_is_refused_before_anything_runs(workspace: Path) -> None:
+    held = replace(GPUS[0], used_bytes=40 * 2**30, compute={os.getpid(): 40 * 2**30})
+    for gpus, said in (((), "train r1-llm-only wants 1 GPU"), ((held,), f"    pid {os.getpid()}, ")):
+        refused = train(workspace, *gpus, code=1)
+        assert said in refused
+        assert "Traceback" not in refused
+    assert "GPU 0 (NVIDIA A100): 40.0 GiB of 80.0 GiB in use" in refused
     assert not (workspace / "notes").exists()
 
 
@@ -210,20 +173,6 @@ def test_a_link_out_of_the_checkout_is_refused_before_anything_is_written_behind
     refuse_links_out(checkout, [f"{link}/vlm"])
 
 
-def test_who_holds_the_gpu_is_named_with_how_much(workspace: Path, driver: FakeNvml) -> None:
-    held = GpuState(
-        gpu=GPUS[0].gpu,
-        used_bytes=40 * 2**30,
-        total_bytes=80 * 2**30,
-        compute=(GpuProcess(pid=os.getpid(), used_bytes=40 * 2**30),),
-    )
-    driver.set_gpus(held)
-    refused = launch(workspace, caller(driver))
-    assert refused.returncode == 1
-    assert "GPU 0 (NVIDIA A100): 40.0 GiB of 80.0 GiB in use" in refused.stderr
-    assert f"pid {os.getpid()}" in refused.stderr
-
-
 @pytest.mark.parametrize(
     ("stage", "kind", "wanted"),
     [("train", "cuda", 4), ("merge", "cuda", 1), ("evaluate", "cuda", 1), ("plan", "cuda", 0), ("train", "cpu", 0)],
@@ -234,10 +183,10 @@ def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: st
 
 def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -> None:
     params = load_params(ROOT / "params.yaml")
-    assert source_of("base", ("vlm",), params) == "folder:data/tiny/qwen2-vl"
-    assert source_of("prepare", ("nutrition-tables",), params) == "generated"
-    assert source_of("train", ("r1-llm-only",), params) == ""
-    assert source_of("base", ("no such",), params) == ""
+    assert source_of("base", "vlm", params) == "folder:data/tiny/qwen2-vl"
+    assert source_of("prepare", "nutrition-tables", params) == "generated"
+    assert source_of("train", "r1-llm-only", params) == ""
+    assert source_of("base", "no such", params) == ""
     assert source_dir("folder:data/tiny/../photos") == ROOT / "data/photos"
     assert source_dir("folder:/photos") == Path("/photos")
     assert source_dir("generated") is None
@@ -255,7 +204,9 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
     params = load_params(tmp_path / "params.yaml")
 
     def look(stage: str, name: str) -> None:
-        refuse_undeclared(Pipeline.of(tmp_path).require(f"docker/run {stage} {name}"), stage, name, params)
+        declared = stage_of_command(declared_stages(tmp_path), stage, [name])
+        assert declared is not None
+        refuse_undeclared(declared, stage, name, params)
 
     look("build", "moe-hidden")
     look("prepare", "only-qmsum")
@@ -281,16 +232,13 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
 
 
 def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:
-    params = load_params(ROOT / "params.yaml")
-    caller = {"DVC_ROOT": "/repository"}
-    checkpoints = Path("/repository/.bakeoff/checkpoints/r1-llm-only")
-    assert kept_dirs("train", ("r1-llm-only",), params, caller) == (checkpoints,)
-    assert kept_dirs("train", ("r1-llm-only",), params, {}) == (ROOT / ".bakeoff/checkpoints/r1-llm-only",)
+    params, repository = load_params(ROOT / "params.yaml"), Path("/repository")
+    checkpoints = repository / ".bakeoff/checkpoints/r1-llm-only"
+    assert kept_dirs("train", "r1-llm-only", params, repository) == (checkpoints,)
     tracked = replace(params, tracking=replace(params.tracking, wandb=True))
-    runs = Path("/repository/.bakeoff/tracking")
-    assert kept_dirs("train", ("r1-llm-only",), tracked, caller) == (checkpoints, runs)
-    for stage, args in (("merge", ("r1-llm-only",)), ("train", ()), ("train", ("--help",)), ("train", ("../../x",))):
-        assert kept_dirs(stage, args, tracked, caller) == ()
+    assert kept_dirs("train", "r1-llm-only", tracked, repository) == (checkpoints, repository / ".bakeoff/tracking")
+    for stage, name in (("merge", "r1-llm-only"), ("train", ""), ("train", "--help"), ("train", "../../x")):
+        assert kept_dirs(stage, name, tracked, repository) == ()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.launcher.outputs import Outputs, outputs_aside, run_alone
+from stages.kit.launcher.outputs import Outputs
 from stages.kit.launcher.pipeline import DeclaredStage
 
 TRAIN = DeclaredStage(
@@ -42,62 +42,67 @@ def write_outputs(outputs: Outputs) -> None:
     write(outputs.written_dir / "data/runs/r1/training/training.json", "{}")
 
 
+@pytest.fixture
+def outputs(workspace: Path) -> Outputs:
+    return Outputs(TRAIN, workspace)
+
+
+def take(outputs: Outputs) -> None:
+    with outputs.aside():
+        write_outputs(outputs)
+        outputs.take([])
+
+
 def files_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_a_stage_declares_is_taken_and_replaces_what_was_there(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs:
-        write_outputs(outputs)
-        outputs.take([])
-    assert files_of(workspace / "data/runs/r1") == {
-        "plan.yaml": "plan",
-        "trained/new": "new",
-        "training/training.json": "{}",
-    }
+def test_what_a_stage_declares_is_taken_and_replaces_what_was_there(workspace: Path, outputs: Outputs) -> None:
+    write(workspace / "data/.outputs/train@r1/written/data/runs/r1/trained/half", "left by a killed launcher")
+    take(outputs)
+    taken = {"plan.yaml": "plan", "trained/new": "new", "training/training.json": "{}"}
+    assert files_of(workspace / "data/runs/r1") == taken
 
 
-def test_a_stage_cannot_write_the_record_of_where_it_comes_from(workspace: Path) -> None:
-    record = "data/provenance/detection/train@r1.json"
-    with outputs_aside(replace(TRAIN, outs=(record, *TRAIN.outs)), workspace) as outputs:
-        assert outputs.folders == ("data/runs/r1",)
-        write(outputs.written_dir / record, "{}")
-        with pytest.raises(UserError, match=r"the stage wrote data/provenance.*which dvc\.yaml does not declare"):
-            outputs.take([])
-
-
-def test_a_stage_that_is_not_taken_leaves_the_last_result_and_nothing_else(workspace: Path) -> None:
+def test_a_stage_that_is_not_taken_leaves_the_last_result_and_nothing_else(workspace: Path, outputs: Outputs) -> None:
     before = files_of(workspace)
-    with outputs_aside(TRAIN, workspace) as outputs:
+    with outputs.aside():
         write_outputs(outputs)
     assert files_of(workspace) == {**before, "data/.outputs/train@r1/lock": ""}
+    with outputs.aside():
+        outputs.take([])  # an output that was not written is left for DVC to judge
+    assert (workspace / "data/runs/r1/trained/old").is_file()
+
+
+RECORD = "data/provenance/detection/train@r1.json"
 
 
 @pytest.mark.parametrize(
-    "stray", ["data/runs/r1/notes", "data/runs/r1/training/metrics.json", "data/runs/r1/plan.yaml2"]
+    "stray",
+    ["data/runs/r1/notes", "data/runs/r1/training/metrics.json", "data/runs/r1/plan.yaml2", "data/runs/r1/x/", RECORD],
 )
 def test_what_is_not_declared_is_refused_and_nothing_is_taken(workspace: Path, stray: str) -> None:
+    """Among that is the record, which the launcher writes, and an empty folder."""
     before = files_of(workspace)
-    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match=stray):
+    outputs = Outputs(replace(TRAIN, outs=(RECORD, *TRAIN.outs)), workspace)
+    with outputs.aside(), pytest.raises(UserError, match=r"the stage wrote data/.*which dvc\.yaml does not declare"):
         write_outputs(outputs)
-        write(outputs.written_dir / stray, "x")
+        place = outputs.written_dir / stray
+        (place if stray.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
+        if not stray.endswith("/"):
+            place.touch()
         outputs.take([])
     assert files_of(workspace).items() >= before.items()
     assert not (workspace / "data/runs/r1/trained/new").exists()
 
 
-def test_an_output_that_was_not_written_leaves_the_old_one_for_dvc_to_judge(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs:
-        outputs.take([])
-    assert (workspace / "data/runs/r1/trained/old").is_file()
-
-
-def test_only_the_parents_of_outputs_are_writable(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs:
+def test_only_the_parents_of_outputs_are_writable(workspace: Path, outputs: Outputs) -> None:
+    with outputs.aside():
         assert outputs.folders == ("data/runs/r1",)
-        assert [path for path in outputs.written_dir.rglob("*") if not any(path.iterdir())] == [
-            outputs.written_dir / "data/runs/r1"
-        ]
+        empty = [path for path in outputs.written_dir.rglob("*") if not any(path.iterdir())]
+        assert empty == [outputs.written_dir / "data/runs/r1"]
+    several = replace(TRAIN, outs=("data/report/detection/table.txt", "data/runs/r1/predictions.parquet"))
+    assert Outputs(several, workspace).folders == ("data/report/detection", "data/runs/r1")
 
 
 def leave_link(place: Path, victim: Path) -> None:
@@ -115,12 +120,12 @@ def leave_pipe(place: Path, victim: Path) -> None:
 @pytest.mark.parametrize("leave", [leave_link, leave_link_to_a_folder, leave_pipe])
 @pytest.mark.parametrize("where", ["data/runs/r1/trained/x", "data/runs/r1/training", "data/runs/r1/stray"])
 def test_links_and_special_files_are_refused_wherever_they_lie(
-    workspace: Path, tmp_path: Path, leave: Callable[[Path, Path], None], where: str
+    workspace: Path, tmp_path: Path, outputs: Outputs, leave: Callable[[Path, Path], None], where: str
 ) -> None:
     """Whoever followed a link, the launcher here or a later stage, would leave what this stage may see."""
     victim = tmp_path / "victim/training.json"
     write(victim, "not the stage's")
-    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match=f"{where} .a link or a special"):
+    with outputs.aside(), pytest.raises(UserError, match=f"{where} .a link or a special"):
         (outputs.written_dir / "data/runs/r1/trained").mkdir()
         leave(outputs.written_dir / where, victim)
         outputs.take([])
@@ -128,33 +133,30 @@ def test_links_and_special_files_are_refused_wherever_they_lie(
     assert (workspace / "data/runs/r1/trained/old").exists()
 
 
-def test_an_empty_folder_that_is_not_declared_is_refused(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs, pytest.raises(UserError, match="data/runs/r1/stray"):
-        (outputs.written_dir / "data/runs/r1/stray").mkdir()
-        outputs.take([])
-
-
-def test_an_input_that_was_moved_does_not_pass_for_an_output(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs:
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_place_of_an_input_is_not_taken_and_does_not_pass_for_an_output(
+    workspace: Path, outputs: Outputs, moved: bool
+) -> None:
+    with outputs.aside():
         place = outputs.written_dir / "data/runs/r1/inputs/plan.yaml"
         write(place, "")
-        place.parent.rename(outputs.written_dir / "data/runs/r1/trained")
-        with pytest.raises(UserError, match=r"moved its input data/runs/r1/inputs/plan\.yaml"):
+        if moved:
+            place.parent.rename(outputs.written_dir / "data/runs/r1/trained")
+            with pytest.raises(UserError, match=r"moved its input data/runs/r1/inputs/plan\.yaml"):
+                outputs.take([place])
+        else:
+            write_outputs(outputs)
             outputs.take([place])
-
-
-def test_the_places_of_inputs_are_not_taken_and_not_strays(workspace: Path) -> None:
-    with outputs_aside(TRAIN, workspace) as outputs:
-        place = outputs.written_dir / "data/runs/r1/inputs/plan.yaml"
-        write(place, "")
-        write_outputs(outputs)
-        outputs.take([place])
     assert not (workspace / "data/runs/r1/inputs").exists()
+    assert (workspace / "data/runs/r1/trained/new").exists() != moved
 
 
-def test_what_is_taken_is_plain_whatever_the_stage_made_of_it(workspace: Path) -> None:
+def test_what_is_taken_is_plain_whatever_the_stage_made_of_it(workspace: Path, outputs: Outputs) -> None:
+    left = workspace / "data/.outputs/train@r1/written/data/locked"
+    write(left / "file", "left by a killed launcher")
+    left.chmod(0o500)
     for _ in range(2):  # the second time it replaces what the first one left
-        with outputs_aside(TRAIN, workspace) as outputs:
+        with outputs.aside():
             write_outputs(outputs)
             program = outputs.written_dir / "data/runs/r1/trained/new"
             program.chmod(0o4711)
@@ -166,10 +168,12 @@ def test_what_is_taken_is_plain_whatever_the_stage_made_of_it(workspace: Path) -
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_who_may_read_what_is_taken_is_as_the_callers_umask_says(workspace: Path, umask: int, mode: int) -> None:
+def test_who_may_read_what_is_taken_is_as_the_callers_umask_says(
+    workspace: Path, outputs: Outputs, umask: int, mode: int
+) -> None:
     before = os.umask(umask)
     try:
-        with outputs_aside(TRAIN, workspace) as outputs:
+        with outputs.aside():
             write_outputs(outputs)
             (outputs.written_dir / "data/runs/r1/trained/new").chmod(0o644)  # by the umask in the container
             outputs.take([])
@@ -178,60 +182,18 @@ def test_who_may_read_what_is_taken_is_as_the_callers_umask_says(workspace: Path
     assert stat.S_IMODE((workspace / "data/runs/r1/trained/new").stat().st_mode) == mode
 
 
-def test_leftovers_that_resist_do_not_block_the_next_run(workspace: Path) -> None:
-    left = workspace / "data/.outputs/train@r1/written/data/locked"
-    write(left / "file", "x")
-    left.chmod(0o500)
-    with outputs_aside(TRAIN, workspace) as outputs:
-        assert not (outputs.written_dir / "data/locked").exists()
-
-
-def test_an_output_that_was_a_link_is_replaced_and_what_it_led_to_stays(workspace: Path, tmp_path: Path) -> None:
-    """As with DVC's cache.type symlink."""
-    cached = tmp_path / "cached"
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_an_output_that_was_a_link_to_the_cache_is_replaced_and_the_cache_stays(
+    workspace: Path, outputs: Outputs, link: Callable[[Path, Path], None]
+) -> None:
+    cached, output = workspace / "cached", workspace / "data/runs/r1/training/training.json"
     write(cached, "cached")
-    (workspace / "data/runs/r1/training").mkdir()
-    (workspace / "data/runs/r1/training/training.json").symlink_to(cached)
-    with outputs_aside(TRAIN, workspace) as outputs:
-        write_outputs(outputs)
-        outputs.take([])
+    output.parent.mkdir()
+    link(cached, output)
+    take(outputs)
     assert cached.read_text() == "cached"
-    assert not (workspace / "data/runs/r1/training/training.json").is_symlink()
-
-
-def test_outputs_in_several_folders_and_an_input_folder_beside_them(workspace: Path) -> None:
-    compare = DeclaredStage(
-        name="compare@detection",
-        command="docker/run compare detection",
-        params=(),
-        deps=("data/report/detection/runs",),
-        outs=("data/report/detection/table.txt", "data/runs/r1/predictions.parquet"),
-    )
-    write(workspace / "data/report/detection/runs/r1/card.json", "{}")
-    with outputs_aside(compare, workspace) as outputs:
-        assert outputs.folders == ("data/report/detection", "data/runs/r1")
-        write(outputs.written_dir / "data/report/detection/table.txt", "table")
-        outputs.take([])
-    assert (workspace / "data/report/detection/runs/r1/card.json").read_text() == "{}"
-
-
-def test_a_hard_link_to_the_cache_is_replaced_and_never_written_through(workspace: Path) -> None:
-    cached = workspace / "cached"
-    write(cached, "cached")
-    (workspace / "data/runs/r1/training").mkdir()
-    os.link(cached, workspace / "data/runs/r1/training/training.json")
-    with outputs_aside(TRAIN, workspace) as outputs:
-        write_outputs(outputs)
-        outputs.take([])
-    assert cached.read_text() == "cached"
-
-
-def test_what_a_killed_launcher_left_is_not_taken_for_an_output(workspace: Path) -> None:
-    write(workspace / "data/.outputs/train@r1/written/data/runs/r1/trained/half", "half")
-    with outputs_aside(TRAIN, workspace) as outputs:
-        write_outputs(outputs)
-        outputs.take([])
-    assert not (workspace / "data/runs/r1/trained/half").exists()
+    assert output.read_text() == "{}"
+    assert not output.is_symlink()
 
 
 LOCKING = """
@@ -243,15 +205,14 @@ with open(sys.argv[1], "a") as lock:
 """
 
 
-def test_a_stage_runs_once_at_a_time_in_a_workspace(workspace: Path) -> None:
-    lock_path = workspace / "data/.outputs/train@r1/lock"
-    write(lock_path, "")
-    command = [sys.executable, "-c", LOCKING, str(lock_path)]
+def test_a_stage_runs_once_at_a_time_in_a_workspace(outputs: Outputs) -> None:
+    write(outputs.lock_path, "")
+    command = [sys.executable, "-c", LOCKING, str(outputs.lock_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match="train@r1 is already running"), run_alone(TRAIN, workspace):
+        with pytest.raises(UserError, match="train@r1 is already running"), outputs.alone():
             pytest.fail("it was claimed twice")
         other.kill()
-    with run_alone(TRAIN, workspace), outputs_aside(TRAIN, workspace) as outputs:
-        assert outputs.folders
+    with outputs.alone():
+        take(outputs)

@@ -4,12 +4,11 @@ import hashlib
 import os
 import runpy
 import shutil
-import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,13 @@ from stages.core.lineage import content_digest
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, provenance_of_run, read_provenance
 from stages.kit.launcher import machine
-from stages.kit.launcher.gpus import Gpu, GpuState
-from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine
+from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine, triton_dir
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.launcher.provenance_recorder import code_digest, git_state, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml
-from tests.kit.launcher.fake_nvml import FakeNvml, build_fake_nvml
-from tests.kit.launcher.small_checkout import small_checkout
+from tests.kit.launcher.small_checkout import commit, run, set_gpus, small_checkout
 
 RECORD = "data/provenance/detection/train@r1-llm-only.json"
 
@@ -51,45 +49,33 @@ stages:
       params: ["tracking", "profiles.${{profile}}.memory.micro_batch", "profiles.${{profile}}.bases.none"]
       deps: [data/bases/vlm, "data/runs/${{key}}/plan.yaml", docker, stages/train.py]
       outs: ["{RECORD.replace("r1-llm-only", "${key}")}", "data/runs/${{key}}/trained"]
+  compare@detection:
+    cmd: docker/run compare
+    deps: [data/runs/r1-llm-only/trained]
+    outs: [data/report]
 """
+
+TRAINED = Path("data/runs/r1-llm-only/trained")
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """A checkout with one commit, whose train stage is STAGE."""
-    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
-    git(workspace, "init", "--quiet")
-    git(workspace, "add", "--all")
-    git(workspace, "commit", "--quiet", "--message", "start")
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE, compare="")
+    commit(workspace)
     return workspace
 
 
-def git(place: Path, *args: str) -> str:
-    who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
-    return subprocess.run(["git", *who, *args], cwd=place, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def train(workspace: Path, code: int = 0, **more: str) -> Provenance | None:
-    """The record of a training by the launcher; None where it left none."""
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "BAKEOFF_ENGINE": "process", **more}
-    result = subprocess.run(
-        ["docker/run", "train", "r1-llm-only"],
-        cwd=workspace,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == code, result.stderr
-    path = workspace / RECORD
-    return read_provenance(path) if path.exists() else None
+def train(workspace: Path, code: int = 0, **environment: str) -> Provenance:
+    """The record of a training by the launcher."""
+    run(workspace, "docker/run", "train", "r1-llm-only", code=code, **environment)
+    return read_provenance(workspace / RECORD)
 
 
 def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
     record = train(workspace, DVC_EXP_NAME="narrow", OMP_NUM_THREADS="1", SECRET="x")
-    assert record is not None
     assert (record.stage, record.command) == ("train@r1-llm-only", "docker/run train r1-llm-only")
-    assert record.commit == git(workspace, "rev-parse", "HEAD")
+    assert record.commit == run(workspace, "git", "rev-parse", "HEAD").strip()
     assert record.changed == []  # the stage edits params.yaml, but after it has started
     assert record.params == {
         "profiles.tiny.memory.micro_batch": 16,
@@ -122,11 +108,9 @@ def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Pa
     (workspace / "dvc.lock").write_text("written by every stage")
     (workspace / "notes.txt").write_text("a note")
     record = train(workspace)
-    assert record is not None
     assert record.changed == ["stages/core/errors.py", "stages/thử nghiệm.py"]
     assert record.changed_code == record.changed
     record = train(workspace)  # the stage has edited params.yaml meanwhile
-    assert record is not None
     assert "params.yaml" in record.changed
     assert "params.yaml" not in record.changed_code
 
@@ -134,14 +118,17 @@ def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Pa
 def test_without_git_no_commit_is_made_up(workspace: Path) -> None:
     shutil.rmtree(workspace / ".git")
     record = train(workspace)
-    assert record is not None
     assert (record.commit, record.changed) == (None, [])
-    git(workspace, "init", "--quiet")
+    run(workspace, "git", "init", "--quiet")
     assert git_state(workspace, ["stages"])[0] is None
 
 
-def test_a_stage_that_fails_leaves_no_record(workspace: Path) -> None:
-    assert train(workspace, code=3, OMP_CODE="3") is None
+def test_a_stage_that_fails_leaves_no_record_and_one_whose_record_cannot_be_written_fails(workspace: Path) -> None:
+    """DVC would miss an output; so does who runs the stage by hand."""
+    (workspace / "data/provenance").write_text("no folder")
+    for code, environment in ((3, {"OMP_CODE": "3"}), (1, {})):
+        with pytest.raises(UserError, match=r"train@r1-llm-only\.json cannot be read"):
+            train(workspace, code, **environment)
 
 
 def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
@@ -154,29 +141,29 @@ def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
     assert (workspace / ".git/index").read_bytes() == before
 
 
-def test_a_record_that_cannot_be_written_fails_the_stage(workspace: Path) -> None:
-    """DVC would miss an output; so does who runs the stage by hand."""
-    place = workspace / "data/provenance"
-    place.write_text("no folder")
-    assert train(workspace, 1) is None
-
-
-def test_gpus_and_driver_are_named(workspace: Path, tmp_path: Path) -> None:
-    driver: FakeNvml = build_fake_nvml(tmp_path / "driver")
-    driver.set_gpus(
-        *(
-            GpuState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100"), used_bytes=0, total_bytes=2**36)
-            for index in range(2)
-        )
-    )
+def test_gpus_and_driver_are_named(workspace: Path) -> None:
+    gpus = (Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0) for index in range(2))
     raw = YAML(typ="safe").load(workspace / "params.yaml")
     raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 2}
     raw["profiles"]["tiny"]["memory"]["placement"] = "ddp"
     write_yaml(raw, workspace / "params.yaml")
-    record = train(workspace, 0, **driver.environment)
-    assert record is not None
+    record = train(workspace, **set_gpus(workspace, *gpus))
     assert record.gpus == ["NVIDIA A100"] * 2
     assert record.device == "2 x NVIDIA A100, driver 580.95.05"
+
+
+def test_an_input_that_its_maker_did_not_leave_is_refused_by_every_stage_that_reads_it(workspace: Path) -> None:
+    train(workspace)
+    (workspace / TRAINED / "weights").write_text("other weights")
+    said = (
+        f"{TRAINED} is not what train@r1-llm-only made, by its record in {RECORD}; "
+        "rebuild it with: dvc repro -f -s train@r1-llm-only"
+    )
+    assert said in run(workspace, "docker/run", "compare", "detection", code=1)
+    (workspace / RECORD).write_text("{")
+    assert f"{RECORD} is damaged" in run(workspace, "docker/run", "compare", "detection", code=1)
+    (workspace / RECORD).unlink()  # without a record it is taken as it is
+    assert run(workspace, "docker/run", "compare", "detection") == ""
 
 
 def test_code_counts_by_what_it_says_and_not_by_where_it_lies(workspace: Path, tmp_path: Path) -> None:
@@ -208,29 +195,31 @@ def test_packages_are_those_that_would_be_imported(tmp_path: Path) -> None:
     }
 
 
-def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    assert cuda_of_torch() == runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version_path = next(path for folder in sys.path for path in Path(folder).glob("torch/version.py"))
+    assert cuda_of_torch() == runpy.run_path(str(version_path))["cuda"]
+    monkeypatch.setattr(machine, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "x.py")))
+    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", None)):
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\ngit_version = 'cf'\n")
+        assert cuda_of_torch() == cuda
 
 
-@pytest.mark.parametrize(
-    ("line", "cuda"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", None)]
-)
-def test_a_build_for_gpus_is_told_from_one_for_cpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str | None
-) -> None:
-    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\ngit_version = 'cf'\n")
-    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(machine, "find_spec", lambda name: spec)
-    assert cuda_of_torch() == cuda
-
-
-def test_a_damaged_record_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused_with_the_command_that_fixes_it(tmp_path: Path) -> None:
     path = tmp_path / "train@r1.json"
     for text in ("", "{}", "[1]", '{"stage": 3}'):
         path.write_text(text)
         with pytest.raises(UserError, match=r"(?s)is damaged.*rm -f \S+r1\.json && dvc checkout \S+r1\.json$"):
             list(provenance_of_run(tmp_path, "r1"))
     assert list(provenance_of_run(tmp_path, "r2")) == []
+
+
+def test_triton_has_a_folder_for_each_image_and_each_set_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = Path("/repository")
+    images = [None, ("bakeoff:cuda-0", "sha256:0123456789abcdef"), ("bakeoff:cuda-0", "sha256:fedcba9876543210")]
+    folders = [triton_dir(image, repository) for image in images]
+    assert folders[1] == repository / ".bakeoff/triton/0123456789ab"
+    assert folders[0] == triton_dir(None, repository)
+    monkeypatch.setattr(machine, "installed_packages", lambda _: {"triton": "0.0.1"})
+    folders.append(triton_dir(None, repository))
+    assert {folder.parent for folder in folders} == {repository / ".bakeoff/triton"}
+    assert len(set(folders)) == 4

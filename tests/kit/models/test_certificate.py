@@ -11,25 +11,11 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, write_lineage
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.certificate import Certificate, require_certificate, write_certificate
+from stages.kit.models.certificate import require_certificate, write_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from tests.damage import damaged_bytes, damaged_tree, quick
-
-GOOD = Certificate(
-    recipe="r1",
-    merged_digest="0" * 64,
-    weights_digest="0" * 64,
-    logit_deviation=1e-6,
-    tolerance=1e-2,
-    probes=2,
-    changed_modules=3,
-    unexpected_modules=[],
-    unchanged_modules=[],
-    processor_parity=True,
-    precision="fp32",
-    trained_quantization="none",
-)
+from tests.made_up_records import CERTIFICATE
 
 
 @pytest.mark.parametrize(
@@ -43,8 +29,8 @@ GOOD = Certificate(
     ],
 )
 def test_each_problem_fails_the_certificate(change: dict[str, object], problem: str) -> None:
-    assert GOOD.problems() == []
-    (found,) = replace(GOOD, **change).problems()  # type: ignore[arg-type]
+    assert CERTIFICATE.problems() == []
+    (found,) = replace(CERTIFICATE, **change).problems()  # type: ignore[arg-type]
     assert problem in found
 
 
@@ -55,15 +41,15 @@ def test_no_evaluation_without_the_certificate_of_this_very_content(tmp_path: Pa
     path = tmp_path / "merge.json"
     with pytest.raises(UserError, match=r"is missing.*dvc repro merge@r1"):
         require_certificate(path, merged)
-    write_certificate(GOOD, path)
+    write_certificate(CERTIFICATE, path)
     with pytest.raises(UserError, match="certifies 000000000000, but the folder holds"):
         require_certificate(path, merged)
-    write_certificate(replace(GOOD, merged_digest=merged.digest), path)
+    write_certificate(replace(CERTIFICATE, merged_digest=merged.digest), path)
     require_certificate(path, merged)
-    write_certificate(replace(GOOD, merged_digest=merged.digest, logit_deviation=1.0), path)
+    write_certificate(replace(CERTIFICATE, merged_digest=merged.digest, logit_deviation=1.0), path)
     with pytest.raises(UserError, match="records a failed merge: logits deviate"):
         require_certificate(path, merged)
-    for text in ("", "{}", "[]", json.dumps({**asdict(GOOD), "more": 1})):
+    for text in ("", "{}", "[]", json.dumps({**asdict(CERTIFICATE), "more": 1})):
         path.write_text(text)
         with pytest.raises(UserError, match="is damaged"):
             require_certificate(path, merged)
@@ -98,8 +84,8 @@ def test_another_picture_size_breaks_processor_parity(tiny_vlm: Path, probes: li
 
 
 @given(
-    content=damaged_tree(asdict(GOOD)).map(lambda tree: json.dumps(tree).encode())
-    | damaged_bytes(json.dumps(asdict(GOOD)).encode())
+    content=damaged_tree(asdict(CERTIFICATE)).map(lambda tree: json.dumps(tree).encode())
+    | damaged_bytes(json.dumps(asdict(CERTIFICATE)).encode())
 )
 @quick(80)
 def test_any_damage_to_a_certificate_is_refused_or_leaves_it_holding(
@@ -107,7 +93,7 @@ def test_any_damage_to_a_certificate_is_refused_or_leaves_it_holding(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "merge.json"
     path.write_bytes(content)
-    merged = Lineage(kind="merged", name="r1", digest=GOOD.merged_digest)
+    merged = Lineage(kind="merged", name="r1", digest=CERTIFICATE.merged_digest)
     try:
         require_certificate(path, merged)
     except UserError as error:

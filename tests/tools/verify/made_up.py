@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
 from stages.core.lineage import content_digest, verified_lineage, write_lineage
-from stages.core.provenance import Machine, Provenance, write_provenance
+from stages.core.provenance import write_provenance
 from stages.core.publish import published
-from stages.kit.models.certificate import Certificate, write_certificate
+from stages.kit.models.certificate import write_certificate
 from tests import ROOT
+from tests.made_up_records import CERTIFICATE, PROVENANCE
 
 PIPELINE = """
 stages:
@@ -37,20 +39,17 @@ stages:
       cmd: python -m tests.tools.verify.made_up train ${key}
       params: ["recipes.${key}"]
       deps: [data/bases/vlm]
-      outs:
-        - data/provenance/detection/train@${key}.json
-        - data/runs/${key}/trained
-      metrics:
-        - data/runs/${key}/training/training.json
+      outs: ["data/provenance/detection/train@${key}.json", "data/runs/${key}/trained"]
+      metrics: ["data/runs/${key}/training/training.json"]
   merge:
     foreach: ${recipes}
     do:
       cmd: python -m tests.tools.verify.made_up merge ${key}
       deps: [data/bases/vlm, "data/runs/${key}/trained"]
-      outs:
-        - data/runs/${key}/merged
-        - data/runs/${key}/merge.json
+      outs: ["data/runs/${key}/merged", "data/runs/${key}/merge.json"]
 """
+
+BASE = Path("data/bases/vlm")
 
 ENVIRONMENT = {
     **os.environ,
@@ -66,13 +65,8 @@ def make_workspace(workspace: Path) -> Path:
     (workspace / "data/source/config.json").write_text("{}")
     (workspace / "dvc.yaml").write_text(PIPELINE)
     (workspace / "params.yaml").write_text("recipes: {r1: {seed: 1}}\n")
-    dvc(workspace, "init", "--quiet", "--no-scm")
-    dvc(workspace, "repro", "--quiet")
+    run(workspace, "dvc init --quiet --no-scm && dvc repro --quiet")
     return workspace
-
-
-def dvc(workspace: Path, *args: str) -> None:
-    run(workspace, f"dvc {' '.join(args)}")
 
 
 def run(workspace: Path, command: str) -> None:
@@ -87,91 +81,41 @@ def weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def base(name: str) -> None:
-    with published(Path("data/bases") / name) as folder:
+    with published(BASE) as folder:
         shutil.copy("data/source/config.json", folder)
         save_file(weights(0), folder / "model.safetensors")
         write_lineage(folder, kind="base", name=name, source={"folder": "data/source"})
-    record(f"data/provenance/base@{name}.json", ["data/source"], [f"data/bases/{name}"])
+    record(f"data/provenance/base@{name}.json", ["data/source"], [str(BASE)])
 
 
 def train(name: str) -> None:
-    base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
+    run_dir, seed = Path("data/runs") / name, YAML(typ="safe").load(Path("params.yaml"))["recipes"][name]["seed"]
     with published(run_dir / "trained") as folder:
         (folder / "adapter").mkdir()
-        seed = YAML(typ="safe").load(Path("params.yaml"))["recipes"][name]["seed"]
         save_file(weights(seed), folder / "adapter/adapter_model.safetensors")
         (folder / "thử nghiệm.txt").write_bytes("một\r\nhai\r\n".encode())
-        write_lineage(
-            folder, kind="trained", name=name, parents={"base": (base_dir, verified_lineage(base_dir, fix=""))}
-        )
+        write_lineage(folder, kind="trained", name=name, parents={"base": (BASE, verified_lineage(BASE, fix=""))})
     (run_dir / "training").mkdir(exist_ok=True)
     (run_dir / "training/training.json").write_text(json.dumps({"train_seconds": 1.5, "final_loss": 1 / seed}))
     outputs = [f"data/runs/{name}/trained", f"data/runs/{name}/training/training.json"]
-    record(f"data/provenance/detection/train@{name}.json", ["data/bases/vlm"], outputs)
+    record(f"data/provenance/detection/train@{name}.json", [str(BASE)], outputs)
 
 
 def merge(name: str) -> None:
-    base_dir, run_dir = Path("data/bases/vlm"), Path("data/runs") / name
-    parents = {
-        role: (path, verified_lineage(path, fix=""))
-        for role, path in (("base", base_dir), ("trained", run_dir / "trained"))
-    }
+    run_dir = Path("data/runs") / name
+    parents = {"base": BASE, "trained": run_dir / "trained"}
+    read = {role: (path, verified_lineage(path, fix="")) for role, path in parents.items()}
     with published(run_dir / "merged") as folder:
         save_file(weights(2), folder / "model.safetensors")
-        lineage = write_lineage(folder, kind="merged", name=name, parents=parents)
-    good = Certificate(
-        recipe=name,
-        merged_digest=lineage.digest,
-        weights_digest="0" * 64,
-        logit_deviation=1e-6,
-        tolerance=1e-2,
-        probes=2,
-        changed_modules=3,
-        unexpected_modules=[],
-        unchanged_modules=[],
-        processor_parity=True,
-        precision="fp32",
-        trained_quantization="none",
-    )
-    write_certificate(good, run_dir / "merge.json")
+        lineage = write_lineage(folder, kind="merged", name=name, parents=read)
+    write_certificate(replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest), run_dir / "merge.json")
 
 
 def record(path: str, inputs: list[str], outputs: list[str]) -> None:
-    now, stage = datetime.now(UTC).isoformat(), Path(path).stem
-    provenance = Provenance(
-        stage=stage,
-        command=f"docker/run {stage.replace('@', ' ')}",
-        started=now,
-        ended=now,
-        seconds=1.5,
-        commit=None,
-        changed=[],
-        code="",
-        experiment=None,
-        params={},
-        plan=None,
-        seed=1,
-        attempt=0,
-        inputs={path: content_digest(Path(path)) for path in inputs},
-        outputs={path: content_digest(Path(path)) for path in outputs},
-        engine="process",
-        image=None,
-        image_digest=None,
-        lock=None,
-        machine=Machine(
-            python="3.12.1",
-            packages={},
-            cuda=None,
-            system="Linux",
-            cpu="A CPU",
-            arithmetic="AuthenticAMD avx2",
-            cores=2,
-            memory_gib=16.0,
-        ),
-        gpus=[],
-        driver=None,
-    )
-    write_provenance(provenance, Path(path))
+    made = {path: content_digest(Path(path)) for path in outputs}
+    read = {path: content_digest(Path(path)) for path in inputs}
+    now = datetime.now(UTC).isoformat()
+    write_provenance(replace(PROVENANCE, stage=Path(path).stem, started=now, inputs=read, outputs=made), Path(path))
 
 
 if __name__ == "__main__":

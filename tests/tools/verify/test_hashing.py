@@ -14,14 +14,12 @@ from tools.verify import hashing
 from tools.verify.hashing import FileDigests, hash_files
 
 
-def test_each_file_has_the_requested_digests_and_is_read_once(tmp_path: Path) -> None:
+def test_each_file_has_its_digests_and_is_read_once(tmp_path: Path) -> None:
     one, link, empty = tmp_path / "one", tmp_path / "link", tmp_path / "thử"
     one.write_bytes(b"x" * 3_000_000)
     os.link(one, link)
     empty.touch()
-    found, size_bytes = hash_files(
-        {one: {"md5"}, link: {"sha256"}, empty: {"md5"}, tmp_path / "absent": {"md5"}, tmp_path: {"md5"}}
-    )
+    found, size_bytes = hash_files([one, link, empty, tmp_path / "absent", tmp_path])
     assert found[one] is found[link]
     assert found[one] == FileDigests(
         md5=hashlib.md5(one.read_bytes(), usedforsecurity=False).hexdigest(),
@@ -31,7 +29,7 @@ def test_each_file_has_the_requested_digests_and_is_read_once(tmp_path: Path) ->
     assert found[tmp_path / "absent"] == FileDigests(error="No such file or directory")
     assert found[tmp_path] == FileDigests(error="Is a directory")
     assert size_bytes == 3_000_000 + tmp_path.stat().st_size
-    assert hash_files({}) == ({}, 0)
+    assert hash_files([]) == ({}, 0)
 
 
 def test_an_interrupt_does_not_wait_for_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,5 +48,5 @@ def test_an_interrupt_does_not_wait_for_the_other_files(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Progress, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        hash_files({path: {"md5"} for path in paths})
+        hash_files(paths)
     assert sum(read) < 5_000

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,9 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from stages.core.dvc_cache import cache_dir
+from stages.core.environment import NUMERIC_PREFIXES
 from stages.core.errors import UserError
 from tests import ROOT
-from tests.kit.launcher.small_checkout import small_checkout
+from tests.kit.launcher.small_checkout import run, small_checkout
 from tools.verify.__main__ import main
 from tools.verify.rerun import find_stage, rerun, temporary_workspace
 
@@ -72,35 +72,30 @@ stages:
       cmd: exec docker/run train
       params: ["recipes.${key}"]
       deps: [data/bases/vlm, "data/runs/${key}/plan.yaml", stages/train.py]
-      outs:
-        - data/provenance/detection/train@${key}.json
-        - data/runs/${key}/trained
-        - data/runs/${key}/training
+      outs: ["data/provenance/detection/train@${key}.json", "data/runs/${key}/trained", "data/runs/${key}/training"]
 """
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With r1-llm-only trained by the launcher."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("OMP_", "DVC_")):
-                patch.delenv(name)
-        patch.setenv("BAKEOFF_ENGINE", "process")
-        place = tmp_path_factory.mktemp("trained") / "a workspace"
-        workspace = small_checkout(place, pipeline=PIPELINE, train=TRAIN, base=BASE)
-        launch(workspace, "train", "r1-llm-only")
-        yield workspace
+    place = tmp_path_factory.mktemp("trained") / "a workspace"
+    workspace = small_checkout(place, pipeline=PIPELINE, train=TRAIN, base=BASE)
+    run(workspace, "docker/run", "train", "r1-llm-only")
+    return workspace
 
 
 @pytest.fixture
-def workspace(trained: Path, tmp_path: Path) -> Path:
+def workspace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith(("DVC_", *NUMERIC_PREFIXES))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BAKEOFF_ENGINE", "process")
     return Path(shutil.copytree(trained, tmp_path / "a moved workspace", symlinks=True))
 
 
-def launch(workspace: Path, *args: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([workspace / "docker/run", *args], cwd=workspace, env=environment, check=True, capture_output=True)
+def left(workspace: Path) -> list[Path]:
+    """Temporary folders."""
+    return list((workspace / ".bakeoff/verify").iterdir())
 
 
 def everything(workspace: Path) -> dict[str, bytes]:
@@ -119,7 +114,7 @@ def test_a_stage_comes_out_the_same_and_the_workspace_stays_as_it_was(
     assert same.output.startswith(f"{NAME} came out the same again, byte for byte: 3 files, ")
     assert same.output.rstrip().endswith("but for times and memory: data/runs/r1-llm-only/training/training.json")
     assert everything(workspace) == before
-    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert left(workspace) == []
 
 
 def test_the_first_different_step_is_named_and_possible_reasons(
@@ -156,13 +151,6 @@ def test_a_file_that_was_damaged_after_a_training_is_told_from_another_training(
     assert "the two runs were alike in all that is recorded of them" in different.output
 
 
-def test_a_failing_stage_is_not_compared(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_FAILS", "1")
-    with pytest.raises(UserError, match=f"{NAME} failed when it was run again, with exit code 3"):
-        rerun(workspace, NAME)
-    assert list((workspace / ".bakeoff/verify").iterdir()) == []
-
-
 def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_SLEEPS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -177,36 +165,40 @@ def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch
     assert process.returncode == 1
     assert f"{NAME} failed when it was run again, with exit code 143" in " ".join(said.split())
     assert not psutil.pid_exists(stage)
-    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert left(workspace) == []
 
 
-def test_a_signal_while_no_stage_runs_leaves_nothing_either(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_stage_and_a_signal_while_none_runs_leave_nothing_either(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_FAILS", "1")
+    with pytest.raises(UserError, match=f"{NAME} failed when it was run again, with exit code 3"):
+        rerun(workspace, NAME)
+    assert left(workspace) == []
     monkeypatch.setattr("tools.verify.rerun._launch", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         rerun(workspace, NAME)
-    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert left(workspace) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_are_not(workspace: Path) -> None:
-    left = workspace / ".bakeoff/verify/train-left"
-    (left / "workspace").mkdir(parents=True)
-    (left / ".lock").touch()
+    killed = workspace / ".bakeoff/verify/train-left"
+    (killed / "workspace").mkdir(parents=True)
+    (killed / ".lock").touch()
     stage = find_stage(workspace, NAME)
     with temporary_workspace(workspace, stage) as first:
-        assert not left.exists()
+        assert not killed.exists()
         with temporary_workspace(workspace, stage) as second:
             assert first.exists()
             assert second.exists()
-    assert list((workspace / ".bakeoff/verify").iterdir()) == []
+    assert left(workspace) == []
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.verify.rerun._launch", None)
-    with pytest.raises(UserError, match=r"dvc\.yaml is missing; run from the top"):
-        rerun(tmp_path, NAME)
     with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean train@r1-llm-only\?\)"):
         rerun(workspace, "train@r1-llm-onyl")
     (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
@@ -227,7 +219,7 @@ def test_a_relative_source_is_found_by_its_name(workspace: Path, place: str) -> 
     params = workspace / "params.yaml"
     params.write_text(params.read_text().replace("folder:data/tiny/qwen2-vl", f"folder:{place}", 1))
     shutil.rmtree(workspace / "data/bases/vlm")
-    launch(workspace, "base", "vlm")
+    run(workspace, "docker/run", "base", "vlm")
     again = rerun(workspace, "base@vlm")
     assert (len(again.comparison.equal), again.comparison.different, again.unlike) == (2, {}, ())
 

@@ -1,0 +1,188 @@
+"""The engines docker and podman: a stage is a fresh, sealed container, started by their clients, which are alike."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+
+from stages.core.environment import TMP_DIR
+from stages.core.signals import GRACE_S
+from stages.kit.launcher.container import NotUsable, run_sealed, variables
+from stages.kit.launcher.images import image_references
+from stages.kit.launcher.mounts import Mount
+from stages.kit.launcher.process import forwarded_signals
+from stages.kit.launcher.stage_run import Ended, StageRun
+
+HARDENING = (
+    *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    # SELinux lets a container read a file only once it is relabelled, which would change the user's files.
+    *("--security-opt", "label=disable"),
+    # Room for the threads of eight training processes and their data loaders.
+    *("--pids-limit", "8192"),
+    # Shared memory carries batches from data-loader workers; /tmp holds compiled kernels, which have to run.
+    *("--shm-size", "4g", "--tmpfs", f"{TMP_DIR}:rw,exec,nosuid,nodev,size=4g,mode=1777"),
+    *("--ulimit", "core=0"),
+)
+
+READY_S = 10.0
+"""How long a signal waits for the sign that the container handles it; a stage could remove that."""
+
+CALLER = f"{os.getuid()}:{os.getgid()}"
+"""What the stage writes belongs to the caller."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A container engine's command."""
+
+    program: str
+    """docker or podman, or a path to one of them."""
+
+    @cached_property
+    def is_podman(self) -> bool:
+        """Whether it is podman, also under docker's name: the package podman-docker installs a script that calls it."""
+        path = Path(shutil.which(self.program) or self.program)
+        if "podman" in path.name:
+            return True
+        with path.open("rb") as file:
+            start = file.read(4096)
+        return start.startswith(b"#!") and b"podman" in start
+
+    def ask(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run one of its commands unseen."""
+        # Of its own process group: the signal that a closing terminal sends to all of the launcher's must not end the
+        # very command that passes it on.
+        return subprocess.run(
+            [self.program, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+
+    def show(self, *args: str, **environment: str) -> bool:
+        """Run one of its commands in sight of the user; whether it succeeded."""
+        return subprocess.run([self.program, *args], env=os.environ | environment, check=False).returncode == 0
+
+    def answers(self, *args: str) -> bool:
+        """Whether one of its commands succeeds."""
+        return self.ask(*args).returncode == 0
+
+    def image_id(self, reference: str) -> str | None:
+        """The digest of the image of that name on this machine; None where there is none, or no engine answers."""
+        found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    def problem(self) -> str | None:
+        """Why the engine cannot be used, in one line; None where it answers."""
+        answer = self.ask("info" if self.is_podman else "version")
+        return None if answer.returncode == 0 else (answer.stderr.strip() or "no reason given").splitlines()[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerEngine:
+    client: Client
+    reference: str
+    """The image's name, made from the hash of what it is built from."""
+    image_id: str
+    """What is run: a name could be given to another image."""
+
+    @classmethod
+    def find(cls, program: str, workspace_dir: Path, target: str) -> ContainerEngine:
+        """The engine, with the image of this checkout. Raises NotUsable where one of them is missing."""
+        if not shutil.which(program):
+            raise NotUsable(f"{program} is not installed")
+        client = Client(program)
+        references = image_references(workspace_dir, target)
+        for reference in references:
+            if image_id := client.image_id(reference):
+                return cls(client=client, reference=reference, image_id=image_id)
+        if problem := client.problem():
+            raise NotUsable(f"{program} does not work here ({problem})")
+        raise NotUsable(f"{program} has no image {references[0]}; build it with: make image TARGET={target}")
+
+    @property
+    def name(self) -> str:
+        return "podman" if self.client.is_podman else "docker"
+
+    @property
+    def image(self) -> tuple[str, str]:
+        return self.reference, self.image_id
+
+    def run(self, stage_run: StageRun) -> Ended:
+        """Run the stage to its end.
+
+        The signals that ask to end go on to the stage, which decides how. When the launcher is killed, the first
+        process of the container notices, and ends the stage.
+        """
+        return run_sealed(stage_run, lambda found, ready_path: self._run(stage_run, found, ready_path))
+
+    def _run(self, stage_run: StageRun, found: list[Mount], ready_path: Path) -> int:
+        assert stage_run.declared is not None
+        stage = stage_run.declared.name
+        name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
+        terminal = stage_run.terminal and sys.stdout.isatty()
+        # What the caller set is passed by name alone: a value would show in the machine's list of processes.
+        passed, given = variables(stage_run, terminal=terminal)
+        environment = [*passed, *(f"{key}={value}" for key, value in given.items()), f"BAKEOFF_IMAGE={self.image_id}"]
+        command = [
+            *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
+            *("--label", f"bakeoff.workspace={stage_run.workspace_dir}", "--pull", "never", "--log-driver", "none"),
+            *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
+            *("--network", "bridge" if stage_run.network else "none", *HARDENING),
+            # Processes that train together look each other up by this name, also without a network.
+            *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
+            *(_podman_options(stage_run.gpus) if self.client.is_podman else self._docker_options(stage_run.gpus)),
+            *(option for variable in environment for option in ("--env", variable)),
+            *(option for mount in found for option in ("--mount", mount.option())),
+            *(self.image_id, "python", "-m", "stages.kit.launcher.inside", *stage_run.command),
+        ]
+        with forwarded_signals() as signals:
+            # Of its own process group: a Ctrl-C then reaches the stage once, from here.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+            signals.forward_to(
+                lambda number: Thread(
+                    target=self._signal, args=(name, number, process, ready_path), daemon=True
+                ).start()
+            )
+            code = process.wait()
+            # The client may end before its container: killed, or with its terminal.
+            if code != 0 and self.client.answers("kill", "--signal", "TERM", name):
+                self.client.ask("wait", name)
+        return signals.code_of_stage(code) if code >= 0 else 128 - code
+
+    def _signal(self, name: str, number: int, process: subprocess.Popen[bytes], ready_path: Path) -> None:
+        """Signal the container as soon as it is there and its first process handles signals.
+
+        process: the client that shows what the stage prints.
+        """
+        patience_ends = time.monotonic() + READY_S
+        while process.poll() is None:
+            ready = ready_path.exists() and ready_path.stat().st_size > 0
+            if (ready or time.monotonic() > patience_ends) and self.client.answers(
+                "kill", "--signal", str(int(number)), name
+            ):
+                return
+            time.sleep(0.05)
+
+    def _docker_options(self, gpus: tuple[str, ...]) -> list[str]:
+        # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.
+        rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
+        user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
+        return [*user, *(("--gpus", f'"device={",".join(gpus)}"') if gpus else ())]
+
+
+def _podman_options(gpus: tuple[str, ...]) -> list[str]:
+    # It would add writable folders (/run, /var/tmp), and the caller's proxies.
+    plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
+    devices = [option for uuid in gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
+    return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]

@@ -1,0 +1,72 @@
+"""pynvml on the GPUs of the JSON file that FAKE_NVML names; errors and constants are those of the real module.
+
+Copied as pynvml.py to where Python searches first. `gpus` has the fields of Gpu; one without a UUID is lost, any other
+obstacle is MIG. `failing` has error codes by the name of the function that fails.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_spec = importlib.util.spec_from_file_location("real_pynvml", Path(sysconfig.get_path("purelib"), "pynvml.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_real: Any = importlib.util.module_from_spec(_spec)
+sys.modules["real_pynvml"] = _real  # it looks for itself there
+_spec.loader.exec_module(_real)
+globals().update({name: value for name, value in vars(_real).items() if not name.startswith("__")})
+
+
+def _state() -> Any:
+    return json.loads(Path(os.environ["FAKE_NVML"]).read_text())
+
+
+def _handle(index: int) -> Any:
+    gpu = _state()["gpus"][index]
+    if not gpu["uuid"]:
+        raise _real.NVMLError(_real.NVML_ERROR_GPU_IS_LOST)
+    return gpu
+
+
+def _processes(used: dict[str, int | None]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(pid=int(pid), usedGpuMemory=num_bytes) for pid, num_bytes in used.items()]
+
+
+def _memory(gpu: Any, version: int) -> SimpleNamespace:
+    assert version == _real.nvmlMemory_v2
+    return SimpleNamespace(used=gpu["used_bytes"], total=gpu["total_bytes"])
+
+
+_ANSWERS: dict[str, Any] = {
+    "nvmlInit": lambda: None,
+    "nvmlShutdown": lambda: None,
+    "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+    "nvmlDeviceGetCount": lambda: len(_state()["gpus"]),
+    "nvmlDeviceGetHandleByIndex": _handle,
+    "nvmlDeviceGetUUID": lambda gpu: gpu["uuid"],
+    "nvmlDeviceGetName": lambda gpu: gpu["name"],
+    "nvmlDeviceGetMigMode": lambda gpu: [int(bool(gpu["obstacle"]))] * 2,
+    "nvmlDeviceGetMemoryInfo": _memory,
+    "nvmlDeviceGetComputeRunningProcesses_v3": lambda gpu: _processes(gpu["compute"]),
+    "nvmlDeviceGetGraphicsRunningProcesses_v3": lambda gpu: _processes(gpu["graphics"]),
+    "nvmlDeviceGetDisplayActive": lambda gpu: int(gpu["draws"]),
+}
+
+
+def _answering(name: str) -> Any:
+    def answer(*args: Any) -> Any:
+        inspect.signature(getattr(_real, name)).bind(*args)
+        if code := _state()["failing"].get(name):
+            raise _real.NVMLError(code)
+        return _ANSWERS[name](*args)
+
+    return answer
+
+
+globals().update({name: _answering(name) for name in _ANSWERS})
