@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-from stages.kit.evaluation.examples import chosen_examples
+from stages.kit.evaluation.examples import (
+    COLUMNS,
+    INK,
+    PREDICTION_INK,
+    TRUTH_INK,
+    Lines,
+    first_lines,
+    text_picture,
+    wrapped,
+    write_examples,
+)
 from stages.tasks.amr.samples.graphs import penman_lines, read_graph
 from stages.tasks.amr.samples.records import Record
 
 EXAMPLES = "examples.txt"
-TRUTH_COLOUR = (0, 125, 50)
-PREDICTION_COLOUR = (190, 20, 20)
-_INK = (30, 30, 30)
-_WIDTH = 512
-"""Pixels, the most that a report shows unscaled; as many columns as fit at the font's size."""
-_FONT_SIZE, _LINE_HEIGHT, _MARGIN = 12, 16, 8
-_COLUMNS = (_WIDTH - 2 * _MARGIN) * 1000 // (602 * _FONT_SIZE)  # an advance of 0.602 em, as DejaVu Sans Mono has it
 _MAX_LINES = 60
-"""Of one graph; an answer that repeats itself has hundreds."""
+"""Of one graph."""
 _TEXT_COLUMNS = 72
 _NUM_EXAMPLES = 5
-
-Lines = list[tuple[str, tuple[int, int, int]]]
-"""Text with its colour."""
 
 
 def write_pictures(
     records: Sequence[Record], rows: Sequence[Mapping[str, Any]], out_dir: Path, *, count: int = 3, seed: int = 0
 ) -> list[Path]:
-    """Write best-1.png ..., worst-1.png ... (by `f1`, 1 the most extreme) and random-1.png ..., and EXAMPLES, which
-    sets the worst and the median graphs side by side with their predictions.
+    """Write the examples by `f1` (`write_examples`), and EXAMPLES, which sets the worst and the median graphs side by
+    side with their predictions.
 
     rows: of metrics.score, one for each record.
-    count: of each kind of picture, fewer where there are fewer records.
-    seed: of the random choice, which is the same for every model on the same records, so that models compare.
     """
     assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
+    written = write_examples(rows, "f1", lambda index: draw_prediction(rows[index]), out_dir, count=count, seed=seed)
     by_f1 = sorted(range(len(rows)), key=lambda index: rows[index]["f1"])
-    out_dir.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, indices in chosen_examples(rows, "f1", count=count, seed=seed).items():
-        for rank, index in enumerate(indices, start=1):
-            path = out_dir / f"{kind}-{rank}.png"
-            draw_prediction(rows[index]).save(path, optimize=True)
-            written.append(path)
     middle = max(0, (len(rows) - _NUM_EXAMPLES) // 2)
     parts = {"worst": by_f1[:_NUM_EXAMPLES], "median": by_f1[middle : middle + _NUM_EXAMPLES]}
     examples = [side_by_side(kind, rows[index]) for kind, indices in parts.items() for index in indices]
@@ -61,17 +50,11 @@ def write_pictures(
 
 def draw_prediction(row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB picture: the sentence, the true graph in green, and below it the predicted one in red."""
-    lines: Lines = [(line, _INK) for line in _wrapped(f"{_figure(row)}   {row['id']}", _COLUMNS)]
-    lines += [(line, _INK) for line in _wrapped(row["sentence"], _COLUMNS)]
-    lines += [("", _INK), *((line, TRUTH_COLOUR) for line in _graph_lines(row["truth"], _COLUMNS))]
-    lines += [("", _INK), *((line, PREDICTION_COLOUR) for line in _predicted_lines(row, _COLUMNS))]
-    font_path = Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"  # it has all of Vietnamese
-    font = ImageFont.truetype(str(font_path), _FONT_SIZE)
-    image = Image.new("RGB", (_WIDTH, len(lines) * _LINE_HEIGHT + 2 * _MARGIN), "white")
-    draw = ImageDraw.Draw(image)
-    for number, (line, colour) in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + number * _LINE_HEIGHT), line, fill=colour, font=font)
-    return image
+    lines: Lines = [(line, INK) for line in wrapped(f"{_figure(row)}   {row['id']}")]
+    lines += [(line, INK) for line in wrapped(row["sentence"])]
+    lines += [("", INK), *((line, TRUTH_INK) for line in _graph_lines(row["truth"], COLUMNS))]
+    lines += [("", INK), *((line, PREDICTION_INK) for line in _predicted_lines(row, COLUMNS))]
+    return text_picture(lines)
 
 
 def side_by_side(kind: str, row: Mapping[str, Any]) -> str:
@@ -90,21 +73,9 @@ def _figure(row: Mapping[str, Any]) -> str:
 def _predicted_lines(row: Mapping[str, Any], columns: int) -> list[str]:
     if row["valid"]:
         return _graph_lines(row["prediction"], columns)
-    return _cut([*_wrapped(row["problem"], columns), *_wrapped(row["text"], columns)])
+    return first_lines([*wrapped(row["problem"], columns), *wrapped(row["text"], columns)], _MAX_LINES)
 
 
 def _graph_lines(graph: str, columns: int) -> list[str]:
     lines = penman_lines(read_graph(graph)).split("\n")
-    return _cut([part for line in lines for part in _wrapped(line, columns)])
-
-
-def _wrapped(text: str, columns: int) -> list[str]:
-    """Lines of at most so many characters, those that go on indented like the first."""
-    composed = "".join(char if char.isprintable() else " " for char in unicodedata.normalize("NFC", text))
-    indent = " " * min(len(composed) - len(composed.lstrip()), columns // 2)
-    return textwrap.wrap(composed.strip(), columns, initial_indent=indent, subsequent_indent=indent + "  ") or [""]
-
-
-def _cut(lines: list[str]) -> list[str]:
-    left_out = len(lines) - _MAX_LINES
-    return lines if left_out <= 0 else [*lines[:_MAX_LINES], f"... {left_out} more lines"]
+    return first_lines([part for line in lines for part in wrapped(line, columns)], _MAX_LINES)

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from stages.kit.evaluation.examples import chosen_examples
+from stages.kit.evaluation.examples import write_examples
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 MAX_WIDTH = 512
@@ -28,21 +28,11 @@ def write_pictures(
     count: int = 3,
     seed: int = 0,
 ) -> list[Path]:
-    """Write best-1.png ..., worst-1.png ... (by `iou`, 1 the most extreme) and random-1.png ... to `out_dir`.
-
-    rows: of metrics.score, one for each record.
-    count: of each kind, fewer where there are fewer records.
-    seed: of the random choice, which is the same for every model on the same records, so that models compare.
-    """
+    """Write the examples by `iou` (`write_examples`). rows: of metrics.score, one for each record."""
     assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
-    out_dir.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, indices in chosen_examples(rows, "iou", count=count, seed=seed).items():
-        for rank, index in enumerate(indices, start=1):
-            path = out_dir / f"{kind}-{rank}.png"
-            draw_prediction(records[index], rows[index]).save(path, optimize=True)
-            written.append(path)
-    return written
+    return write_examples(
+        rows, "iou", lambda index: draw_prediction(records[index], rows[index]), out_dir, count=count, seed=seed
+    )
 
 
 def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
