@@ -64,9 +64,11 @@ wheelhouse: setup-tools ## Fetch every package of an image, to build it without 
 base-image: setup-tools ## Make a base for images from Debian's packages, where no registry can be reached
 	@$(build_tool) base-image
 
+tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
+
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
-	@$(if $(filter $(TASK),detection amr moe),,$(error no task is called $(TASK); there are: detection, amr, moe))
+	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
 		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)
