@@ -31,7 +31,7 @@ stages:
     foreach: [vlm, llm]
     do:
       cmd: exec docker/run base
-      params: [recipes.r1-llm-only.seed]
+      params: [seed]
       outs: ["data/bases/${item}.txt"]
 """
 
@@ -110,7 +110,7 @@ def test_a_failed_experiment_names_the_command_that_brings_everything_back(works
     commit(workspace)
     before = (workspace / "params.yaml").read_bytes()
 
-    said = dvc(workspace, "exp", "run", "-S", "recipes.r1-llm-only.seed=13", code=255)
+    said = dvc(workspace, "exp", "run", "-S", "seed=13", code=255)
     assert (workspace / "params.yaml").read_bytes() != before
     failed = re.findall(r"failed to reproduce '(.*?)'", said)[0]
     assert not (workspace / f"data/bases/{failed.partition('@')[2]}.txt").exists()

@@ -58,7 +58,7 @@ PIPELINE = """
 stages:
   train:
     cmd: exec docker/run train r1-llm-only
-    params: [recipes.r1-llm-only.seed]
+    params: [seed]
     outs: [trained]
 """
 
@@ -95,7 +95,7 @@ def queued(workspace: Path, *gpus: Gpu, **more: str) -> list[str]:
             return said.read()
 
     for seed in (1, 2):
-        dvc("exp", "run", "--queue", "-S", f"recipes.r1-llm-only.seed={seed}")
+        dvc("exp", "run", "--queue", "-S", f"seed={seed}")
     dvc("queue", "start", "--jobs", "2")
     status = ""
     try:
