@@ -112,6 +112,14 @@ in_parallel := -n auto --maxprocesses 4 --dist loadfile
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(python) -m pytest $(in_parallel) $(ARGS)
 
+# What neither trains nor starts containers, DVC or many processes.
+quick := core tasks $(addprefix kit/,data evaluation planning reporting statistics) \
+	$(addsuffix .py,test_compare test_docs test_imports test_locks test_pipeline)
+
+.PHONY: test-quick
+test-quick: setup-dev ## Run the tests that take no training, for the inner loop
+	@$(offline) $(python) -m pytest -m "not pipeline and not engine" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
+
 .PHONY: gpu
 gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)
 	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
