@@ -59,3 +59,18 @@ def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:
     assert contender.score.mean == pytest.approx(contender.run.metrics["smatch_f1"], abs=1e-12)
     assert contender.score.interval is not None
     assert contender.score.interval.low == contender.run.metrics["smatch_f1_low"]
+
+
+def test_recipes_are_compared_over_seeds_by_the_f1_of_each_corpus(tmp_path: Path) -> None:
+    def over_seeds(name: str, target: str, right: tuple[int, ...]) -> Contender:
+        runs = [evaluated(tmp_path / f"{name}-{number}", name, target, number).runs[0] for number in right]
+        return score_contender(REPORT, name, runs, baseline="base-llm")
+
+    comparison = compare(
+        REPORT, [over_seeds("amr-baseline", "full", (4, 5, 6)), over_seeds("amr-ptr", "ptr", (16, 17, 18))]
+    )
+    assert comparison.insights[0].words.startswith("amr-ptr is better than amr-baseline by +")
+    ptr = comparison.contenders[1]
+    assert ptr.score.by_training == pytest.approx([run.metrics["smatch_f1"] for run in ptr.runs])
+    assert comparison.insights[0].difference is not None
+    assert comparison.insights[0].difference.mean == pytest.approx(ptr.score.mean - baseline.score.mean)
