@@ -73,4 +73,4 @@ def test_recipes_are_compared_over_seeds_by_the_f1_of_each_corpus(tmp_path: Path
     ptr = comparison.contenders[1]
     assert ptr.score.by_training == pytest.approx([run.metrics["smatch_f1"] for run in ptr.runs])
     assert comparison.insights[0].difference is not None
-    assert comparison.insights[0].difference.mean == pytest.approx(ptr.score.mean - baseline.score.mean)
+    assert comparison.insights[0].difference.mean == pytest.approx(ptr.score.mean - comparison.contenders[0].score.mean)
