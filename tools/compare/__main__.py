@@ -22,14 +22,15 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from stages.compare import load_report, read_contenders, write_report
+from stages.compare import load_report, read_contenders, read_task_run, write_report
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.kit.reporting.comparison import Comparison, compare
 from stages.kit.reporting.tables import terminal_table
+from stages.kit.reporting.task_report import TaskReport
 from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection
-from tools.compare.conditions import conditions, differences
+from tools.compare.conditions import conditions, unlike
 from tools.compare.experiments import Experiment, fetch, named_revisions
 
 MAX_SHOWN = 5
@@ -64,10 +65,12 @@ def compare_experiments(params: Params, task: str, names: Sequence[str], *, cons
         if not comparison.over_seeds:
             raise UserError(
                 f"only one seed was run, in {', '.join(each.name for each in found)} ({_left_out(left_out)}); run more "
-                f"with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start"
+                f"with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start; or name those to "
+                "compare with EXPERIMENTS="
             )
         notes = [_seeds(comparison, found), *([f"{_left_out(left_out)}."] if left_out else [])]
-        notes += _missing(found, task, [each.name for each in contenders if each.runs])
+        notes += _missing(found, task, [each.name for each in contenders])
+        notes += _repeated(found, task, report, params)
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
     return comparison
@@ -119,13 +122,13 @@ def _of_other_conditions(experiments: Sequence[Experiment], task: str, varied: s
     """Why each does not compare with the first."""
     reasons = {}
     for other in experiments[1:]:
-        if differing := differences([experiments[0], other], task, varied):
+        if differing := unlike([experiments[0], other], task, varied):
             reasons[other.name] = f"unlike {experiments[0].name} in {_shortened([*differing])}"
     return reasons
 
 
 def _refuse_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> None:
-    if differing := differences(experiments, task, varied):
+    if differing := unlike(experiments, task, varied):
         lines = [
             f"  {fact}: " + "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
             for fact, by_value in differing.items()
@@ -145,9 +148,28 @@ def _seeds(comparison: Comparison, experiments: Sequence[Experiment]) -> str:
 
 
 def _missing(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
-    """A sentence for each recipe that some of the experiments lack."""
-    missing = {name: [each.name for each in experiments if name not in each.evaluated(task)] for name in names}
-    return [f"{name} was not evaluated in {', '.join(lacking)}." for name, lacking in missing.items() if lacking]
+    """A sentence for each recipe that some of the experiments lack, and for each that params.yaml does not have."""
+    evaluated = {each.name: each.evaluated(task) for each in experiments}
+    ever = dict.fromkeys(name for found in evaluated.values() for name in found)
+    missing = {name: [each for each, found in evaluated.items() if name not in found] for name in names if name in ever}
+    unknown = [name for name in ever if name not in names]
+    return [
+        *(f"{name} was not evaluated in {', '.join(lacking)}." for name, lacking in missing.items() if lacking),
+        *(f"{name} was evaluated, but is not in params.yaml: left out." for name in unknown),
+    ]
+
+
+def _repeated(experiments: Sequence[Experiment], task: str, report: TaskReport, params: Params) -> list[str]:
+    """A sentence for each experiment all of whose trained models another one has too."""
+    sentences, seen = [], dict[tuple[str, str], str]()
+    for each in experiments:
+        read = [read_task_run(params, task, name, report, each.data_dir) for name in each.evaluated(task)]
+        models = [(run.name, run.model) for run in read if run and run.plan]
+        if models and all(model in seen for model in models):
+            sentences.append(f"{each.name} has the same models as {seen[models[0]]}: counted once.")
+        for model in models:
+            seen.setdefault(model, each.name)
+    return sentences
 
 
 def _left_out(reasons: Mapping[str, str]) -> str:

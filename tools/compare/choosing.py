@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -106,12 +107,12 @@ def chosen_command(ranked: Mapping[str, Sequence[Candidate]], share: str, task: 
     recipes chose another value of what one is made from, that of the later one counts.
     """
     settings = {path: value for best, *_ in ranked.values() for path, value in best.settings.items()}
-    chosen = " ".join(f"-S {path}={value}" for path, value in settings.items())
-    return f"dvc exp run --queue {chosen} -S data.selection={share} -S 'seed=42,43,44' compare@{task}"
+    chosen = " ".join(f"-S {shlex.quote(f'{path}={value}')}" for path, value in settings.items())
+    return f"dvc exp run --queue {chosen} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
 
 
 def _varied(facts: Mapping[str, str], pattern: str) -> dict[str, str]:
-    settings = {fact.partition(": ")[2]: value for fact, value in facts.items()}
+    settings = {fact.partition(": ")[2]: value for fact, value in facts.items() if ": " in fact}
     return {path: value for path, value in settings.items() if fnmatchcase(path, pattern)}
 
 

@@ -8,17 +8,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from stages.core.provenance import provenance_of_run, records_dir
+from stages.kit.planning.plan import read_plan
+from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.settings import plan_settings
 from tools.compare.experiments import Experiment
 
-SEEDS = ("seed", "recipes.*.seed")
-"""Settings in which experiments may differ whatever else is varied."""
+SEED = "seed"
+"""The setting in which experiments may differ whatever else is varied. Not a recipe's own: what it starts from would be
+the same under each."""
+_PLAN = "plan of its card: "
 _SOURCES = ("base", "prepare", "mix")
 """Stages whose outputs come from outside too."""
 
 
-def differences(
-    experiments: Sequence[Experiment], task: str, varied: str | None = None
-) -> dict[str, dict[str, list[str]]]:
+def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = None) -> dict[str, dict[str, list[str]]]:
     """What is not the same in all of them, seeds left out: by fact, the experiments' names by its value.
 
     varied: pattern of the settings that are meant to differ too.
@@ -28,8 +31,9 @@ def differences(
     found: dict[str, dict[str, list[str]]] = {}
     for experiment in experiments:
         for fact, value in conditions(experiment, task).items():
-            setting = fact.partition(": ")[2]
-            if not any(fnmatchcase(setting, allowed) for allowed in (*SEEDS, *([varied] if varied else []))):
+            _, is_setting, setting = fact.partition(": ")
+            meant = varied and (fnmatchcase(setting, varied) or setting.startswith(_PLAN))
+            if not (is_setting and (setting == SEED or meant)):
                 found.setdefault(fact, {}).setdefault(value, []).append(experiment.name)
     return {fact: by_value for fact, by_value in found.items() if len(by_value) > 1}
 
@@ -47,9 +51,15 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
         facts |= {path: digest for path, digest in _digests(entry.get("deps", [])).items() if not _maker(path, made)}
         if stage.partition("@")[0] in _SOURCES:
             facts.update(_digests(entry.get("outs", [])))
-    return {fact: value for fact, value in facts.items() if "provenance/" not in fact} | _packages(
-        experiment, task, names
-    )
+    facts = {fact: value for fact, value in facts.items() if "provenance/" not in fact}
+    cards = cards_dir(experiment.data_dir, task)
+    for name in names:
+        recorded = any(f"{kind}@{name}" in experiment.lock for kind in ("evaluate", "baseline"))
+        facts[f"record of {name} in dvc.lock"] = "yes" if recorded else "none"
+        if (cards / name / "plan.yaml").exists():  # a card that was left behind says what dvc.lock no longer does
+            plan = plan_settings(read_plan(name, runs_dir=cards))
+            facts |= {f"{name}: {_PLAN}{path}": value for path, value in plan.items() if path != SEED}
+    return facts | _packages(experiment, task, names)
 
 
 def _stages(experiment: Experiment, names: Sequence[str]) -> set[str]:

@@ -172,7 +172,7 @@ def write_prepared(
             "train": _set_aside(splits["train"].without_leaks(read["train"], validated), selection, aside),
         }
         if "selection" in read:
-            checked["selection"] = (record for _, record in read["selection"])
+            checked["selection"] = splits["selection"].without_leaks(read["selection"], validated)
         elif selection:
             checked["selection"] = iter(aside)
         for split, records in checked.items():
@@ -180,7 +180,8 @@ def write_prepared(
                 records = iter(limit(split, list(records)))
             write_rows(splits[split].rows(records, schema), folder / f"{split}.parquet", schema)
         _refuse_invalid(name, splits, form, skip_invalid)
-        _refuse_leaks(name, splits["train"].leaked, subject, skip_invalid=skip_invalid, skip_leaks=skip_leaks)
+        leaked = [leak for split in splits.values() for leak in split.leaked]
+        _refuse_leaks(name, leaked, subject, skip_invalid=skip_invalid, skip_leaks=skip_leaks)
         _refuse_empty(name, splits)
         stats = {
             **source.origin,

@@ -30,6 +30,8 @@ class Contender:
     """By key of the metrics with evidence; None of one that no sample is about."""
     primary: str
     """Key of the metric by which it is ranked."""
+    left_out: str = ""
+    """Why it is not compared; empty where it is."""
 
     @property
     def run(self) -> Run | None:
@@ -44,12 +46,12 @@ class Contender:
         return found
 
     def figure(self, key: str) -> float | str | None:
-        """A figure of metrics.json; its mean over the trainings where it is a number in all of them."""
+        """A figure of metrics.json; its mean over the trainings, and UNAVAILABLE where only some of them have it."""
         found = [run.metrics.get(key) for run in self.runs]
         numbers = [value for value in found if isinstance(value, int | float)]
         if len(found) > 1 and len(numbers) == len(found):
             return sum(numbers) / len(numbers)
-        return found[0] if found else None
+        return found[0] if len(set(found)) == 1 else UNAVAILABLE if found else None
 
     @property
     def stage(self) -> str:
@@ -68,8 +70,9 @@ class Contender:
     def note(self) -> str:
         if self.run is None:
             return f"not run: dvc repro {self.stage}"
+        left_out = f"not compared: {self.left_out}" if self.left_out else ""
         stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
-        return ", ".join(filter(None, ["random weights" if self.run.random_weights else "", stages]))
+        return ", ".join(filter(None, ["random weights" if self.run.random_weights else "", stages, left_out]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,21 +164,21 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     compared, and those with a single training take no part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
-    reasons = {contender.name: _why_left_out(contender, over_seeds=over_seeds) for contender in contenders}
-    compared = [contender for contender in contenders if not reasons[contender.name]]
+    contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
+    compared = [contender for contender in contenders if not contender.left_out]
     assert compared, "nothing to compare"
     assert len({run.random_weights for each in compared for run in each.runs}) == 1, "random beside trained"
     best, *rivals = sorted(compared, key=partial(_goodness, report), reverse=True)
     by_name = {contender.name: contender for contender in contenders}
-    insights = [_insight(report, question, by_name, reasons) for question in _questions(report, by_name)]
-    of_best = [_insight(report, Question("the best", best.name, rival.name), by_name, reasons) for rival in rivals]
+    insights = [_insight(report, question, by_name) for question in _questions(report, by_name)]
+    of_best = [_insight(report, Question("the best", best.name, rival.name), by_name) for rival in rivals]
     # To be best is one more question: to be better than every other. The one with the least evidence answers it.
     corrected = _corrected([*insights, *sorted(of_best, key=_p_value)[-1:]])
     return Comparison(
         report=report,
         contenders=tuple(contenders),
         best=best,
-        answer=_answer(report, best, corrected[len(insights) :], compared, all_run=len(compared) == len(contenders)),
+        answer=_answer(report, best, corrected[len(insights) :], contenders, over_seeds=over_seeds),
         insights=tuple(corrected[: len(insights)]),
         over_seeds=over_seeds,
     )
@@ -193,7 +196,7 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
     if not difference.of_recipes:
         ours, theirs = f"the model of {ours}", f"that of {theirs}"
     amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
-    p_value = f"p {difference.adjusted_p:.3f}" if difference.adjusted_p >= 0.0005 else "p < 0.001"
+    p_value = f"p {p_words(difference.adjusted_p)}"
     match difference.verdict:
         case "too few samples":
             return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
@@ -203,12 +206,19 @@ def difference_words(ours: str, theirs: str, difference: Difference) -> str:
             return f"{ours} is {verdict} than {theirs} by {amount}, {p_value}"
 
 
+def p_words(p_value: float) -> str:
+    return f"{p_value:.3f}" if p_value >= 0.0005 else "< 0.001"
+
+
 def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
     """Empty where it takes part."""
     if not contender.runs:
         return f"not run: dvc repro {contender.stage}"
-    if over_seeds and contender.baseline is not None and len(contender.runs) == 1:
+    seeds = {run.plan.seed if run.plan else number for number, run in enumerate(contender.runs)}
+    if over_seeds and contender.baseline is not None and len(seeds) == 1:
         return f"{contender.name} was trained under one seed only"
+    if len(seeds) < len(contender.runs):
+        return f"{contender.name} was not trained under a seed of its own each time"
     return ""
 
 
@@ -222,14 +232,12 @@ def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Que
     ]
 
 
-def _insight(
-    report: TaskReport, question: Question, by_name: Mapping[str, Contender], reasons: Mapping[str, str]
-) -> Insight:
+def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
     """Not yet corrected."""
     ours, theirs = by_name[question.ours], by_name[question.theirs]
     metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
     answer = partial(Insight, topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric)
-    if why := list(filter(None, dict.fromkeys([reasons[ours.name], reasons[theirs.name]]))):
+    if why := list(filter(None, dict.fromkeys([ours.left_out, theirs.left_out]))):
         return answer(unanswered="; ".join(why))
     if ours.scores[metric.key] is None:
         return answer(unanswered=f"no sample is about {metric.heading}")
@@ -252,19 +260,27 @@ def _p_value(insight: Insight) -> float:
 
 
 def _answer(
-    report: TaskReport, best: Contender, of_best: Sequence[Insight], compared: Sequence[Contender], *, all_run: bool
+    report: TaskReport,
+    best: Contender,
+    of_best: Sequence[Insight],
+    contenders: Sequence[Contender],
+    *,
+    over_seeds: bool,
 ) -> Answer:
     """of_best: whether it is better than the others; empty where there are none."""
     found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
-    model, other = (f"the model of {best.name}", "that of ") if len(best.runs) == 1 else (best.name, "")
+    model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
+    left_out = [contender for contender in contenders if contender.left_out]
+    limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
     if not of_best:
         headline = f"{best.name} is the only model evaluated: {found}"
         return Answer(headline=_headline(headline, best), enough=False)
     difference, rival = of_best[0].difference, of_best[0].theirs
     assert difference is not None
-    others = f"{other}{rival}" if len(compared) == 2 else "every other" if other else "every other model"
+    alone = len(contenders) - len(left_out) == 2
+    others = f"{other}{rival}" if alone else "every other" if other else "every other model"
     if enough := difference.verdict in ("better", "worse"):
-        headline = f"{model} is best: {found}, better than {others}{'' if all_run else ' that was run'}"
+        headline = f"{model} is best: {found}, better than {others}{limits}"
     elif difference.verdict == "too few samples":
         headline = f"{model} scores {report.extreme}, {found}, but {_too_few(difference.samples)}"
     else:

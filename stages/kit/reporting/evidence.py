@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.comparison import Comparison, Insight
+from stages.kit.reporting.comparison import Comparison, Insight, p_words
 from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.statistics.differences import LEVEL, MAX_SEEDS, POWER
 
@@ -16,16 +16,16 @@ EVIDENCE = (
 def evidence_table(comparison: Comparison) -> Table:
     """A row a question that has an answer."""
     over_seeds = comparison.over_seeds
-    of_seeds = (Column("win_rate", "Pairs of models won", ".0%"), Column("seeds_needed", "Seeds to show it"))
+    of_seeds = (Column("win_rate", "Pairs of models won", ".0%"), Column("seeds_needed", "Seeds, if it is real"))
     columns = (
         Column("question", "Question"),
         Column("difference", "Difference", "+.3f"),
         Column("difference", "95% interval", "+.3f"),
-        Column("p", "p", ".3f"),
-        Column("corrected_p", "Corrected p", ".3f"),
+        Column("p", "p"),
+        Column("corrected_p", "Corrected p"),
         Column("ahead", "Samples ahead", "d"),
         Column("behind", "Behind", "d"),
-        Column("detectable", f"Shown in {POWER:.0%}", ".3f"),
+        Column("detectable", f"Smallest shown in {POWER:.0%}", ".3f"),
         *(of_seeds if over_seeds else ()),
     )
     rows = []
@@ -35,8 +35,8 @@ def evidence_table(comparison: Comparison) -> Table:
                 insight.topic,
                 found.mean,
                 found.interval,
-                found.p_value,
-                found.adjusted_p,
+                p_words(found.p_value),
+                p_words(found.adjusted_p),
                 found.ahead,
                 found.behind,
                 found.detectable,
@@ -57,9 +57,11 @@ def design_words(comparison: Comparison) -> list[str]:
         low, high = f"{min(shown):.3f}", f"{max(shown):.3f}"
         size = low if low == high else f"{low} to {high}, depending on the pair,"
         lines.append(
-            f"A true difference in {comparison.report.primary_words} of {size} would be shown in {POWER:.0%} of such "
-            "reports; smaller ones less often."
+            f"Roughly, a true difference in {comparison.report.primary_words} of {size} is shown by {POWER:.0%} of "
+            "such reports; a smaller one by fewer."
         )
+    if comparison.over_seeds and min(len(each.runs) for each in comparison.evaluated if each.baseline) < 3:
+        lines.append("Two seeds hardly show how far seeds lie apart: take three or more.")
     if not comparison.over_seeds and any(contender.baseline for contender in comparison.evaluated):
         lines.append(
             "Each recipe was trained once: this compares these models, not the recipes, which give other models under "
@@ -76,4 +78,4 @@ def _seeds_needed(insight: Insight) -> str:
     if insight.difference.verdict in ("better", "worse"):
         return "shown"
     needed = insight.difference.seeds_needed()
-    return f"about {needed}" if needed else f"over {MAX_SEEDS}: more samples"
+    return f"about {needed}" if needed else f"over {MAX_SEEDS}, or more samples"

@@ -52,6 +52,8 @@ class Run:
     """The pipeline stage that evaluates it."""
     model: str
     """Digest of the model evaluated."""
+    base: str | None = None
+    """Digest of what it was trained from; None for an untrained base."""
     random_weights: bool
     """Whether the model descends from random weights, so that its scores say nothing."""
     metrics: Mapping[str, float | str]
@@ -109,6 +111,7 @@ def read_run(
         name=name,
         stage=stage,
         model=lineage.digest,
+        base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
         random_weights=lineage.of_random_weights(),
         metrics=read_json(dict[str, Figure], metrics_path, fix=_command(stage)),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
@@ -162,11 +165,11 @@ def refuse_random_beside_trained(runs: Sequence[Run]) -> None:
 def different_models(runs: Sequence[Run]) -> list[Run]:
     """The runs of a recipe without those of a model that is there already: no seed changes an untrained base.
 
-    Raises UserError where one seed gave two models.
+    Raises UserError where one seed gave two models of one base.
     """
-    models = list({run.model: run for run in runs}.values())
-    seeds = [run.plan.seed for run in models if run.plan]
-    if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+    models = list({run.model: run for run in reversed(runs)}.values())[::-1]
+    seeds = [(run.plan.seed, run.base) for run in models if run.plan]
+    if twice := sorted({seed for seed, base in seeds if seeds.count((seed, base)) > 1}):
         raise UserError(
             f"{runs[0].name} gave different models under the same seed ({', '.join(map(str, twice))}), so that they do "
             "not come of seeds alone; leave all but one of them out"

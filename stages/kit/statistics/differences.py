@@ -11,7 +11,8 @@ Both answered the same samples. What may be claimed depends on how often each wa
 
   1. between seeds, on these samples: Welch's t test of the trainings' scores (Biometrika 34, 1947);
   2. between seeds + between samples - the rest, which both of them hold, with the degrees of freedom of Satterthwaite
-     (Biometrics Bulletin 2, 1946): the quasi F ratio of Clark, "The language-as-fixed-effect fallacy", JVLVB 12, 1973.
+     (Biometrics Bulletin 2, 1946): a quasi F ratio as of Clark, "The language-as-fixed-effect fallacy", JVLVB 12, 1973,
+     with what both hold subtracted instead of added above the line.
 
   The second alone claims too much after few seeds: where these happen to agree it trusts its many samples. The variance
   between samples of a ratio of sums, such as a corpus F1, is that of its jackknife pseudo-values (Tukey, Ann. Math.
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import nctdtrinc, stdtr, stdtrit
 
 from stages.kit.statistics.intervals import Floats, Interval, Statistic, bootstrap, sample_mean
 
@@ -46,8 +47,8 @@ class Spread:
     """(variance of one training's score, number of trainings) of each recipe that was trained more than once."""
     samples: float
     """Variance of the score over draws of all samples, as observed."""
-    shared: float
-    """How much of that is the rest, which the variance between seeds holds too."""
+    rest: float
+    """How much of that is neither of seeds nor of samples; the variance between seeds holds it too."""
     num_samples: int
 
     def errors(self, num_seeds: int | None = None) -> list[tuple[float, float]]:
@@ -56,8 +57,13 @@ class Spread:
         seeds = [(variance / (num_seeds or count), (num_seeds or count) - 1) for variance, count in self.seeds]
         between_seeds = sum(variance for variance, _ in seeds)
         parts = [*seeds, (self.samples, self.num_samples - 1)]
-        both = _satterthwaite(between_seeds + self.samples - self.shared, parts)
-        return [_satterthwaite(between_seeds, seeds), both] if seeds else [both]
+        both = _satterthwaite(between_seeds + self.samples - self.rest, parts)
+        if not seeds:
+            return [both]
+        variance, freedom = _satterthwaite(between_seeds, seeds)
+        if len({each for _, each in seeds}) > 1:  # of unequal numbers the smaller may be all that counts
+            freedom = min(freedom, *(each for _, each in seeds))
+        return [(variance, freedom), both]
 
     def half_width(self, level: float = LEVEL) -> float:
         """Of the interval around the score."""
@@ -73,11 +79,14 @@ class Spread:
         )
 
     def detectable(self, alpha: float, num_seeds: int | None = None) -> float:
-        """The smallest true difference that is found at `alpha` in about 80 % of reports (`POWER`)."""
-        return max(
-            float(stdtrit(freedom, 1 - alpha / 2) + stdtrit(freedom, POWER)) * math.sqrt(variance)
-            for variance, freedom in self.errors(num_seeds)
-        )
+        """The smallest true difference that is found at `alpha` in some 80 % of reports (`POWER`), by the noncentral t
+        distribution. Rough, as the variance that three seeds show is."""
+        sizes = []
+        for variance, freedom in self.errors(num_seeds):
+            finite = min(freedom, 1e6)
+            needed = float(nctdtrinc(finite, 1 - POWER, float(stdtrit(finite, 1 - alpha / 2))))
+            sizes.append(needed * math.sqrt(variance))
+        return max(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,25 +124,32 @@ class Difference:
         """ "better", "worse", "no difference shown", or "too few samples".
 
         Too few is judged by the exact sign test: where nothing differs, all n signs agree with a chance of 2 / 2^n, so
-        below 6 samples not even unanimity is evidence at 95 %.
+        below 6 samples not even unanimity is evidence at 95 %, and below 9 it is none for ten questions.
         """
-        if least_p(self.samples) > 1 - LEVEL:
+        if self._too_few:
             return "too few samples"
         if self.adjusted_p > 1 - LEVEL:
             return "no difference shown"
         return "better" if (self.mean > 0) == self.higher_is_better else "worse"
 
     @property
+    def _too_few(self) -> bool:
+        return least_p(self.samples) * self.family > 1 - LEVEL
+
+    @property
     def detectable(self) -> float | None:
-        """The smallest difference that this design shows in 80 % of reports, with Holm's correction at its hardest."""
-        return self.spread.detectable((1 - LEVEL) / self.family) if self.spread else None
+        """The smallest difference that this design shows in some 80 % of reports, Holm's correction at its hardest.
+
+        None where the samples are too few to show any.
+        """
+        return self.spread.detectable((1 - LEVEL) / self.family) if self.spread and not self._too_few else None
 
     def seeds_needed(self) -> int | None:
-        """Trainings of each recipe that show a difference as large as this one in 80 % of reports.
+        """Trainings of each recipe that show a difference as large as this one in some 80 % of reports.
 
         None where no number up to `MAX_SEEDS` does on these samples, or where the spread between seeds is not known.
         """
-        if not self.spread or not self.spread.seeds:
+        if not self.spread or not self.spread.seeds or self._too_few:
             return None
         alpha = (1 - LEVEL) / self.family
         enough = (num for num in range(2, MAX_SEEDS + 1) if self.spread.detectable(alpha, num) <= abs(self.mean))
@@ -268,8 +284,8 @@ def _spread(recipes: Sequence[Floats], statistic: Statistic) -> Spread | None:
     between_seeds = sum(variance / count for variance, count in seeds)
     between_samples = float(by_sample.var(ddof=1)) / num_samples
     # No estimate of the rest makes the sum of both less than either of them.
-    shared = min(rest, between_seeds, between_samples)
-    return Spread(seeds=tuple(seeds), samples=between_samples, shared=shared, num_samples=num_samples)
+    rest = min(rest, between_seeds, between_samples)
+    return Spread(seeds=tuple(seeds), samples=between_samples, rest=rest, num_samples=num_samples)
 
 
 def _satterthwaite(total: float, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -43,6 +43,15 @@ def test_of_reports_in_which_nothing_differs_one_in_twenty_at_most_claims_someth
     assert claims / reports <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / reports)
 
 
+def test_unequal_numbers_of_seeds_that_lie_differently_far_apart_claim_no_more() -> None:
+    rng, reports, claims = np.random.default_rng(1), 300, 0
+    for _ in range(reports):
+        few, many = ious(rng, 2, 2, 60, between_seeds=0.06), ious(rng, 2, 5, 60, between_seeds=0.01)
+        pairs = [difference(ours, theirs) for ours in few for theirs in many]
+        claims += any(pair.verdict in ("better", "worse") for pair in as_family(pairs))
+    assert claims / reports <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / reports)
+
+
 def test_the_luck_of_a_training_is_no_evidence_for_a_recipe() -> None:
     rng = np.random.default_rng(3)
     lucky, unlucky = ious(rng, 1, 3, 100)[0] + [[0.06], [0.0], [0.03]], ious(rng, 1, 3, 100)[0]
@@ -62,7 +71,7 @@ def test_a_true_difference_between_recipes_is_found() -> None:
 def test_over_seeds_alone_it_is_welchs_t_test() -> None:
     """Where every sample of a training scores the same, samples add nothing."""
     rng = np.random.default_rng(5)
-    ours, theirs = rng.normal(0.7, 0.02, 4), rng.normal(0.6, 0.05, 3)
+    ours, theirs = rng.normal(0.7, 0.02, 4), rng.normal(0.6, 0.05, 4)
     shown = difference(np.repeat(ours[:, None], 20, 1), np.repeat(theirs[:, None], 20, 1))
     expected = scipy.stats.ttest_ind(ours, theirs, equal_var=False)
     assert shown.p_value == pytest.approx(expected.pvalue)
@@ -181,7 +190,7 @@ def test_more_questions_take_more_evidence() -> None:
     assert corrected.detectable > shown.detectable
 
 
-@pytest.mark.parametrize("seeds", [1, 4])
+@pytest.mark.parametrize("seeds", [1, 3, 5])
 def test_the_detectable_difference_is_found_in_about_80_percent_of_reports(seeds: int) -> None:
     rng, reports = np.random.default_rng(12), 300
 
@@ -202,6 +211,9 @@ def test_more_seeds_show_a_difference_unless_the_samples_are_too_few() -> None:
     assert 3 < needed < 100
     few = difference(scores[0, :, :10] + 0.02, scores[1, :, :10])
     assert few.seeds_needed() is None
+    of_many_questions = as_family([difference(scores[0, :, :8] + 1, scores[1, :, :8])] * 10)[0]
+    assert of_many_questions.verdict == "too few samples", "8 samples cannot answer ten questions, however they agree"
+    assert (of_many_questions.detectable, of_many_questions.seeds_needed()) == (None, None)
     assert difference(scores[0, :1], scores[1, :1]).seeds_needed() is None, "one training shows no spread between seeds"
 
 

@@ -68,7 +68,7 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(
     assert "trained once" not in shown
     page = (tmp_path / "data/report/detection/over-seed/index.html").read_text(encoding="utf-8")
     assert "Each dot is one training" in page
-    assert "Seeds to show it" in page
+    assert "Seeds, if it is real" in page
 
 
 def test_what_does_not_compare_is_left_out_by_name_and_refused_where_it_was_asked_for(
@@ -79,6 +79,7 @@ def test_what_does_not_compare_is_left_out_by_name_and_refused_where_it_was_aske
         write_experiment(tmp_path / "rank-8", 44), lock={"evaluate@r4-joint": {"deps": [{"path": "x", "md5": "8"}]}}
     )
     first = replace(first, lock={"evaluate@r4-joint": {"deps": [{"path": "x", "md5": "64"}]}})
+    second = replace(second, lock=first.lock)
     empty = Experiment(name="empty", data_dir=tmp_path / "empty", lock={})
     experiments = [first, second, third, empty]
     shown = compared(monkeypatch, experiments, failed={"sad-kiln": "failed"})
