@@ -75,7 +75,15 @@ KINDS = (
 
 @click.command(help=__doc__)
 @click.option("--reports", default=1000, show_default=True, help="Simulated for each row.")
-def main(reports: int) -> None:
+@click.option("--limits", is_flag=True, help="Simulate what the tests do not hold for instead.")
+def main(reports: int, limits: bool) -> None:
+    if limits:
+        print_limits(reports)
+    else:
+        print_table(reports)
+
+
+def print_table(reports: int) -> None:
     click.echo("| score | seeds | samples | false claims | better by | found | crossed bootstrap |")
     click.echo("|---|---:|---:|---:|---:|---:|---:|")
     for kind, seeds, samples in itertools.product(KINDS, SEEDS, SAMPLES):
@@ -90,6 +98,23 @@ def main(reports: int) -> None:
             crossed = f"{np.mean([crossed_bootstrap_claims(rng, each, kind) for each in nothing[: reports // 10]]):.0%}"
         cells = (kind.name, seeds, samples, f"{false:.1%}", f"{true:+.3f}", f"{found:.0%}", crossed)
         click.echo("| " + " | ".join(map(str, cells)) + " |")
+
+
+def print_limits(pairs: int) -> None:
+    """Questions of two of the same mean that are called different too often, p of a question alone."""
+    rng = np.random.default_rng(0)
+    for samples in (20, 50, 128):
+        steady = rng.normal(0.76, 0.05, (pairs, 1, samples))
+        erratic = np.where(rng.random((pairs, 1, samples)) < 0.05, 0, rng.normal(0.8, 0.05, (pairs, 1, samples)))
+        called = np.mean(
+            [difference(*pair, resamples=500).p_value <= 0.05 for pair in zip(steady, erratic, strict=True)]
+        )
+        click.echo(f"one steady, one with 5% misses, {samples} samples: {called:.1%}")
+    failed = rng.random((pairs, 5, 1)) < 0.15
+    trained = np.where(failed, 0.2, 0.6) + rng.normal(0, 0.02, (pairs, 5, 1)) + rng.normal(0, 0.1, (pairs, 5, 128))
+    base = 0.85 * 0.6 + 0.15 * 0.2 + rng.normal(0, 0.1, (pairs, 1, 128))
+    called = np.mean([difference(*pair).p_value <= 0.05 for pair in zip(trained, base, strict=True)])
+    click.echo(f"15% of trainings fail, 5 seeds against a base, 128 samples: {called:.1%}")
 
 
 def draw_report(rng: np.random.Generator, kind: Kind, seeds: int, samples: int, *, shift: float) -> Floats:
