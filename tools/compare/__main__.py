@@ -85,7 +85,8 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
     with tempfile.TemporaryDirectory() as folder:
         found, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(found, params, report, pattern)
-        shares = {value for each in found for fact, value in conditions(each, task).items() if fact.endswith(_SHARE)}
+        facts = [fact for each in found for fact in conditions(each, task, list(ranked)).items()]
+        shares = sorted({value for fact, value in facts if fact.endswith(_SHARE)})
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{_left_out(left_out)}."), soft_wrap=True)

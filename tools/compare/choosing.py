@@ -39,20 +39,20 @@ def candidates(
     """By recipe, those of its candidates that differ, the best one first. A recipe with a single one is left out.
 
     pattern: of the settings that were varied, with * for any name.
-    Raises UserError where models were scored on the validation samples, or not all on the same ones.
+    Raises UserError where none was scored on the selection split, or not all on the same samples.
     """
     found: dict[str, dict[tuple[tuple[str, str], ...], list[Run]]] = {}
     for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
         for experiment in experiments:
             run = read_task_run(params, report.task, recipe, report, experiment.data_dir)
-            if run:
+            if run and run.metrics.get("split") == SELECTION:  # the cards of others are still of the validation split
                 settings = _varied(conditions(experiment, report.task, [recipe]), pattern)
                 found.setdefault(recipe, {}).setdefault(tuple(sorted(settings.items())), []).append(run)
     runs = [run for by_settings in found.values() for same in by_settings.values() for run in same]
-    if on_validation := sorted({run.name for run in runs if run.metrics.get("split") != SELECTION}):
+    if not runs:
         raise UserError(
-            f"{', '.join(on_validation)}: scored on the validation samples, by which nothing may be chosen, since a "
-            "report on them would flatter the choice; run with: -S data.selection=0.15 -S scored=selection"
+            "no model was scored on the selection split, and by the samples of reports nothing may be chosen: a report "
+            "on them would flatter the choice; run with: -S data.selection=0.15 -S scored=selection"
         )
     refuse_different_samples(runs)
     ranked = {}

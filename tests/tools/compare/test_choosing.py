@@ -67,7 +67,7 @@ def test_nothing_is_chosen_by_the_samples_of_reports(tmp_path: Path, monkeypatch
         write_experiment(tmp_path / rate, {"r1-llm-only": rate}, {"r1-llm-only": 0.5}, split=None)
         for rate in ("1e-4", "2e-4")
     ]
-    assert "r1-llm-only: scored on the validation samples" in chosen(monkeypatch, experiments, "1e-4", "2e-4")
+    assert "no model was scored on the selection split" in chosen(monkeypatch, experiments, "1e-4", "2e-4")
 
 
 def test_one_value_is_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
