@@ -34,7 +34,7 @@ from stages.kit.launcher.provenance_recorder import ProvenanceRecorder
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun, called
 from stages.kit.launcher.triton_cache import triton_dir
 from stages.kit.planning.disk import disk_use, require_room
-from stages.kit.planning.ladder import batch_size_changes, rungs
+from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.memory_record import read_memory_record
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
@@ -216,7 +216,7 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     """What each further attempt at a stage changes; nothing where it has nothing to give up."""
     name = stage_run.args[0] if stage_run.args else ""
     if stage_run.stage == "train":
-        return [rung.change for rung in rungs(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))]
+        return rung_changes(read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs"))
     answers = stage_run.stage in ("evaluate", "predict")
     if stage_run.stage == "merge":  # out of 4 bits it answers too; a training's last rung may have turned to them
         plan = read_plan(name, runs_dir=WORKSPACE_DIR / "data/runs")

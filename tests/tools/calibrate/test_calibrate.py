@@ -343,7 +343,7 @@ class TestWriting:
     def test_what_does_not_load_leaves_the_file_as_it_was(self, tmp_path: Path) -> None:
         path = tmp_path / "calibration.yaml"
         path.write_text(SHIPPED_PATH.read_text())
-        with pytest.raises(UserError, match=r"context_mib\.value: above 0 was expected"):
+        with pytest.raises(UserError, match=r"context_mib\.value: input should be greater than 0"):
             calibrate.write_calibration({"context_mib": -1}, MEASURED, path)
         assert path.read_text() == SHIPPED_PATH.read_text()
 
