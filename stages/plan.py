@@ -18,8 +18,9 @@ import click
 from stages.core.cpu import instruction_set
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.kit.memory.fit import Fit, decide, fit_of
-from stages.kit.memory.predictor import MemoryPredictor
+from stages.kit.memory.budget import budget_lines
+from stages.kit.memory.fit import Fit, decide
+from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
@@ -50,7 +51,8 @@ def main(recipe: str) -> None:
     log.info("%s", collator.lengths_said())
     predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    fit = fit_of(predict.counted(plan), predict, predict.capacity_bytes(plan.device))
+    plan = predict.counted(plan)
+    fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
     answers = predict.answers(fit.plan, params.active.evaluation)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=predict.capacity_bytes(plan.device.one()))
@@ -58,7 +60,9 @@ def main(recipe: str) -> None:
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(fit.record(evaluation), run_dir / "memory.json")
     report(fit)
-    log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, verdict_said(evaluation))
+    fits = evaluation.verdict in (None, "fits")
+    halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
+    log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, halved)
     if wanted.quantization != fit.plan.quantization:
         log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
 
@@ -74,14 +78,8 @@ def report(fit: Fit) -> None:
     for change in fit.changes:
         log.info("to fit the GPU: %s", change)
     short = fit.verdict is None or (fit.verdict == "fits" and fit.plan.device.kind == "cpu")
-    for line in (fit.prediction.summary(),) if short else fit.lines():
+    for line in (fit.prediction.summary(),) if short else budget_lines(fit.prediction, fit.capacity_bytes):
         log.info("%s", line)
-
-
-def verdict_said(evaluation: Fit) -> str:
-    if evaluation.verdict in (None, "fits"):
-        return ""
-    return f": {evaluation.verdict}; it halves its batch until it does"
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_only_values_and_their_origin_change(tmp_path: Path) -> None:
 
     path = tmp_path / "calibration.yaml"
     path.write_text(before)
-    with pytest.raises(UserError, match=r"context_mib\.value: above 0 was expected"):
+    with pytest.raises(UserError, match=r"context_mib\.value: input should be greater than 0"):
         calibrate.write_calibration({"context_mib": -1}, origin, path)
     assert path.read_text() == before
     calibrate.write_calibration(values, origin, path)

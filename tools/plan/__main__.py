@@ -29,7 +29,7 @@ from stages.core.errors import UserError, bytes_text
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
-from stages.kit.memory.fit import advice, sharded_advice, sharded_fit
+from stages.kit.memory.fit import advice
 from stages.kit.planning.disk import comparison_text
 from stages.kit.reporting.tables import terminal_table
 from tools.plan.available_inputs import available_base, trainable_recipes
@@ -128,11 +128,8 @@ def show_recipe(previews: Previews, answer: RecipeMemory, console: Console) -> N
     console.print(budget_table(judged.fit.prediction, judged.fit.capacity_bytes))
     console.print()
     if answer.cheapest is not None:
-        console.print(Text(advice(judged.cheapest)))
-        if answer.cheapest.verdict == "does not fit":
-            sharded = sharded_fit(judged.cheapest, previews.preview(answer.recipe).predict)
-            if sharded is not None:
-                console.print(Text(sharded_advice(sharded)))
+        for line in advice(judged.cheapest, previews.preview(answer.recipe).predict):
+            console.print(Text(line))
     console.print(Text(evaluation_text(answer)))
     for before, verdict in answer.after.items():
         console.print(Text(f"before it   {before} is trained: {verdict}"))

@@ -14,8 +14,8 @@ import transformers
 from rich.console import Console
 
 from stages.core.params.schema import Params
-from stages.kit.memory.fit import Fit, cheapest_fit, fit_of
-from stages.kit.memory.predictor import MemoryPredictor
+from stages.kit.memory.fit import Fit, cheapest_fit
+from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
@@ -111,7 +111,8 @@ class Previews:
     def _judge(self, name: str, memory_gb: float | None) -> Judged:
         preview = self.preview(name)
         device, capacity_of = replace(preview.plan.device, memory_gb=memory_gb), preview.predictor.capacity_bytes
-        fit = fit_of(preview.plan, preview.predict, capacity_of(device))
+        prediction = preview.predict(preview.plan)
+        fit = Fit(plan=preview.plan, prediction=prediction, capacity_bytes=capacity_of(device))
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
         whole = self.params.active.evaluation.batch_size
         evaluation = self._evaluation(preview, on_one, whole)

@@ -34,7 +34,7 @@ from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun
 from stages.kit.planning.disk import disk_use, require_room
-from stages.kit.planning.ladder import batch_size_changes, rungs
+from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.memory_record import read_memory_record
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
@@ -265,7 +265,7 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     if stage_run.stage in ("train", "merge"):
         plan = read_plan(stage_run.args[0] if stage_run.args else "", runs_dir=WORKSPACE_DIR / "data/runs")
         if stage_run.stage == "train":
-            return [rung.change for rung in rungs(plan)]
+            return rung_changes(plan)
         # A merge out of 4 bits answers too; a training's last rung may have turned to them.
         answers = plan.quantization != "none" or plan.may_quantize
     return batch_size_changes(params.active.evaluation.batch_size) if answers else []

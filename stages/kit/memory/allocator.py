@@ -1,18 +1,14 @@
 """What torch takes from a CUDA device for a list of allocations: its caching allocator, replayed without a device.
 
 The rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, the constants those of c10/core/AllocatorConfig.h of
-torch 2.13; torch's "CUDA semantics" describes both under "Memory management". One device, one stream, and default
-settings, `expandable_segments` apart. Nothing here sets max_split_size_mb, roundup_power2_divisions,
-garbage_collection_threshold or large_segment_size_mb, so their rules are left out: with the first of them goes torch's
-attempt, on a full device, to return "oversize" segments before all others.
+torch 2.13; torch's "CUDA semantics" describes both under "Memory management". One device that never fills up, one
+stream, and default settings, `expandable_segments` apart.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable
 
 MIN_BLOCK = 512
 """kMinBlockSize: every size is rounded up to a multiple of this."""
@@ -27,334 +23,149 @@ MIN_LARGE = 10 << 20
 ROUND_LARGE = 2 << 20
 """kRoundLarge: such a segment is a multiple of this."""
 
-# Pages of address space that an expandable segment may grow to. torch reserves 9/8 of the device, and begins another
-# segment past that; it gets there only where memory was returned to a full device many times.
-_PAGES = 1 << 30
 
-
-class Allocation(NamedTuple):
-    key: Hashable
-    num_bytes: int
-
-
-class Free(NamedTuple):
-    key: Hashable
-
-
-Event = Allocation | Free
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    allocated_bytes: int
-    """The peak, as torch.cuda.max_memory_allocated counts it: rounded, and with what could not be split off."""
-    reserved_bytes: int
-    """The peak, as torch.cuda.max_memory_reserved counts it."""
-    peak_event: int | None
-    """The first event after which the peak of allocated_bytes was reached; None where nothing was allocated."""
-    num_retries: int
-    """How often free segments were returned to a full device to make room: torch stands still for it."""
-    refused: Allocation | None
-    """What torch raises OutOfMemoryError for. The replay ends there."""
-
-
-class NoRoom(Exception):
-    """The device is full, also after what was free has been returned to it."""
-
-
-def replay(events: Iterable[Event], *, expandable: bool = False, capacity_bytes: int | None = None) -> Replay:
-    """The peaks that a list of allocations and frees leads to.
-
-    expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
-    capacity_bytes: what torch may reserve on the device; None for no limit, where nothing is ever returned to it.
-    """
-    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    peak_event, peak_bytes, refused = None, 0, None
-    for index, event in enumerate(events):
-        if isinstance(event, Free):
-            allocator.free(event.key)
-            continue
-        try:
-            allocator.allocate(event.key, event.num_bytes)
-        except NoRoom:
-            refused = event
-            break
-        if allocator.allocated_bytes > peak_bytes:
-            peak_event, peak_bytes = index, allocator.allocated_bytes
-    return Replay(
-        allocated_bytes=allocator.peak_allocated_bytes,
-        reserved_bytes=allocator.peak_reserved_bytes,
-        peak_event=peak_event,
-        num_retries=allocator.num_retries,
-        refused=refused,
-    )
+def round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """What an allocation of num_bytes >= 1 asks for (round_size)."""
-    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+    """The size of the block for an allocation of num_bytes >= 1 (round_size)."""
+    return round_up(num_bytes, MIN_BLOCK)
 
 
 def segment_bytes(size: int) -> int:
     """What is taken from the device for a rounded size that finds no free block (get_allocation_size)."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
-    return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-class _Block:
-    """A stretch of a segment, between its neighbours: in use, free, or (expandable segments only) address space that
-    no memory is mapped to."""
-
-    __slots__ = ("address", "allocated", "mapped", "next", "previous", "size")
-
-    def __init__(self, address: int, size: int, *, mapped: bool = True) -> None:
-        self.address = address
-        self.size = size
-        self.allocated = False
-        self.mapped = mapped
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
-
-    def split(self, size: int) -> _Block:
-        """Cut off what lies behind the first `size` bytes."""
-        rest = _Block(self.address + size, self.size - size, mapped=self.mapped)
-        rest.previous, rest.next = self, self.next
-        if rest.next is not None:
-            rest.next.previous = rest
-        self.next = rest
-        self.size = size
-        return rest
-
-
-class _Pool:
-    """The blocks that are not in use: of the small sizes, or of the large ones."""
-
-    def __init__(self, *, small: bool) -> None:
-        self.small = small
-        self.page_bytes = SMALL_BUFFER if small else LARGE_BUFFER
-        self.free: list[tuple[int, int]] = []
-        """Size and address of each free block, sorted: the first that is large enough is the best fit."""
-        self.unmapped: list[int] = []
-        """The address of each unmapped block, sorted."""
-        self._blocks: dict[int, _Block] = {}
-
-    def add(self, block: _Block) -> None:
-        self._blocks[block.address] = block
-        if block.mapped:
-            insort(self.free, (block.size, block.address))
-        else:
-            insort(self.unmapped, block.address)
-
-    def remove(self, block: _Block) -> None:
-        del self._blocks[block.address]
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
-
-    def take_best_fit(self, size: int) -> _Block | None:
-        """The smallest free block of at least `size`, the lowest of several; no longer free then (get_free_block).
-
-        A block that unmapped address space follows counts as large as it could grow, so a larger one within the
-        segment is preferred to it.
-        """
-        index = bisect_left(self.free, (size, 0))
-        if index == len(self.free):
-            return None
-        block = self._blocks[self.free[index][1]]
-        while index + 1 < len(self.free):
-            following = self._blocks[self.free[index + 1][1]]
-            if _extent(following) >= _extent(block):
-                break
-            index, block = index + 1, following
-        del self.free[index]
-        del self._blocks[block.address]
-        return block
-
-    def blocks(self) -> list[_Block]:
-        """The free blocks, smallest first."""
-        return [self._blocks[address] for _, address in self.free]
-
-    def expandable(self, size: int) -> _Block | None:
-        """The lowest start of a chain of free and unmapped blocks that hold `size` together (find_expandable_block)."""
-        for address in self.unmapped:
-            block = self._blocks[address]
-            if block.previous is not None and not block.previous.allocated:
-                block = block.previous
-            available = 0
-            link: _Block | None = block
-            while available < size and link is not None and not link.allocated:
-                available += link.size
-                link = link.next
-            if available >= size:
-                return block
-        return None
-
-
-def _extent(block: _Block) -> int:
-    """The size that a free block could have with the unmapped address space behind it."""
-    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+    return LARGE_BUFFER if size < MIN_LARGE else round_up(size, ROUND_LARGE)
 
 
 class CachingAllocator:
-    """The state of torch's allocator on one device. Sizes that it tells are in bytes."""
+    """The state of torch's allocator on one device."""
 
-    def __init__(self, *, expandable: bool = False, capacity_bytes: int | None = None) -> None:
+    def __init__(self, *, expandable: bool = False) -> None:
+        """expandable: PYTORCH_ALLOC_CONF=expandable_segments:True."""
         self.allocated_bytes = 0
-        self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self.peak_reserved_bytes = 0
-        self.num_retries = 0
-        self._expandable = expandable
-        self._capacity_bytes = capacity_bytes
-        self._small = _Pool(small=True)
-        self._large = _Pool(small=False)
-        self._in_use: dict[Hashable, tuple[_Pool, _Block] | None] = {}
-        # Segments lie one behind the other. Between blocks of one size the lower is taken first, so this matters; on a
-        # device the driver chooses, mostly in this order too.
-        self._next_address = 0
+        """As torch.cuda.max_memory_allocated counts it: rounded, and with what could not be split off."""
+        self._small = _Pool(SMALL_BUFFER, min_rest=MIN_BLOCK, expandable=expandable)
+        self._large = _Pool(LARGE_BUFFER, min_rest=MIN_BLOCK if expandable else SMALL_SIZE + 1, expandable=expandable)
+        self._in_use: dict[Hashable, tuple[_Pool, _Block]] = {}
 
-    def reset_peaks(self) -> None:
-        """torch.cuda.reset_peak_memory_stats."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
+    @property
+    def reserved_bytes(self) -> int:
+        """As torch.cuda.memory_reserved counts it, and its peak: nothing is returned to a device that has room."""
+        return self._small.reserved_bytes + self._large.reserved_bytes
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """`key` names it until it is freed. Nothing is taken for 0 bytes.
-
-        Raises NoRoom; what was allocated before stays.
-        """
-        assert num_bytes >= 0, num_bytes
+        """`key` names it until it is freed. num_bytes: at least 1."""
         assert key not in self._in_use, f"{key} is allocated already"
-        if num_bytes == 0:
-            self._in_use[key] = None
-            return
         size = rounded_bytes(num_bytes)
         pool = self._small if size <= SMALL_SIZE else self._large
-        block = pool.take_best_fit(size) or self._grow(pool, size)
-        if block is None:
-            self.num_retries += 1
-            self._return_free_memory()
-            block = self._grow(pool, size)
-        if block is None:
-            raise NoRoom
-        if self._splits(pool, block.size - size):
-            pool.add(block.split(size))
-        block.allocated = True
+        block = pool.take(size)
         self._in_use[key] = pool, block
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
         assert key in self._in_use, f"{key} is not allocated"
-        held = self._in_use.pop(key)
-        if held is None:
-            return
-        pool, block = held
-        block.allocated = False
+        pool, block = self._in_use.pop(key)
         self.allocated_bytes -= block.size
-        self._merge(pool, block)
-        pool.add(block)
+        pool.give_back(block)
 
-    def _splits(self, pool: _Pool, remaining: int) -> bool:
-        """Whether the rest of a block becomes a block of its own (should_split)."""
-        return remaining >= MIN_BLOCK if pool.small or self._expandable else remaining > SMALL_SIZE
 
-    def _merge(self, pool: _Pool, block: _Block) -> None:
-        """Join a block, which is in no pool, with neighbours that are as free and as mapped (try_merge_blocks)."""
-        before, after = block.previous, block.next
-        if before is not None and not before.allocated and before.mapped == block.mapped:
-            pool.remove(before)
-            block.address = before.address
-            block.size += before.size
-            block.previous = before.previous
-            if block.previous is not None:
-                block.previous.next = block
-        if after is not None and not after.allocated and after.mapped == block.mapped:
-            pool.remove(after)
-            block.size += after.size
-            block.next = after.next
-            if block.next is not None:
-                block.next.previous = block
+class _Block:
+    """A stretch of a segment, between its neighbours."""
 
-    def _reserve(self, num_bytes: int) -> bool:
-        """Take memory from the device, where it has that much."""
-        if self._capacity_bytes is not None and self.reserved_bytes + num_bytes > self._capacity_bytes:
-            return False
-        self.reserved_bytes += num_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
+    __slots__ = ("address", "free", "next", "previous", "size")
 
-    def _grow(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of at least `size`, in no pool, of memory new from the device (alloc_block)."""
-        if self._expandable:
-            return self._expand(pool, size)
-        num_bytes = segment_bytes(size)
-        return _Block(self._place(num_bytes), num_bytes) if self._reserve(num_bytes) else None
+    def __init__(self, address: int, size: int, *, previous: _Block | None) -> None:
+        """The following blocks of `previous` follow this one."""
+        self.address, self.size, self.free = address, size, False
+        self.previous = previous
+        self.next: _Block | None = None
+        if previous is not None:
+            self.next, previous.next = previous.next, self
+        if self.next is not None:
+            self.next.previous = self
 
-    def _place(self, num_bytes: int) -> int:
-        """The address of a new segment: a multiple of both pools' pages."""
-        address = self._next_address
-        self._next_address += -(-num_bytes // LARGE_BUFFER) * LARGE_BUFFER
-        return address
+    def absorb_next(self) -> None:
+        assert self.next is not None
+        self.size += self.next.size
+        self.next = self.next.next
+        if self.next is not None:
+            self.next.previous = self
 
-    def _expand(self, pool: _Pool, size: int) -> _Block | None:
-        """Map pages of the expandable segment until a block is large enough (try_allocate_expandable_block)."""
-        block = pool.expandable(size)
-        if block is None:
-            space = _PAGES * pool.page_bytes
-            block = _Block(self._place(space), space, mapped=False)
-            pool.add(block)
-        if not block.mapped and not self._map(pool, block, min(block.size, size)):
-            return None
-        while block.size < size:
-            following = block.next
-            assert following is not None
-            if not self._map(pool, following, min(size - block.size, following.size)):
-                return None
-            block = following
-        pool.remove(block)
+
+class _Pool:
+    """The segments of the small sizes, or of the large ones; an expandable one is a single segment that grows.
+
+    Segments lie one behind the other. Between blocks of one size the lower is taken first, so this matters; on a device
+    the driver chooses, mostly in this order too.
+    """
+
+    def __init__(self, page_bytes: int, *, min_rest: int, expandable: bool) -> None:
+        """min_rest: the rest of a block becomes a block of its own from this size on (should_split)."""
+        self.reserved_bytes = 0
+        self.free: list[tuple[int, int, _Block]] = []
+        """Size and address of each free block, sorted: the first that is large enough is the best fit."""
+        self._page_bytes, self._min_rest, self._expandable = page_bytes, min_rest, expandable
+        self._last: _Block | None = None
+        """The end of an expandable segment."""
+
+    def take(self, size: int) -> _Block:
+        """A block of `size`, or larger where the rest is too small to be split off."""
+        block = self._best_fit(size) or self._grow(size)
+        rest = block.size - size
+        if rest >= self._min_rest:
+            block.size = size
+            self._add_free(_Block(block.address + size, rest, previous=block))
         return block
 
-    def _map(self, pool: _Pool, block: _Block, size: int) -> bool:
-        """Put memory behind the first `size` bytes of an unmapped block, whole pages of it (map_block)."""
-        num_bytes = -(-size // pool.page_bytes) * pool.page_bytes
-        if not self._reserve(num_bytes):
-            return False
-        pool.remove(block)
-        if num_bytes < block.size:
-            pool.add(block.split(num_bytes))
-        block.mapped = True
-        self._merge(pool, block)
-        pool.add(block)
-        return True
+    def give_back(self, block: _Block) -> None:
+        """Joined with its free neighbours (try_merge_blocks)."""
+        before, after = block.previous, block.next
+        if after is not None and after.free:
+            self._remove_free(after)
+            block.absorb_next()
+        if before is not None and before.free:
+            self._remove_free(before)
+            before.absorb_next()
+            block = before
+        self._add_free(block)
 
-    def _return_free_memory(self) -> None:
-        """Give free segments, or free pages of expandable ones, back to the device (release_cached_blocks)."""
-        for pool in (self._large, self._small):
-            for block in pool.blocks():
-                if self._expandable:
-                    self._unmap(pool, block)
-                elif block.previous is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+    def _best_fit(self, size: int) -> _Block | None:
+        """The smallest free block of at least `size`, the lowest of several (get_free_block)."""
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
+            return None
+        # The end of an expandable segment counts as large as it can grow: any other that is large enough is preferred.
+        if self._expandable and self.free[index][2] is self._last and index + 1 < len(self.free):
+            index += 1
+        block = self.free[index][2]
+        self._remove_free(block)
+        return block
 
-    def _unmap(self, pool: _Pool, block: _Block) -> None:
-        """Take the memory away from the pages that lie wholly within a free block (unmap_block)."""
-        page = pool.page_bytes
-        begin = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
-        if begin >= end:
-            return
-        pool.remove(block)
-        if end < block.address + block.size:
-            pool.add(block.split(end - block.address))
-        if begin > block.address:
-            pages = block.split(begin - block.address)
-            pool.add(block)
-            block = pages
-        block.mapped = False
-        self._merge(pool, block)
-        pool.add(block)
-        self.reserved_bytes -= end - begin
+    def _grow(self, size: int) -> _Block:
+        """A block of at least `size`, of memory new from the device (alloc_block, try_allocate_expandable_block)."""
+        end = self._last if self._expandable else None
+        if end is not None and end.free:
+            self._remove_free(end)
+            block = end
+        else:
+            block = _Block(self.reserved_bytes, 0, previous=end)
+        num_bytes = round_up(size - block.size, self._page_bytes) if self._expandable else segment_bytes(size)
+        block.size += num_bytes
+        self.reserved_bytes += num_bytes
+        self._last = block
+        return block
+
+    def _add_free(self, block: _Block) -> None:
+        block.free = True
+        insort(self.free, (block.size, block.address, block))
+        if block.next is None:
+            self._last = block
+
+    def _remove_free(self, block: _Block) -> None:
+        block.free = False
+        del self.free[bisect_left(self.free, (block.size, block.address))]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.kit.memory.calibration import Calibration
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Prediction, Verdict
 
 GIB = 2**30
@@ -29,13 +28,6 @@ def verdict(prediction: Prediction, capacity_bytes: int) -> Verdict:
     if prediction.high_bytes <= capacity_bytes:
         return "fits"
     return "does not fit" if prediction.low_bytes > capacity_bytes else "too close"
-
-
-def usable_bytes(memory_gb: float, calibration: Calibration) -> int:
-    """What can be counted on of a card sold as that many GB. Cards differ: it is the least that one of them offers."""
-    large = memory_gb >= calibration.large_card_gb.value
-    share = calibration.usable_share_large if large else calibration.usable_share
-    return int(memory_gb * GIB * share.value)
 
 
 def apportion(amounts: Sequence[int], units: int) -> list[int]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
@@ -31,8 +32,6 @@ _FP32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntL
 
 MULTIPROCESSORS = 144
 """Of a large GPU: 132 on an H100, 142 on an RTX 6000 Ada, 148 on a B200. Fewer need less."""
-
-_MISSING = object()
 
 
 @contextmanager
@@ -69,22 +68,8 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         for name in _FP32_RESULT:
             override(name, _with_fp32_result(name), "AutocastCPU")
         for module, name, value in swaps:
-            stack.enter_context(_swapped(module, name, value))
+            stack.enter_context(patch.object(module, name, value, create=True))  # Triton may not be installed
         yield
-
-
-@contextmanager
-def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
-    """module.name is this value; before and after it may be missing, as Triton is where it is not installed."""
-    before = vars(module).get(name, _MISSING)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
 
 
 def hidden_bytes(func: Any, args: Any) -> int:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from stages.core.errors import UserError
-from stages.kit.memory.budget import budget_lines, verdict
+from stages.kit.memory.budget import budget_lines, gib_text, verdict
 from stages.kit.planning.ladder import changes_between, rungs, settings, sharded_over
-from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, in_gib
+from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, all_in_gib, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
+
+MORE_DEVICES = (2, 4, 8)
+"""As machines have them."""
+SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +35,11 @@ class Fit:
     def verdict(self) -> Verdict | None:
         return None if self.capacity_bytes is None else verdict(self.prediction, self.capacity_bytes)
 
-    @property
-    def gpus(self) -> tuple[Fit, ...]:
-        """The same of each GPU, where layers are spread over several."""
-        return tuple(replace(self, prediction=gpu) for gpu in self.prediction.gpus)
-
     def record(self, evaluation: Fit) -> MemoryRecord:
         """evaluation: how the same plan's evaluation fits."""
         prediction, device = self.prediction, self.plan.device
         of_this_machine = device.kind == "cpu" and device.memory_gb is None
+        each = [replace(self, prediction=gpu) for gpu in prediction.gpus]
         return MemoryRecord(
             verdict=self.verdict or "unknown",
             allocated_gib=in_gib(prediction.allocated_bytes),
@@ -49,8 +49,8 @@ class Fit:
             high_gib=in_gib(prediction.high_bytes),
             usable_gib=None if self.capacity_bytes is None or of_this_machine else in_gib(self.capacity_bytes),
             peak_phase=prediction.peak_phase,
-            phases_gib={phase: in_gib(size) for phase, size in prediction.phases.items()},
-            budget_gib={entry: in_gib(size) for entry, size in prediction.budget.items()},
+            phases_gib=all_in_gib(prediction.phases),
+            budget_gib=all_in_gib(prediction.budget),
             calibration=prediction.calibration,
             changes=list(self.changes),
             evaluation_verdict=evaluation.verdict or "unknown",
@@ -60,36 +60,24 @@ class Fit:
                     verdict=gpu.verdict or "unknown",
                     total_gib=in_gib(gpu.prediction.total_bytes),
                     peak_phase=gpu.prediction.peak_phase,
-                    budget_gib={entry: in_gib(size) for entry, size in gpu.prediction.budget.items()},
+                    budget_gib=all_in_gib(gpu.prediction.budget),
                 )
-                for number, gpu in enumerate(self.gpus)
+                for number, gpu in enumerate(each)
             },
         )
-
-    def lines(self) -> list[str]:
-        return budget_lines(self.prediction, self.capacity_bytes)
-
-
-def fit_of(plan: Plan, predict: Predict, capacity_bytes: int | None) -> Fit:
-    """The plan as it is."""
-    return Fit(plan=plan, prediction=predict(plan), capacity_bytes=capacity_bytes)
 
 
 def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
     """The first plan down the ladder that fits; where none does, the first that might; else the last there is."""
-    asked, might = fit.plan, None
-    for rung in rungs(fit.plan):
-        if fit.verdict in (None, "fits"):
-            return fit
-        if fit.verdict == "too close":
-            might = might or fit
-        fit = Fit(
-            plan=rung.plan,
-            prediction=predict(rung.plan),
-            capacity_bytes=fit.capacity_bytes,
-            changes=changes_between(asked, rung.plan),
-        )
-    return fit if fit.verdict == "fits" else might or fit
+    might, rung = None, fit
+    for plan in rungs(fit.plan):
+        if plan is not fit.plan:
+            rung = replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
+        if rung.verdict in (None, "fits"):
+            return rung
+        if rung.verdict == "too close":
+            might = might or rung
+    return might or rung
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
@@ -97,8 +85,8 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
 
     how: memory.fit. Raises UserError with the budget where nothing of that fits.
     """
-    if how == "off" or fit.verdict != "does not fit":
-        return fit if how != "auto" else cheapest_fit(fit, predict)
+    if how == "off" or (how == "refuse" and fit.verdict != "does not fit"):
+        return fit
     cheapest = cheapest_fit(fit, predict)
     if how == "auto" and cheapest.verdict != "does not fit":
         return cheapest
@@ -106,24 +94,36 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
 
 
 def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
-    plan = fit.plan
-    gpu = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
-    count = plan.device.count
-    share = f"the share of each of {count} processes in " if count > 1 else ""
-    device = gpu if plan.device.kind == "cuda" else f"{share}the memory of this machine, the CPU"
-    lines = [f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:", *fit.lines()]
-    lines.append(advice(cheapest))
-    if cheapest.verdict == "does not fit" and (sharded := sharded_fit(cheapest, predict)) is not None:
-        lines.append(sharded_advice(sharded))
-    if cheapest.verdict != "does not fit":
-        lines.append(f"take that: add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit=auto")
-    lines.append(f"run it as it is: add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit=off")
+    plan, count = fit.plan, fit.plan.device.count
+    if plan.device.kind == "cuda":
+        device = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
+    else:
+        share = f"the share of each of {count} processes in " if count > 1 else ""
+        device = f"{share}the memory of this machine, the CPU"
+    flag = f"add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit"
+    lines = [
+        f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
+        *budget_lines(fit.prediction, fit.capacity_bytes),
+        *advice(cheapest, predict),
+        *([f"take that: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
+        f"run it as it is: {flag}=off",
+    ]
     return "\n  ".join(lines)
 
 
-MORE_DEVICES = (2, 4, 8)
-"""As machines have them."""
-SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
+def advice(cheapest: Fit, predict: Predict) -> list[str]:
+    """What would make a plan fit. cheapest: as `cheapest_fit` found it."""
+    least = f"{', '.join(cheapest.changes) or 'no change'}: {gib_text(cheapest.prediction.total_bytes)} GiB"
+    if cheapest.verdict != "does not fit":
+        return [f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"]
+    lines = [f"nothing that keeps its result would make it fit; the least is with {least}"]
+    if (sharded := sharded_fit(cheapest, predict)) is not None:
+        changed = ", ".join(f"{name} {value}" for name, value in settings(sharded.plan).items())
+        lines.append(
+            f"on {sharded.plan.device.count} such GPUs it fits with memory.placement sharded ({changed}): "
+            f"{gib_text(sharded.prediction.total_bytes)} GiB each"
+        )
+    return lines
 
 
 def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
@@ -139,28 +139,7 @@ def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
         return None  # what every process needs for itself is too much already
     for count in MORE_DEVICES:
         if count > plan.device.count and (over_more := sharded_over(plan, count)) is not None:
-            fit = fit_of(over_more, predict, cheapest.capacity_bytes)
+            fit = replace(cheapest, plan=over_more, prediction=predict(over_more), changes=())
             if fit.verdict == "fits":
                 return fit
     return None
-
-
-def sharded_advice(fit: Fit) -> str:
-    """fit: as `sharded_fit` found it."""
-    changed = ", ".join(f"{name} {value}" for name, value in settings(fit.plan).items())
-    return (
-        f"on {fit.plan.device.count} such GPUs it fits with memory.placement sharded ({changed}): "
-        f"{fit.prediction.total_bytes / 2**30:.2f} GiB each"
-    )
-
-
-def advice(cheapest: Fit) -> str:
-    """What would make a plan fit, on one line. cheapest: as `cheapest_fit` found it."""
-    if cheapest.verdict == "does not fit":
-        return f"nothing that keeps its result would make it fit; the least is with {said(cheapest)}"
-    return f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {said(cheapest)}"
-
-
-def said(fit: Fit) -> str:
-    """The changes and what it then takes, on one line."""
-    return f"{', '.join(fit.changes) or 'no change'}: {fit.prediction.total_bytes / 2**30:.2f} GiB"

@@ -8,22 +8,23 @@ depends on how many there are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
 
-from stages.core.params.schema import DeviceParams
-from stages.kit.memory.allocator import Allocation, Event, Free, replay
+from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.memory.answers import record_answers
-from stages.kit.memory.calibration import Calibration
+from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
-from stages.kit.memory.side_by_side import side_by_side
 from stages.kit.memory.step import record_step
+from stages.kit.memory_use.resident import free_and_total_bytes
+from stages.kit.models.load import meta_model
+from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
@@ -36,19 +37,64 @@ Depth: TypeAlias = tuple[int, int]
 """Layers of the language model, and of the vision tower (0 where there is none)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryPredictor:
+    """Predictions of a recipe's plan, and of the plans down its ladder, each made once."""
+
+    config: PreTrainedConfig
+    processor: Processor
+    batch_of: Callable[..., Mapping[str, torch.Tensor]]
+    """batch_of(micro_batch=2) is the largest of that many samples."""
+    exact: bool = False
+    """Record every layer of the model, not a few."""
+    calibration: Calibration = field(default_factory=load_calibration)
+    made: dict[str, Prediction] = field(default_factory=dict)
+    """By plan. Recipes that differ in name only may share it."""
+
+    def __call__(self, plan: Plan) -> Prediction:
+        key = repr(replace(plan, recipe=""))
+        if key not in self.made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of bitsandbytes, that this CPU could not run what is only recorded
+                batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
+                self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
+        return self.made[key]
+
+    def answers(self, plan: Plan, evaluation: EvaluationParams) -> Prediction:
+        """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
+        batch = self.batch_of(micro_batch=evaluation.batch_size)
+        prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return predict_answers(plan, self.config, prompts, self.calibration, max_new_tokens=evaluation.max_new_tokens)
+
+    def counted(self, plan: Plan) -> Plan:
+        """The plan with its trainable parameters, from the model's real geometry."""
+        model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
+        return replace(plan, trainable=asdict(count_trainable(model)))
+
+    def capacity_bytes(self, device: DeviceParams) -> int | None:
+        """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
+
+        For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
+        processes of a CPU share its memory.
+        """
+        if device.memory_gb is not None:
+            capacity = self.calibration.usable_bytes(device.memory_gb)
+        elif device.kind == "cpu":
+            capacity = free_and_total_bytes()[1]
+        else:
+            return None
+        return capacity // device.count if device.kind == "cpu" else capacity
+
+
 @dataclass(frozen=True)
 class Peaks:
-    """Of one recorded step, or of a deeper model's, scaled up."""
+    """Of one device in one recorded step, or in a deeper model's, scaled up."""
 
     phases: dict[Phase, Peak]
     allocated_share: float
     """What torch's allocator hands out in its fullest moment, relative to what is asked of it: 1 on a CPU."""
     reserved_share: float
     """What it takes from the device for that, likewise."""
-
-    @property
-    def fullest(self) -> Phase:
-        return max(self.phases, key=lambda phase: self.phases[phase].size_bytes)
 
 
 def predict(
@@ -65,18 +111,17 @@ def predict(
     batch: the largest micro-batch of the run, as the collator makes it. exact: record every layer.
     """
     if (gpus := balanced_gpus(plan, config)) is not None:
-        recording = record_step(plan, config, processor, batch, gpus=gpus)
-        return _of_the_fullest(plan, recording, calibration)
+        whole = record_step(plan, config, processor, batch, gpus=gpus)
+        parts = (_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
+        each = tuple(_prediction(plan, peaks, calibration) for peaks in parts)
+        return replace(max(each, key=lambda gpu: gpu.total_bytes), gpus=each)
     depth = depth_of(config)
-    depths = [depth] if exact else sample_depths(config)
-
-    def peaks_of(depth: Depth) -> Peaks:
-        recording = record_step(plan, with_depth(config, depth), processor, batch)
-        return _peaks(recording, expandable=plan.expandable_segments)
-
-    recorded = dict(zip(depths, side_by_side([partial(peaks_of, each) for each in depths]), strict=True))
+    recorded = {
+        few: _peaks(plan, record_step(plan, with_depth(config, few), processor, batch))
+        for few in ([depth] if exact else sample_depths(config))
+    }
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    return _on_a_device(_shared(plan, peaks), plan.device, calibration, placement=plan.placement)
+    return _prediction(plan, peaks, calibration)
 
 
 def predict_answers(
@@ -91,15 +136,9 @@ def predict_answers(
 
     batch: the longest prompts of an evaluation's batch.
     """
-    recording = record_answers(
-        config,
-        batch,
-        precision=plan.precision,
-        flash_only=plan.attn == "flash_attention_2",
-        on_cuda=plan.device.kind == "cuda",
-        max_new_tokens=max_new_tokens,
-    )
-    return _on_a_device(_peaks(recording), plan.device, calibration, placement="single")
+    plan = replace(plan, placement="single", expandable_segments=False)  # these are a training's
+    recording = record_answers(plan, config, batch, max_new_tokens=max_new_tokens)
+    return _prediction(plan, _peaks(plan, recording), calibration)
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -135,113 +174,84 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
 
 
-def _peaks(recording: Recording, *, expandable: bool = False) -> Peaks:
+def _peaks(plan: Plan, recording: Recording) -> Peaks:
     phases = recording.peaks()
-    if not recording.rounded or not recording.storages:
-        return Peaks(phases, 1.0, 1.0)
-    replayed = replay(_events(recording), expandable=expandable)
-    asked = max(peak.size_bytes for peak in phases.values())
-    return Peaks(phases, replayed.allocated_bytes / asked, replayed.reserved_bytes / asked)
+    asked = max(peak.total() for peak in phases.values())
+    shares = (1.0, 1.0)
+    if recording.cuda and recording.storages:
+        allocator = recording.replayed(expandable=plan.expandable_segments)
+        shares = allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
+    return Peaks({phase: _of_one_device(plan, phase, peak) for phase, peak in phases.items()}, *shares)
 
 
-def _events(recording: Recording) -> Iterable[Event]:
-    keys = {id(storage): key for key, storage in enumerate(recording.storages)}
-    for _, born, storage in recording.timeline():
-        key = keys[id(storage)]
-        if storage.size_bytes:
-            yield Allocation(key, storage.size_bytes) if born else Free(key)
+def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
+    """What one device holds of a recorded peak."""
+    peak = peak.copy()
+    if phase == "load":  # neither the optimizer nor the batch is there yet
+        return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
+    if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
+        del peak["optimizer"]
+    if plan.placement == "ddp":
+        # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
+        # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
+        peak["gradients"] += plan.trainable.get("total", 0) * 4
+    return peak
 
 
 def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     (base_depth, base), *deeper = recorded.items()
 
-    def scaled(amount: Any) -> int:
-        """amount: a number of one record; the same number of the whole model."""
-        start = amount(base)
-        return start + sum(
-            (amount(more) - start) * (layers - few)
-            for (more_depth, more) in deeper
-            for layers, few, many in zip(depth, base_depth, more_depth, strict=True)
-            if many > few
-        )
+    def scaled(phase: Phase, entry: Budget) -> int:
+        start = base.phases[phase][entry]
+        growth = 0
+        for more_depth, more in deeper:  # by one layer of a kind
+            layers = sum(
+                (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
+            )
+            growth += (more.phases[phase][entry] - start) * layers
+        return max(0, start + growth)
 
-    phases: dict[Phase, Peak] = {}
-    for phase in PHASES:
-        budget: dict[Budget, int] = {
-            entry: max(0, scaled(lambda peaks, entry=entry, phase=phase: peaks.phases[phase].budget.get(entry, 0)))
-            for entry in BUDGET
-        }
-        phases[phase] = Peak(sum(budget.values()), budget)
+    phases = {phase: Peak({entry: scaled(phase, entry) for entry in BUDGET}) for phase in PHASES}
     # What the allocator keeps in gaps does not grow by layers, but stays about the same share: 5 to 9 % in the records
     # of a 7B with a few layers, 4 to 8 % with all.
-    shares = [(peaks.allocated_share, peaks.reserved_share) for peaks in recorded.values()]
-    return Peaks(phases, *map(mean, zip(*shares, strict=True)))
-
-
-def _of_the_fullest(plan: Plan, recording: Recording, calibration: Calibration) -> Prediction:
-    """With that of each GPU, from the record of all layers."""
-    gpus = tuple(
-        _on_a_device(
-            _shared(plan, _peaks(recording.on(gpu), expandable=plan.expandable_segments)),
-            plan.device,
-            calibration,
-            placement=plan.placement,
-        )
-        for gpu in range(plan.device.count)
+    return Peaks(
+        phases,
+        mean(peaks.allocated_share for peaks in recorded.values()),
+        mean(peaks.reserved_share for peaks in recorded.values()),
     )
-    return replace(max(gpus, key=lambda gpu: gpu.total_bytes), gpus=gpus)
 
 
-def _on_a_device(peaks: Peaks, device: DeviceParams, calibration: Calibration, *, placement: str) -> Prediction:
+def _prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
-    several = placement in DATA_PARALLEL
-    peak = peaks.phases[peaks.fullest]
-    allocated = round(peak.size_bytes * peaks.allocated_share)
-    reserved = round(peak.size_bytes * peaks.reserved_share)
+    on_cuda, several = plan.device.kind == "cuda", plan.placement in DATA_PARALLEL
+    sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
+    fullest = max(sizes, key=lambda phase: sizes[phase])
+    peak, size = peaks.phases[fullest], sizes[fullest]
+    allocated, reserved = round(size * peaks.allocated_share), round(size * peaks.reserved_share)
     total = reserved
     low, high = calibration.allocated_error_low.value, calibration.allocated_error_high.value
     label = "this CPU"
-    if device.kind == "cuda":
+    if on_cuda:
         workspaces = round(calibration.cublas_workspaces.value) * calibration.cublas_workspace_hopper_mib.num_bytes
         allocated += workspaces
         reserved += workspaces
         total = reserved + calibration.context_mib.num_bytes
         total += calibration.nccl_buffers_mib.num_bytes if several else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
-        label = calibration.ddp_label if several else calibration.label
-    budget = {entry: size for entry, size in peak.budget.items() if size}
-    budget["overhead"] = total - peak.size_bytes
+        label = calibration.label(several=several)
     # Layers are gathered and gradients shared out on streams of their own, and what one stream has freed torch's
     # allocator gives to no other. The record has one stream for all: at worst they take that much once more.
-    beside = 0
-    if device.kind == "cuda" and placement == "sharded":
-        beside = max(peak.budget.get("temporaries", 0) for peak in peaks.phases.values())
+    beside = (
+        max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and plan.placement == "sharded" else 0
+    )
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         total_bytes=total,
         low_bytes=round(total * (1 + low)),
         high_bytes=round(total * (1 + high)) + beside,
-        peak_phase=peaks.fullest,
-        phases={phase: peak.size_bytes for phase, peak in peaks.phases.items()},
-        budget=budget,
+        peak_phase=fullest,
+        phases=sizes,
+        budget={**{entry: spent for entry, spent in peak.items() if spent}, "overhead": total - size},
         calibration=label,
     )
-
-
-def _shared(plan: Plan, peaks: Peaks) -> Peaks:
-    return replace(peaks, phases={phase: _share(plan, phase, peak) for phase, peak in peaks.phases.items()})
-
-
-def _share(plan: Plan, phase: Phase, peak: Peak) -> Peak:
-    """What one device holds of a phase's peak."""
-    budget = dict(peak.budget)
-    if phase == "load":  # neither the optimizer nor the batch is there yet
-        budget = {entry: size for entry, size in budget.items() if entry in ("weights", "adapters")}
-    if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
-        budget.pop("optimizer", None)
-    if plan.placement == "ddp" and phase != "load":
-        # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
-        # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
-        budget["gradients"] = budget.get("gradients", 0) + plan.trainable.get("total", 0) * 4
-    return Peak(sum(budget.values()), budget)

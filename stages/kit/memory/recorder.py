@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,10 +22,12 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 from trl.trainer import utils as trl_trainer
 
-from stages.kit.memory.cuda import dequantized_bytes, hidden_bytes
+from stages.kit.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
 from stages.kit.memory.recording import Recording, Storage
+from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Phase
 
 aten = torch.ops.aten
@@ -47,20 +50,19 @@ REAL_LIMIT = 1 << 22
 class Recorder(TorchDispatchMode):
     """Records every storage that is allocated while it is entered.
 
-    fake: floating-point tensors get no contents. cuda: as CUDA would do it: sizes rounded, and what its kernels take
-    for themselves added. spread: keep track of which of several GPUs each lies on, from where `place` puts the weights.
+    cuda: as CUDA would do it: sizes rounded, and what its kernels take for themselves added.
     """
 
-    def __init__(self, *, fake: bool, cuda: bool, vocab_size: int, spread: bool = False) -> None:
+    def __init__(self, *, cuda: bool, vocab_size: int) -> None:
         super().__init__()
-        self.recording = Recording(rounded=cuda)
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-        self._cuda = cuda
-        self._spread = spread
+        self.recording = Recording(cuda=cuda)
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._vocab_size = vocab_size
         self._phase: Phase = "load"
         self._clock = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
+        self._spread = False
+        """Whether tensors were placed on GPUs; before that all lie on the first."""
         self._gpu = self._gpu_at_work = 0
         """Where the operation under way runs, and where the last one did that computed something."""
         self._pinned: int | None = None
@@ -76,19 +78,13 @@ class Recorder(TorchDispatchMode):
                 self._record(tensor)
                 self._alive[_key(tensor)][1].budget = budget
 
-    def _relabel(self, tensors: Iterable[torch.Tensor], budget: Budget) -> None:
-        """What was taken for activations turns out to be something else."""
-        for tensor in tensors:
-            if (known := self._alive.get(_key(tensor))) is not None and known[1].budget == "activations":
-                known[1].budget = budget
-
     def place(self, tensor: torch.Tensor, gpu: int) -> None:
-        """Say which GPU a tensor lies on; what is computed from it lies there too."""
+        """Say which of several GPUs a tensor lies on; what is computed from it lies there too."""
+        self._spread = True
         self._alive[_key(tensor)][1].gpu = gpu
 
     def gpu_of(self, tensor: torch.Tensor) -> int:
-        known = self._alive.get(_key(tensor))
-        return known[1].gpu if known is not None else 0
+        return next((storage.gpu for storage in self._known([tensor])), 0)
 
     @contextmanager
     def on(self, gpu: int) -> Iterator[None]:
@@ -100,10 +96,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self._pinned = before
 
-    def hold(self, size_bytes: int, budget: Budget) -> None:
-        """Count memory that no tensor here stands for, from now to the end, on the first GPU."""
-        storage = Storage(size_bytes=size_bytes, phase=self._phase, budget=budget, born=self._tick())
+    def add(self, size_bytes: int, budget: Budget) -> Storage:
+        """Record memory that is taken now; to the end, unless its `died` is set."""
+        storage = Storage(size_bytes, budget, born=self._tick(), gpu=self._gpu)
         self.recording.storages.append(storage)
+        return storage
 
     def finish(self) -> Recording:
         """The recording, without what died while loading: real weights come one by one, not through initialization."""
@@ -135,18 +132,21 @@ class Recorder(TorchDispatchMode):
             return answer
         if any_fake and func is aten.index.Tensor:
             args = (args[0], _positions(args[1]), *args[2:])
-        if self.fake_mode is not None and (any_fake or not _stays_real(func, args, kwargs, tensors)):
-            with self.fake_mode:
+        if any_fake or not _stays_real(func, args, kwargs, tensors):
+            with self._fake_mode:
                 output = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
             if func is aten.topk.default and args[0].dim() == 2:
                 output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
         else:
             output = func(*args, **kwargs)
         self._record_output(func, args, output)
-        if func.namespace == "c10d":
-            self._relabel(tensors, "temporaries")
+        if func.namespace == "c10d":  # what processes send each other was taken for activations
+            for storage in self._known(tensors):
+                storage.budget = "temporaries" if storage.budget == "activations" else storage.budget
         # Beside the output, which is there before the kernel ends.
-        self._record_hidden(hidden_bytes(func, args) if self._cuda else dequantized_bytes(func, args))
+        if hidden := hidden_bytes(func, args) if self.recording.cuda else dequantized_bytes(func, args):
+            storage = self.add(hidden, "temporaries")
+            storage.died = self._tick()
         return output
 
     def _record_output(self, func: Any, args: Any, output: Any) -> None:
@@ -161,50 +161,34 @@ class Recorder(TorchDispatchMode):
         key = _key(tensor)
         if key in self._alive:
             return
-        storage = Storage(
-            size_bytes=tensor.untyped_storage().nbytes(),
-            phase=self._phase,
-            budget=self._budget(tensor),
-            born=self._tick(),
-            gpu=self._gpu,
-        )
-        self.recording.storages.append(storage)
+        storage = self.add(tensor.untyped_storage().nbytes(), self._budget(tensor))
 
         def died(_: Any) -> None:
             self._alive.pop(key)[1].died = self._tick()
 
         self._alive[key] = (weakref.ref(tensor.untyped_storage(), died), storage)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP frees a layer's gathered weights by taking their storage's size, and gives it back for the next time."""
-        if (known := self._alive.get(storage._cdata)) is not None:  # noqa: SLF001
-            reference, before = known
-            before.died = self._tick()
-            after = Storage(storage.nbytes(), phase=self._phase, budget="temporaries", born=self._tick())
-            self.recording.storages.append(after)
-            self._alive[storage._cdata] = reference, after  # noqa: SLF001
-
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
-        """No dispatcher sees how a storage's size changes."""
+        """FSDP frees a layer's gathered weights by taking their storage's size, and gives it back for the next time.
+
+        No dispatcher sees that.
+        """
         resize = torch.UntypedStorage.resize_
 
         def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            self._resized(storage)
+            if (known := self._alive.get(storage._cdata)) is not None:  # noqa: SLF001
+                reference, before = known
+                before.died = self._tick()
+                self._alive[storage._cdata] = reference, self.add(storage.nbytes(), "temporaries")  # noqa: SLF001
             return result
 
-        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", watched):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def _record_hidden(self, size_bytes: int) -> None:
-        if size_bytes:
-            born, died = self._tick(), self._tick()
-            storage = Storage(size_bytes, phase=self._phase, budget="temporaries", born=born, died=died, gpu=self._gpu)
-            self.recording.storages.append(storage)
+    def _known(self, tensors: Iterable[torch.Tensor]) -> list[Storage]:
+        return [self._alive[key][1] for tensor in tensors if (key := _key(tensor)) in self._alive]
 
     def _runs_on(self, tensors: list[torch.Tensor]) -> int:
         """The GPU of an operation: that of its largest argument.
@@ -216,8 +200,7 @@ class Recorder(TorchDispatchMode):
             return 0
         if self._pinned is not None:
             return self._pinned
-        known = [self._alive[key][1] for tensor in tensors if (key := _key(tensor)) in self._alive]
-        if not known:
+        if not (known := self._known(tensors)):
             return self._gpu_at_work
         gpu = max(known, key=lambda storage: storage.size_bytes).gpu
         if any(tensor.is_floating_point() for tensor in tensors):
@@ -241,23 +224,19 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def room_for_fakes() -> Iterator[None]:
-    """Lets modules and optimizers treat fake tensors as they treat real ones.
-
-    `Module.to` puts a new parameter in the place of the old, as a fake one cannot take another's contents. Optimizers
-    and clipping take them many at once.
-    """
-    apply = nn.Module._apply  # noqa: SLF001
-    lists = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)  # noqa: SLF001
-    for types in lists:
-        types.append(FakeTensor)
-    nn.Module._apply = _apply_by_replacing  # type: ignore[method-assign, assignment]  # noqa: SLF001
-    try:
-        yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]  # noqa: SLF001
-        for types in lists:
-            types.remove(FakeTensor)
+def recorder_of(plan: Plan, config: PreTrainedConfig) -> Iterator[Recorder]:
+    """What is done within it is recorded as the plan's device would do it, without weights."""
+    on_cuda = plan.device.kind == "cuda"
+    with ExitStack() as stack:
+        if on_cuda:
+            stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
+        # Optimizers and clipping take fake tensors many at once, as they take real ones.
+        for module in (_foreach_utils, optimizer):
+            types = [*module._foreach_supported_types, FakeTensor]  # noqa: SLF001
+            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        # A fake parameter cannot take another's contents: `Module.to` has to put a new one in its place.
+        stack.enter_context(patch.object(nn.Module, "_apply", _apply_by_replacing))
+        yield stack.enter_context(Recorder(cuda=on_cuda, vocab_size=config.get_text_config().vocab_size))
 
 
 def emptied(tensor: torch.Tensor) -> torch.Tensor:

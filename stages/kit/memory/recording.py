@@ -1,13 +1,16 @@
-"""What a training step allocated and freed, in order; and what of it was alive at once."""
+"""The allocations and frees of a training step, in order, and the peak of each phase."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-from stages.kit.memory.allocator import rounded_bytes
+from stages.kit.memory.allocator import CachingAllocator, rounded_bytes
 from stages.kit.planning.prediction import Budget, Phase
+
+Peak: TypeAlias = Counter[Budget]
+"""The fullest moment of a phase: bytes by what they are spent on. Its total() is what tensors take."""
 
 
 @dataclass(slots=True)
@@ -15,8 +18,6 @@ class Storage:
     """One piece of memory that tensors share."""
 
     size_bytes: int
-    phase: Phase
-    """In which it was allocated."""
     budget: Budget
     born: int
     died: int | None = None
@@ -25,19 +26,11 @@ class Storage:
     """The one that it lies on, where layers are spread over several."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """A phase's fullest moment."""
-
-    size_bytes: int
-    budget: dict[Budget, int]
-
-
 @dataclass
 class Recording:
     """The storages of one step. Times are ticks: the n-th allocation, free or change of phase."""
 
-    rounded: bool = True
+    cuda: bool
     """Whether sizes count as torch's CUDA allocator hands them out, or as they are."""
     storages: list[Storage] = field(default_factory=list)
     phases: list[tuple[int, Phase]] = field(default_factory=list)
@@ -47,38 +40,37 @@ class Recording:
         """The part of the record that lies on one GPU."""
         return replace(self, storages=[storage for storage in self.storages if storage.gpu == gpu])
 
-    def size(self, storage: Storage) -> int:
-        return rounded_bytes(storage.size_bytes) if self.rounded else storage.size_bytes
-
-    def timeline(self) -> Iterator[tuple[int, bool, Storage]]:
-        """Every allocation (True) and free (False), in order."""
-        events = [(storage.born, True, storage) for storage in self.storages]
-        events += [(storage.died, False, storage) for storage in self.storages if storage.died is not None]
-        yield from sorted(events, key=lambda event: event[0])
+    def timeline(self) -> list[tuple[int, Storage | Phase]]:
+        """In order: storages, where they are born and where they die, and phases, where they begin."""
+        events: list[tuple[int, Storage | Phase]] = [*self.phases]
+        for storage in self.storages:
+            events.append((storage.born, storage))
+            if storage.died is not None:
+                events.append((storage.died, storage))
+        return sorted(events, key=lambda event: event[0])
 
     def peaks(self) -> dict[Phase, Peak]:
-        """The fullest moment of each phase, what came before and is still alive counted."""
-        starts = iter(self.phases)
-        upcoming = next(starts, None)
+        """Of each phase; what is left of earlier phases counts."""
         phase: Phase = "load"
-        held = 0
-        budget: Counter[Budget] = Counter()
-        peaks: dict[Phase, Peak] = {}
-        _raise(peaks, phase, held, budget)
-        for tick, born, storage in self.timeline():
-            while upcoming is not None and upcoming[0] <= tick:
-                phase, upcoming = upcoming[1], next(starts, None)
-                _raise(peaks, phase, held, budget)
-            size = self.size(storage) if born else -self.size(storage)
-            held += size
-            budget[storage.budget] += size
-            if born:
-                _raise(peaks, phase, held, budget)
-        for _, phase in (upcoming, *starts) if upcoming is not None else ():  # nothing came or went from there on
-            _raise(peaks, phase, held, budget)
+        held = Peak()
+        peaks = {phase: Peak()}
+        for tick, event in self.timeline():
+            if isinstance(event, Storage):
+                size = rounded_bytes(event.size_bytes) if self.cuda else event.size_bytes
+                held[event.budget] += size if tick == event.born else -size
+            else:
+                phase = event
+            if phase not in peaks or held.total() > peaks[phase].total():
+                peaks[phase] = held.copy()
         return peaks
 
-
-def _raise(peaks: dict[Phase, Peak], phase: Phase, held: int, budget: Counter[Budget]) -> None:
-    if phase not in peaks or held > peaks[phase].size_bytes:
-        peaks[phase] = Peak(held, dict(budget))
+    def replayed(self, *, expandable: bool) -> CachingAllocator:
+        """torch's allocator at the end of the step."""
+        allocator = CachingAllocator(expandable=expandable)
+        for tick, event in self.timeline():
+            if isinstance(event, Storage) and event.size_bytes:
+                if tick == event.born:
+                    allocator.allocate(id(event), event.size_bytes)
+                else:
+                    allocator.free(id(event))
+        return allocator

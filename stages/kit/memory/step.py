@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
-from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.memory.recorder import Recorder, emptied, room_for_fakes
+from stages.kit.memory.recorder import Recorder, emptied, recorder_of
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
 from stages.kit.mixture.trainer import make_trainer
@@ -40,20 +39,13 @@ def record_step(
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
     *,
-    fake: bool = True,
     gpus: Mapping[str, int] | None = None,
 ) -> Recording:
     """The second optimizer step of a run, when the optimizer's state is there already, as RecipeTrainer does it.
 
     batch: one micro-batch, as the collator makes it; every micro-batch of the step is this one.
-    fake: without weights, as the plan's device would do it. Else for real, on this CPU.
     gpus: of modules by name, with placement balanced (models/placement.py).
     """
-    on_cuda = plan.device.kind == "cuda"
-    assert fake or not on_cuda
-    recorder = Recorder(
-        fake=fake, cuda=on_cuda, vocab_size=config.get_text_config().vocab_size, spread=gpus is not None
-    )
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
         # accelerate collects garbage, which takes long among all that torch and transformers have imported.
@@ -61,13 +53,8 @@ def record_step(
         stack.callback(gc.unfreeze)
         stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
-        if on_cuda:
-            stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
-        if fake:
-            stack.enter_context(room_for_fakes())
-        stack.enter_context(recorder)
-        if fake:  # no contents either, or they would be counted beside their fake selves
-            batch = {name: emptied(tensor) for name, tensor in batch.items()}
+        recorder = stack.enter_context(recorder_of(plan, config))
+        batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = new_model(config, precision=here.precision, attn=here.attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantize_nf4
@@ -84,9 +71,9 @@ def record_step(
         fill_optimizer_state(trainer)
         with recorder.on(0):  # where Trainer puts a step's samples, wherever the layers lie
             recorder.label(batch.values(), "activations")
-        if on_cuda:  # Trainer fetches all micro-batches of a step before the first one runs
-            others = plan.schedule.grad_accumulation - 1
-            recorder.hold(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
+            if plan.device.kind == "cuda":  # Trainer fetches all micro-batches of a step before the first one runs
+                others = plan.schedule.grad_accumulation - 1
+                recorder.add(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
 
         def begin(phase: Phase) -> None:
             if phase == "forward":  # accelerate may have copied it since it was made

@@ -6,45 +6,34 @@ little: optimizer states of 8 bits. Last nf4 for frozen weights, only where the 
 of these the cheapest comes first. Never touched are the pixels, the length, the rank, the precision of trained weights,
 the effective batch and the seed.
 
-The costs are assumed, not measured.
+What is cheaper is assumed, not measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One step down the ladder."""
-
-    plan: Plan
-    """With the step taken."""
-    change: str
-    """The step in the plan's words, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
-    step_cost: float
-    """The time of an optimizer step, relative to the rung above. Assumed."""
-
-
-def rungs(plan: Plan) -> Iterator[Rung]:
-    """The whole ladder below a plan, from the top."""
-    while (rung := next_rung(plan)) is not None:
+def rungs(plan: Plan) -> Iterator[Plan]:
+    """The plan itself, and the plans below it: one step down at a time, the cheapest that is left."""
+    rung: Plan | None = plan
+    while rung is not None:
         yield rung
-        plan = rung.plan
+        rung = next((below for step in _STEPS if (below := step(rung)) is not None), None)
 
 
-def next_rung(plan: Plan) -> Rung | None:
-    """The cheapest step down from a plan, or None where nothing is left to give up."""
-    return next((rung for step in _STEPS if (rung := step(plan)) is not None), None)
+def rung_changes(plan: Plan) -> list[str]:
+    """What each rung changes, in the plan's words, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
+    return [", ".join(changes_between(above, below)) for above, below in pairwise(rungs(plan))]
 
 
 def lowered(plan: Plan, attempt: int) -> Plan | None:
     """The plan so many rungs down: 0 is the plan itself. None below the last rung."""
-    return next(islice((plan, *(rung.plan for rung in rungs(plan))), attempt, None), None)
+    return next(islice(rungs(plan), attempt, None), None)
 
 
 def lowered_batch_size(batch_size: int, attempt: int) -> int | None:
@@ -89,18 +78,14 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
     return replace(plan, placement="sharded", device=replace(plan.device, count=count), schedule=schedule)
 
 
-def _rung(before: Plan, after: Plan, step_cost: float) -> Rung:
-    return Rung(plan=after, change=", ".join(changes_between(before, after)), step_cost=step_cost)
-
-
-def _fuse_optimizer(plan: Plan) -> Rung | None:
+def _fuse_optimizer(plan: Plan) -> Plan | None:
     """The fused step has no temporaries of the size of the trained weights (torch.optim.AdamW, `foreach`)."""
     if plan.device.kind != "cuda" or plan.optimizer != "adamw_torch":
         return None
-    return _rung(plan, replace(plan, optimizer="adamw_torch_fused"), 1.0)
+    return replace(plan, optimizer="adamw_torch_fused")
 
 
-def _divide_micro_batch(plan: Plan) -> Rung | None:
+def _divide_micro_batch(plan: Plan) -> Plan | None:
     """To the next divisor of a device's share of the effective batch, at most half.
 
     No jump to 1: an attempt that fails costs a minute, as the largest samples go through first, and a micro-batch that
@@ -111,18 +96,14 @@ def _divide_micro_batch(plan: Plan) -> Rung | None:
     micro_batch = next((size for size in range(schedule.micro_batch // 2, 0, -1) if share % size == 0), None)
     if micro_batch is None:
         return None
-    divided = replace(schedule, micro_batch=micro_batch, grad_accumulation=share // micro_batch)
-    return _rung(plan, replace(plan, schedule=divided), 1.1)
+    return replace(plan, schedule=replace(schedule, micro_batch=micro_batch, grad_accumulation=share // micro_batch))
 
 
-def _checkpoint_gradients(plan: Plan) -> Rung | None:
-    """One more forward pass where there were a forward and a backward, which is twice a forward."""
-    if plan.gradient_checkpointing:
-        return None
-    return _rung(plan, replace(plan, gradient_checkpointing=True), 1.33)
+def _checkpoint_gradients(plan: Plan) -> Plan | None:
+    return None if plan.gradient_checkpointing else replace(plan, gradient_checkpointing=True)
 
 
-def _shard(plan: Plan) -> Rung | None:
+def _shard(plan: Plan) -> Plan | None:
     """Over the devices that there are: each layer's weights are sent round twice a micro-batch, and once its gradients.
 
     Not where the recipe itself asks for nf4, which shrinks more and cannot be sharded, nor with an optimizer that
@@ -130,7 +111,7 @@ def _shard(plan: Plan) -> Rung | None:
     """
     if plan.placement != "ddp" or plan.may_quantize or not can_be_sharded(plan):
         return None
-    return _rung(plan, replace(plan, placement="sharded"), 1.25)
+    return replace(plan, placement="sharded")
 
 
 def can_be_sharded(plan: Plan) -> bool:
@@ -138,31 +119,22 @@ def can_be_sharded(plan: Plan) -> bool:
     return plan.quantization == "none" and "8bit" not in plan.optimizer
 
 
-def _shrink_optimizer(plan: Plan) -> Rung | None:
-    if plan.placement == "sharded":
+def _shrink_optimizer(plan: Plan) -> Plan | None:
+    """States of 8 bits; then paged ones, which move to the machine's memory while the GPU's is short."""
+    if plan.device.kind != "cuda" or plan.placement == "sharded" or plan.optimizer == "paged_adamw_8bit":
         return None
-    if plan.device.kind != "cuda" or plan.optimizer not in ("adamw_torch", "adamw_torch_fused"):
-        return None
-    return _rung(plan, replace(plan, optimizer="adamw_8bit"), 1.05)
+    return replace(plan, optimizer="paged_adamw_8bit" if plan.optimizer == "adamw_8bit" else "adamw_8bit")
 
 
-def _page_optimizer(plan: Plan) -> Rung | None:
-    """Its states move to the machine's memory while the GPU's is short."""
-    if plan.device.kind != "cuda" or plan.optimizer != "adamw_8bit":
+def _quantize(plan: Plan) -> Plan | None:
+    allowed = plan.may_quantize and plan.placement != "sharded" and not plan.parts.trained("full")
+    if not allowed or plan.quantization == "nf4":
         return None
-    return _rung(plan, replace(plan, optimizer="paged_adamw_8bit"), 1.2)
-
-
-def _quantize(plan: Plan) -> Rung | None:
-    if plan.placement == "sharded" or plan.parts.trained("full"):
-        return None
-    if not plan.may_quantize or plan.quantization == "nf4":
-        return None
-    return _rung(plan, replace(plan, quantization="nf4"), 1.3)
+    return replace(plan, quantization="nf4")
 
 
 _STEPS = (
     *(_fuse_optimizer, _divide_micro_batch, _checkpoint_gradients, _shard),  # the trajectory stays
-    *(_shrink_optimizer, _page_optimizer),
+    _shrink_optimizer,
     _quantize,
 )

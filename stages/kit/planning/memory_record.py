@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -15,7 +16,7 @@ from stages.core.publish import publish_text
 from stages.kit.planning.prediction import PHASES, Budget, Phase
 
 GIB = 2**30
-
+Name = TypeVar("Name", bound=str)
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -82,6 +83,10 @@ def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) 
 def in_gib(num_bytes: int) -> float:
     """To the nearest kB: what a tiny model takes must not be lost in rounding."""
     return round(num_bytes / GIB, 6)
+
+
+def all_in_gib(sizes: Mapping[Name, int]) -> dict[Name, float]:
+    return {name: in_gib(size) for name, size in sizes.items()}
 
 
 def write_memory_record(record: MemoryRecord, path: Path) -> None:

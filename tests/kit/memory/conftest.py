@@ -5,18 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.kit.models.processors import Processor
-
-
-@pytest.fixture(scope="session")
-def processors() -> dict[str, Processor]:
-    """By the small model that each belongs to."""
-    from stages.kit.models.processors import load_processor
-    from tests.kit.memory.small import TINY
-
-    processor = load_processor(TINY, None)
-    return {"detection": processor, "text": processor.tokenizer, "moe": processor.tokenizer}
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collection() -> Iterator[None]:

@@ -1,12 +1,15 @@
-"""Small models of each family, and plans and batches for them. No weights: a configuration is enough."""
+"""Small models of each family, plans and batches for them, and what is recorded and predicted of them.
+
+No weights: a configuration is enough.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -14,12 +17,16 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
-from stages.kit.memory.predict import Depth, with_depth
+from stages.kit.memory.calibration import load_calibration
+from stages.kit.memory.predict import Depth, predict, with_depth
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
+from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config
+from stages.kit.models.processors import Processor, load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
+from stages.kit.planning.prediction import Prediction
 
 TINY = Path("data/tiny/qwen2-vl")
 PIXELS = 112 * 112
@@ -38,6 +45,7 @@ FULL: dict[str, Any] = {"parts": PartsParams(llm="full"), "lora": None}
 GATE: dict[str, Any] = {**FULL, "full_targets": {"llm": ("mlp.gate",)}}
 LABELS: dict[str, Any] = {**GATE, "loss": "router-labels", "domains": tuple("abcdefgh")}
 ALL: dict[str, Any] = {"parts": PartsParams(vision="full", projector="full", llm="full"), "lora": None}
+CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": 1024,
@@ -96,12 +104,55 @@ def plan_of(
     )
 
 
+@cache
+def processor_of(model: str) -> Processor:
+    processor = load_processor(TINY, None)
+    return processor if model == "detection" else processor.tokenizer
+
+
 def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> Mapping[str, torch.Tensor]:
     return stand_in_batch(config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=pixels)
 
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def made_once(function: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Cached by how its arguments print, as plans hold dictionaries."""
+    results: dict[str, Result] = {}
+
+    @wraps(function)
+    def cached(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        key = repr((args, sorted(kwargs.items())))
+        if key not in results:
+            results[key] = function(*args, **kwargs)
+        return results[key]
+
+    return cached
+
+
+@made_once
+def recorded(
+    model: str, plan: Plan, *, depth: Depth = (2, 2), gpus: Mapping[str, int] | None = None, padded: bool = False
+) -> Recording:
+    """padded: the first sample is shorter, so that attention takes a mask."""
+    config = config_of(model, depth)
+    batch = dict(batch_of(plan, config))
+    if padded:
+        batch["attention_mask"] = batch["attention_mask"].clone()
+        batch["attention_mask"][0, 60:] = 0
+    return record_step(plan, config, processor_of(model), batch, gpus=gpus)
+
+
+@made_once
+def predicted(model: str, plan: Plan, *, depth: Depth = (2, 2), exact: bool = False) -> Prediction:
+    config = config_of(model, depth)
+    return predict(plan, config, processor_of(model), batch_of(plan, config), load_calibration(), exact=exact)
+
+
 def peak_bytes(recording: Recording) -> int:
-    return max(peak.size_bytes for peak in recording.peaks().values())
+    return max(peak.total() for peak in recording.peaks().values())
 
 
 def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:

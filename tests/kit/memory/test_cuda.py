@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import pytest
@@ -20,14 +18,12 @@ from trl.trainer import utils as trl_trainer
 
 from stages.kit.memory import step
 from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden_bytes
-from stages.kit.memory.recorder import Recorder
-from stages.kit.memory.recording import Peak, Recording
+from stages.kit.memory.recorder import Recorder, recorder_of
+from stages.kit.memory.recording import Peak
 from stages.kit.memory.step import record_step
-from stages.kit.models.processors import Processor
-from tests.kit.memory.small import FULL, R1, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import CUDA, FULL, R1, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded
 
 aten = torch.ops.aten
-CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}
 
 
 class Seen(TorchDispatchMode):
@@ -104,56 +100,42 @@ def test_within_it_operations_are_those_of_cuda() -> None:
     assert "aten.native_dropout.default" in found["dropout"]
     assert "aten._scaled_dot_product_efficient_attention.default" in found["attention"]
     assert "cpu" in found["foreach"]
-    assert behaviour()["layer_norm"] == torch.bfloat16
 
 
-@pytest.mark.parametrize("raised", [False, True])
-def test_after_it_the_cpu_is_as_it_was(raised: bool) -> None:
+def test_after_it_the_cpu_is_as_it_was() -> None:
     before = behaviour()
-    with pytest.raises(KeyError) if raised else nullcontext(), cuda_semantics(flash_only=True):
+    with pytest.raises(KeyError), cuda_semantics(flash_only=True):
         assert all(behaviour()[name] != before[name] for name in ("layer_norm", "attention", "dropout", "foreach"))
-        if raised:
-            raise KeyError
+        raise KeyError
     assert behaviour() == before
 
 
-def test_an_error_within_a_trace_leaves_nothing_behind(
-    processors: Mapping[str, Processor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, plan = config_of("text"), plan_of(**R1)
-    batch = batch_of(plan, config)
-    before, peak = behaviour(), peak_bytes(record_step(plan, config, processors["text"], batch))
+def test_a_record_leaves_nothing_behind_whether_or_not_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan, before = config_of("text"), plan_of(**R1), behaviour()
+    batch, processor = batch_of(plan, config), processor_of("text")
+    peak = peak_bytes(record_step(plan, config, processor, batch))
 
     def fails(*_: object) -> NoReturn:
         raise KeyError("in the midst of it")
 
     with monkeypatch.context() as patch, pytest.raises(KeyError, match="midst"):
         patch.setattr(step, "fill_optimizer_state", fails)
-        record_step(plan_of(**R1, **CUDA), config, processors["text"], batch)
+        record_step(plan_of(**R1, **CUDA), config, processor, batch)
     assert behaviour() == before
     assert FakeTensor not in before["types"]
     assert not AcceleratorState._shared_state  # it would hold on to the other precision
-    assert peak_bytes(record_step(plan, config, processors["text"], batch)) == peak
+    assert peak_bytes(record_step(plan, config, processor, batch)) == peak
 
 
 @pytest.mark.parametrize(("on_cuda", "mask_bytes"), [(True, 1), (False, 4)])
 def test_dropout_keeps_a_mask_of_one_byte_an_element_on_cuda(on_cuda: bool, mask_bytes: int) -> None:
     size = 1 << 20
-
-    def drop(recorder: Recorder) -> Recording:
-        with recorder:
-            recorder.begin("forward")
-            tensor = torch.empty(size, requires_grad=True)
-            output = F.dropout(tensor, 0.5)
-            held = sum(storage.size_bytes for storage in recorder.recording.storages if storage.died is None)
-            assert held == 4 * tensor.numel() + 4 * output.numel() + mask_bytes * size
-        return recorder.finish()
-
-    if on_cuda:
-        with cuda_semantics():
-            drop(Recorder(fake=True, cuda=True, vocab_size=7))
-    else:
-        drop(Recorder(fake=True, cuda=False, vocab_size=7))
+    with recorder_of(plan_of(**R1, **(CUDA if on_cuda else {})), config_of("text")) as recorder:
+        recorder.begin("forward")
+        tensor = torch.empty(size, requires_grad=True)
+        output = F.dropout(tensor, 0.5)
+        held = sum(storage.size_bytes for storage in recorder.recording.storages if storage.died is None)
+        assert held == 4 * tensor.numel() + 4 * output.numel() + mask_bytes * size
 
 
 def test_deterministic_flash_attention_adds_up_in_copies_where_the_batch_is_small() -> None:
@@ -167,56 +149,41 @@ def test_deterministic_flash_attention_adds_up_in_copies_where_the_batch_is_smal
 
 def test_what_a_kernel_takes_for_itself_counts_beside_what_it_returns() -> None:
     """masked_scatter: 9 bytes an element, while the result is there already."""
-    recorder = Recorder(fake=True, cuda=True, vocab_size=7)
+    recorder = Recorder(cuda=True, vocab_size=7)
     with recorder:
         recorder.begin("forward")
         tensor, mask = torch.empty(1 << 20), torch.empty(1 << 20, dtype=torch.bool)
         result = tensor.masked_scatter(mask, tensor)
     assert hidden_bytes(aten.masked_scatter.default, (tensor, mask, tensor)) == 9 << 20
-    assert recorder.finish().peaks()["forward"].size_bytes == (4 + 1 + 4 + 9) << 20
+    assert recorder.finish().peaks()["forward"].total() == (4 + 1 + 4 + 9) << 20
     assert result.numel() == 1 << 20
 
 
-def peaks_of(processors: Mapping[str, Processor], **settings: Any) -> dict[Any, Peak]:
-    plan, config = plan_of(**{**CUDA, **settings}), config_of("text")
-    batch = dict(batch_of(plan, config))
-    mask = batch["attention_mask"].clone()
-    mask[0, 60:] = 0  # padding, so that attention takes a mask
-    return record_step(plan, config, processors["text"], {**batch, "attention_mask": mask}).peaks()
+def peaks_of(**settings: Any) -> dict[Any, Peak]:
+    return recorded("text", plan_of(**{**CUDA, **settings}), padded=True).peaks()
 
 
-def test_optimizers_take_what_they_take_on_cuda(processors: Mapping[str, Processor]) -> None:
+def test_optimizers_take_what_they_take_on_cuda() -> None:
     names = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
-    foreach, fused, shrunk = (peaks_of(processors, **FULL, optimizer=name)["step"] for name in names)
-    states = fused.budget["optimizer"]
+    foreach, fused, shrunk = (peaks_of(**FULL, optimizer=name)["step"] for name in names)
+    states = fused["optimizer"]
     # Unfused, AdamW has temporaries as large as the trained weights; fused none.
-    assert foreach.budget["temporaries"] > 0.9 * states / 2
-    assert fused.budget["temporaries"] < 0.02 * states
-    assert foreach.budget["optimizer"] == states
+    assert foreach["temporaries"] > 0.9 * states / 2
+    assert fused["temporaries"] < 0.02 * states
+    assert foreach["optimizer"] == states
     # 8 bits for 32, a scale for 256 of them, and small tensors stay as they are.
-    assert shrunk.budget["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
+    assert shrunk["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
 
 
-def test_a_cpu_takes_one_tensor_after_the_other(processors: Mapping[str, Processor]) -> None:
-    step = peaks_of(processors, **FULL, kind="cpu")["step"]
-    assert step.budget["temporaries"] < 0.6 * step.budget["optimizer"] / 2
-
-
-def test_flash_attention_2_has_no_mask(processors: Mapping[str, Processor]) -> None:
-    masked = peaks_of(processors, **R1, max_length=512)["forward"]
-    flash = peaks_of(processors, **R1, max_length=512, attn="flash_attention_2")["forward"]
-    assert flash.budget["activations"] < masked.budget["activations"]
-
-
-def test_fp16_takes_what_bf16_takes_but_for_the_scale_of_its_gradients(processors: Mapping[str, Processor]) -> None:
-    half = {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1, precision="fp16").items()}
-    assert half == pytest.approx(
-        {phase: peak.size_bytes for phase, peak in peaks_of(processors, **R1).items()}, rel=0.02
-    )
-
-
-def test_checkpointed_layers_are_computed_again_by_the_same_kernels(processors: Mapping[str, Processor]) -> None:
-    """In backward too, which torch.utils.checkpoint checks; and activations are fewer for it."""
-    plain = peaks_of(processors, **FULL)["forward"]
-    again = peaks_of(processors, **FULL, gradient_checkpointing=True)["forward"]
-    assert again.budget["activations"] < plain.budget["activations"]
+@pytest.mark.parametrize(
+    ("settings", "saving"),
+    [
+        ({**R1, "max_length": 512}, {"attn": "flash_attention_2"}),  # it has no mask
+        # Layers are computed again in backward by the same kernels, which torch.utils.checkpoint checks.
+        (FULL, {"gradient_checkpointing": True}),
+    ],
+    ids=["flash-attn", "checkpointing"],
+)
+def test_a_setting_saves_activations(settings: dict[str, Any], saving: dict[str, Any]) -> None:
+    before, after = peaks_of(**settings), peaks_of(**settings, **saving)
+    assert after["forward"]["activations"] < before["forward"]["activations"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,55 +11,44 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
-from stages.kit.memory.calibration import Calibration, load_calibration
-from stages.kit.memory.predict import Depth, depth_of, predict, sample_depths, with_depth
-from stages.kit.memory.step import pretended_processes, record_step
+from stages.kit.memory import predict as module
+from stages.kit.memory.calibration import load_calibration
+from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths, with_depth
+from stages.kit.memory.step import pretended_processes
 from stages.kit.models.load import meta_model
-from stages.kit.models.processors import Processor
-from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Prediction
 from stages.kit.training.peak import cpu_peak
-from tests.kit.memory.small import FULL, R1, R2, R4, batch_of, config_of, peak_bytes, plan_of
+from tests.kit.memory.small import (
+    CUDA,
+    FULL,
+    R1,
+    R4,
+    batch_of,
+    config_of,
+    plan_of,
+    predicted,
+    processor_of,
+    recorded,
+)
 
-CUDA: dict[str, Any] = {"kind": "cuda", "precision": "bf16"}
-MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def calibration() -> Calibration:
-    return load_calibration()
-
-
-@pytest.fixture
-def text(processors: Mapping[str, Processor], calibration: Calibration) -> Any:
-    """Predicts a plan for the text model of two layers."""
-
-    def prediction(plan: Plan) -> Prediction:
-        config = config_of("text")
-        return predict(plan, config, processors["text"], batch_of(plan, config), calibration)
-
-    return prediction
+MIB, GIB = 2**20, 2**30
+CALIBRATION = load_calibration()
+FOUR_GPUS: dict[str, Any] = {
+    **CUDA,
+    "device": DeviceParams(kind="cuda", count=4),
+    "placement": "sharded",
+    "gradient_checkpointing": True,
+}
 
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [
-        ("detection", {**R1, "grad_accumulation": 1}),
-        ("detection", {**R2, "grad_accumulation": 1}),
-        ("detection", {**R4, **CUDA, "grad_accumulation": 1}),
-        ("text", {**FULL, "gradient_checkpointing": True}),
-        ("moe", {**FULL, "precision": "bf16"}),
-    ],
-    ids=["r1", "r2", "r4 on cuda", "text", "moe"],
+    [("detection", {**R4, **CUDA}), ("text", {**FULL, **FOUR_GPUS}), ("moe", {**FULL, "precision": "bf16"})],
+    ids=["r4 on cuda", "text, sharded", "moe"],
 )
-def test_a_few_layers_say_what_all_of_them_take(
-    model: str, settings: dict[str, Any], processors: Mapping[str, Processor], calibration: Calibration
-) -> None:
-    plan, config = plan_of(**settings), config_of(model, (6, 5))
-    batch = batch_of(plan, config)
-    scaled_up = predict(plan, config, processors[model], batch, calibration)
-    exact = predict(plan, config, processors[model], batch, calibration, exact=True)
-    assert scaled_up.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.001)
+def test_a_few_layers_say_what_all_of_them_take(model: str, settings: dict[str, Any]) -> None:
+    plan = plan_of(**settings, grad_accumulation=1)
+    scaled_up, exact = (predicted(model, plan, depth=(5, 4), exact=exact) for exact in (False, True))
+    assert scaled_up.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.005)
     assert scaled_up.phases == pytest.approx(exact.phases, rel=0.001)
     assert (scaled_up.peak_phase, scaled_up.budget.keys()) == (exact.peak_phase, exact.budget.keys())
     # Gaps are no matter of layers, and the larger, the smaller a model is.
@@ -68,106 +56,96 @@ def test_a_few_layers_say_what_all_of_them_take(
 
 
 @pytest.mark.parametrize(
-    ("model", "depth", "expected"),
+    ("model", "depth", "uneven", "expected"),
     [
-        ("text", (28, 0), [(2, 0), (3, 0)]),
-        ("text", (3, 0), [(2, 0), (3, 0)]),
-        ("text", (2, 0), [(2, 0)]),
-        ("text", (1, 0), [(1, 0)]),
-        ("moe", (24, 0), [(2, 0), (3, 0)]),
-        ("detection", (28, 32), [(2, 2), (3, 2), (2, 3)]),
-        ("detection", (2, 32), [(2, 32)]),
-        ("detection", (28, 1), [(28, 1)]),
+        ("text", (28, 0), {}, [(2, 0), (3, 0)]),
+        ("text", (3, 0), {}, [(2, 0), (3, 0)]),
+        ("text", (2, 0), {}, [(2, 0)]),
+        ("text", (1, 0), {}, [(1, 0)]),
+        ("detection", (28, 32), {}, [(2, 2), (3, 2), (2, 3)]),
+        ("detection", (2, 32), {}, [(2, 32)]),
+        ("detection", (28, 1), {}, [(28, 1)]),
+        ("moe", (24, 0), {}, [(2, 0), (3, 0)]),
+        ("moe", (6, 0), {"layer_types": ["full_attention", "sliding_attention"] * 3}, [(6, 0)]),
+        ("moe", (6, 0), {"mlp_only_layers": [1]}, [(6, 0)]),
+        ("moe", (6, 0), {"decoder_sparse_step": 2}, [(6, 0)]),
     ],
 )
-def test_alike_layers_are_sampled_and_few_ones_are_all_recorded(
-    model: str, depth: Depth, expected: list[Depth]
+def test_alike_layers_are_sampled_and_few_or_unlike_ones_are_all_recorded(
+    model: str, depth: Depth, uneven: dict[str, Any], expected: list[Depth]
 ) -> None:
     config = config_of(model, depth)
     assert depth_of(config) == depth
+    for name, value in uneven.items():
+        setattr(config, name, value)
     assert sample_depths(config) == expected
 
 
-@pytest.mark.parametrize(
-    "uneven",
-    [
-        {"layer_types": ["full_attention", "sliding_attention"] * 3},
-        {"mlp_only_layers": [1]},
-        {"decoder_sparse_step": 2},
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_unlike_layers_are_all_recorded(uneven: dict[str, Any]) -> None:
-    config = config_of("moe", (6, 0))
-    assert len(sample_depths(config)) == 2
-    for name, value in uneven.items():
-        setattr(config, name, value)
-    assert sample_depths(config) == [(6, 0)]
-
-
 def test_a_shallower_geometry_is_the_same_otherwise_and_leaves_the_first_alone() -> None:
+    def weights_of(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
+        return {(name, parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+
     config = config_of("detection", (6, 5))
     before = config.to_dict()
     shallow = with_depth(config, (3, 2))
     assert config.to_dict() == before
     assert depth_of(shallow) == (3, 2)
-    assert names_of(shallow) < names_of(config)
-
-
-def names_of(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
-    return {(name, parameter.shape) for name, parameter in meta_model(config).named_parameters()}
+    assert weights_of(shallow) < weights_of(config)
 
 
 @pytest.mark.parametrize("settings", [R1, FULL, {**FULL, **CUDA}, {**R1, **CUDA, "optimizer": "paged_adamw_8bit"}])
-def test_the_budget_adds_up_to_the_total_and_nothing_in_it_is_negative(text: Any, settings: dict[str, Any]) -> None:
-    prediction = text(plan_of(**settings))
+def test_the_budget_adds_up_to_the_total_and_nothing_in_it_is_negative(settings: dict[str, Any]) -> None:
+    prediction = predicted("text", plan_of(**settings))
     assert sum(prediction.budget.values()) == prediction.total_bytes
     assert min(prediction.budget.values()) >= 0
     assert prediction.phases[prediction.peak_phase] == max(prediction.phases.values())
 
 
-def test_the_budget_names_what_it_is_spent_on(text: Any) -> None:
+def test_the_budget_names_what_it_is_spent_on() -> None:
     """Full training in fp32 on a CPU, by hand: as many gradients as weights, and twice as much optimizer state."""
     trained = sum(parameter.numel() for parameter in meta_model(config_of("text")).parameters()) * 4
-    budget = text(plan_of(**FULL)).budget
+    budget = predicted("text", plan_of(**FULL)).budget
     assert budget["weights"] == pytest.approx(trained, rel=0.001)
     assert budget["gradients"] == trained
     assert budget["optimizer"] == pytest.approx(2 * trained, rel=0.001)
     assert "adapters" not in budget
     # TRL's loss takes a tile of 16384 logits a token, here in fp32 and several times over.
     assert budget["logits"] >= 2 * 95 * 16384 * 4
-    lora = text(plan_of(**R1)).budget
-    assert lora["adapters"] == lora["gradients"] == 4 * 2 * 8 * (2 * 128 + 128 + 64)
+    lora = predicted("text", plan_of(**R1))
+    assert lora.budget["adapters"] == lora.budget["gradients"] == 4 * 2 * 8 * (2 * 128 + 128 + 64)
+    # Neither optimizer nor batch is there while weights load.
+    assert lora.phases["load"] == lora.budget["weights"] + lora.budget["adapters"]
 
 
-def test_on_a_gpu_all_micro_batches_of_a_step_are_there_at_once(processors: Mapping[str, Processor]) -> None:
+def test_on_a_gpu_all_micro_batches_of_a_step_are_there_at_once() -> None:
+    two, nine = (plan_of(**FULL, **CUDA, grad_accumulation=accumulation) for accumulation in (2, 9))
+    few, many = (recorded("text", plan).peaks()["forward"]["activations"] for plan in (two, nine))
+    batch_bytes = sum(tensor.nbytes for tensor in batch_of(two, config_of("text")).values())
+    assert many - few == pytest.approx(7 * batch_bytes, abs=512)
+
+
+def test_a_micro_batch_larger_than_the_data_takes_what_the_data_has() -> None:
+    """largest_batch then holds all the samples there are."""
+    plan = plan_of(**R1, micro_batch=1, max_length=2)  # the shortest there is
+    larger = replace(plan, schedule=replace(plan.schedule, micro_batch=16, train_samples=1))
     config = config_of("text")
-
-    def activations(grad_accumulation: int) -> tuple[int, int]:
-        plan = plan_of(**FULL, **CUDA, grad_accumulation=grad_accumulation)
-        batch = batch_of(plan, config)
-        peaks = record_step(plan, config, processors["text"], batch).peaks()
-        return peaks["forward"].budget["activations"], sum(tensor.nbytes for tensor in batch.values())
-
-    (two, batch_bytes), (nine, _) = activations(2), activations(9)
-    assert nine - two == pytest.approx(7 * batch_bytes, abs=512)
+    predictor = MemoryPredictor(
+        config=config, processor=processor_of("text"), batch_of=lambda **_: batch_of(plan, config)
+    )
+    assert predictor(larger) == predictor(plan) == predicted("text", plan)
 
 
-def test_neither_optimizer_nor_batch_is_there_while_weights_load(text: Any) -> None:
-    prediction = text(plan_of(**R1))
-    assert prediction.phases["load"] == prediction.budget["weights"] + prediction.budget["adapters"]
-    assert "optimizer" in prediction.budget
-
-
-def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own(text: Any, calibration: Calibration) -> None:
+def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
     plan = plan_of(**FULL, **CUDA)
-    alone = text(plan)
+    alone = predicted("text", plan)
     trainable = {"total": alone.budget["gradients"] // 4}
-    shared = text(replace(plan, placement="ddp", device=DeviceParams(kind="cuda", count=2), trainable=trainable))
+    plan = replace(plan, placement="ddp", device=DeviceParams(kind="cuda", count=2), trainable=trainable)
+    shared = predicted("text", plan)
     assert shared.budget["gradients"] == pytest.approx(2 * alone.budget["gradients"])
     assert shared.total_bytes - alone.total_bytes == pytest.approx(
-        calibration.nccl_buffers_mib.num_bytes + alone.budget["gradients"], rel=0.01
+        CALIBRATION.nccl_buffers_mib.num_bytes + alone.budget["gradients"], rel=0.01
     )
+    assert (alone.calibration, predicted("text", plan_of(**FULL)).calibration) == ("assumed", "this CPU")
 
 
 @pytest.mark.parametrize("replicated", [True, False])
@@ -192,73 +170,52 @@ def test_torchs_ddp_takes_what_its_rule_says(replicated: bool) -> None:
     assert peak.size_bytes == pytest.approx((3 if replicated else 2) * size_bytes, rel=0.05)
 
 
-def test_expandable_segments_change_what_is_reserved_and_not_what_is_allocated(text: Any) -> None:
-    plan = plan_of(**FULL, **CUDA)
-    plain, expandable = text(plan), text(replace(plan, expandable_segments=True))
+def test_more_devices_take_less_each_and_what_is_shared_out_by_their_number() -> None:
+    taken = {}
+    for count in (2, 8):
+        plan = plan_of(**FULL, **{**FOUR_GPUS, "device": DeviceParams(kind="cuda", count=count)})
+        taken[count] = recorded("text", plan).peaks()["backward"]
+    for entry in ("weights", "gradients", "optimizer"):
+        # The allocator rounds up what is small.
+        assert taken[2][entry] == pytest.approx(4 * taken[8][entry], rel=0.1)
+    assert taken[2]["activations"] == taken[8]["activations"]
+    assert not torch.distributed.is_initialized()
+
+
+def test_expandable_segments_change_what_is_reserved_and_not_what_is_allocated() -> None:
+    plain, expandable = (predicted("text", plan_of(**FULL, **CUDA, expandable_segments=on)) for on in (False, True))
     assert expandable.reserved_bytes != plain.reserved_bytes
     assert expandable.phases == plain.phases
 
 
-def test_a_paged_optimizer_takes_nothing_of_the_device(text: Any) -> None:
-    plan = plan_of(**FULL, **CUDA, optimizer="adamw_8bit")
-    paged = text(replace(plan, optimizer="paged_adamw_8bit"))
-    assert "optimizer" not in paged.budget
-    assert text(plan).total_bytes > paged.total_bytes
-
-
-def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing(text: Any, calibration: Calibration) -> None:
-    on_cpu = text(plan_of(**FULL))
-    assert on_cpu.allocated_bytes == on_cpu.reserved_bytes == on_cpu.total_bytes
-    on_gpu = text(plan_of(**FULL, **CUDA))
-    assert on_gpu.total_bytes - on_gpu.reserved_bytes == calibration.context_mib.num_bytes
-    assert on_gpu.allocated_bytes - max(on_gpu.phases.values()) >= 64 * MIB  # two workspaces of Hopper's
-
-
-def test_the_interval_lies_around_the_total_as_calibrated(text: Any, calibration: Calibration) -> None:
-    on_gpu = text(plan_of(**FULL, **CUDA))
-    assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + calibration.reserved_error_low.value))
-    assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + calibration.reserved_error_high.value))
-    assert on_gpu.low_bytes < on_gpu.total_bytes < on_gpu.high_bytes
-    on_cpu = text(plan_of(**FULL))
-    assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + calibration.allocated_error_high.value))
-
-
-def test_a_prediction_says_what_its_constants_were_measured_on(
-    processors: Mapping[str, Processor], calibration: Calibration
-) -> None:
-    day = "NVIDIA H200, 2026-12-01"
-    errors = ("allocated_error_low", "allocated_error_high", "reserved_error_low", "reserved_error_high")
-    measured = replace(
-        calibration,
-        **{name: replace(getattr(calibration, name), measured=day) for name in ("context_mib", *errors)},
+def test_a_paged_optimizer_takes_nothing_of_the_device() -> None:
+    shrunk, paged = (
+        predicted("text", plan_of(**FULL, **CUDA, optimizer=name)) for name in ("adamw_8bit", "paged_adamw_8bit")
     )
-    config = config_of("text")
-
-    def label(plan: Plan) -> str:
-        return predict(plan, config, processors["text"], batch_of(plan, config), measured).calibration
-
-    plan = plan_of(**R1, **CUDA)
-    assert label(plan) == day
-    assert label(replace(plan, placement="ddp", device=DeviceParams(kind="cuda", count=2))) == "assumed"
-    assert label(plan_of(**R1)) == "this CPU"
+    assert "optimizer" not in paged.budget
+    assert shrunk.total_bytes > paged.total_bytes
 
 
-def test_a_second_prediction_in_one_process_is_the_first(text: Any) -> None:
-    plan = plan_of(**R1)
-    first, on_gpu = text(plan), text(plan_of(**R1, **CUDA))
-    assert text(plan) == first
-    assert text(plan_of(**R1, **CUDA)) == on_gpu
+def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
+    on_cpu, on_gpu = predicted("text", plan_of(**FULL)), predicted("text", plan_of(**FULL, **CUDA))
+    assert on_cpu.allocated_bytes == on_cpu.reserved_bytes == on_cpu.total_bytes
+    assert on_gpu.total_bytes - on_gpu.reserved_bytes == CALIBRATION.context_mib.num_bytes
+    assert on_gpu.allocated_bytes - max(on_gpu.phases.values()) >= 64 * MIB  # two workspaces of Hopper's
+    # The interval lies around the total as calibrated.
+    assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_low.value))
+    assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_high.value))
+    assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + CALIBRATION.allocated_error_high.value))
 
 
-def test_a_micro_batch_larger_than_the_data_takes_what_the_data_has(processors: Mapping[str, Processor]) -> None:
-    """largest_batch then holds all the samples there are."""
-    config, one = config_of("text"), plan_of(**R1, micro_batch=1)
-    batch = batch_of(one, config)
-    schedule = replace(one.schedule, micro_batch=16, train_samples=1)
-    record = record_step(replace(one, schedule=schedule), config, processors["text"], batch)
-    assert peak_bytes(record) == peak_bytes(record_step(one, config, processors["text"], batch))
+def test_the_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_and_total_bytes", lambda: (8 * GIB, 16 * GIB))
+    cpu: Any = MemoryPredictor(config=None, processor=None, batch_of=None)  # type: ignore[arg-type]
 
+    def capacity(**device: Any) -> int:
+        return cpu.capacity_bytes(DeviceParams(**device))
 
-def test_the_shortest_samples_are_predicted_too(processors: Mapping[str, Processor]) -> None:
-    plan, config = plan_of(**R1, max_length=2, micro_batch=1), config_of("text")
-    assert peak_bytes(record_step(plan, config, processors["text"], batch_of(plan, config))) > 0
+    assert capacity(kind="cpu") == 16 * GIB
+    assert capacity(kind="cpu", count=8) == 2 * GIB
+    assert capacity(kind="cpu", count=8, memory_gb=80) == capacity(kind="cpu", memory_gb=80) // 8
+    assert capacity(kind="cuda", count=8, memory_gb=80) == capacity(kind="cuda", memory_gb=80)
+    assert capacity(kind="cuda", count=8) is None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from stages.kit.memory.budget import LETTERS, apportion, budget_lines, usable_bytes, verdict
+from stages.kit.memory.budget import LETTERS, apportion, budget_lines, verdict
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.planning.prediction import BUDGET, Budget, Prediction
 from stages.kit.reporting.tables import markdown, terminal_table
@@ -66,10 +66,10 @@ def test_the_verdict_follows_from_the_interval(capacity_bytes: int, expected: st
 )
 def test_no_more_is_counted_on_than_cards_offer(sold_gb: float, seen_gib: float) -> None:
     calibration = load_calibration()
-    assert 0.9 * seen_gib * GIB < usable_bytes(sold_gb, calibration) <= seen_gib * GIB
+    assert 0.9 * seen_gib * GIB < calibration.usable_bytes(sold_gb) <= seen_gib * GIB
     large = sold_gb >= calibration.large_card_gb.value
     share = calibration.usable_share_large if large else calibration.usable_share
-    assert usable_bytes(sold_gb, calibration) == int(sold_gb * GIB * share.value)
+    assert calibration.usable_bytes(sold_gb) == int(sold_gb * GIB * share.value)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
 from stages import base, plan, prepare
-from stages.kit.memory import predictor
+from stages.kit.memory import predict as predictor
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config

@@ -1,6 +1,6 @@
-"""Real trainings of small models by several processes: what they train, and the memory that each takes if sharded.
+"""Real trainings of small models: the memory that they take, and by several processes, what they train.
 
-Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.sharded_steps FOLDER
+Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.memory.real_steps FOLDER
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ from transformers import PreTrainedModel, TrainerCallback
 from stages.core.params.schema import DeviceParams, LoraParams
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
-from stages.kit.models.processors import load_processor
 from stages.kit.models.sharding import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
 from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.memory.small import FULL, GATE, LABELS, R1, TINY, batch_of, config_of, plan_of
+from tests.kit.memory.small import (
+    FULL,
+    GATE,
+    LABELS,
+    R1,
+    batch_of,
+    config_of,
+    plan_of,
+    processor_of,
+    quantization_tensors,
+)
+from tools.gpu.models import random_model, with_contents
 
 PROCESSES = 2
 
@@ -78,8 +87,8 @@ class WholeGradients(TrainerCallback):
         self.found = {f"gradient of {name}": whole(gradient).clone() for name, gradient in named.items()}
 
 
-def sharded_plan(settings: dict[str, Any]) -> Plan:
-    return plan_of(**{"placement": "sharded", "device": DeviceParams(kind="cpu", count=PROCESSES), **settings})
+def sharded(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"placement": "sharded", "device": DeviceParams(kind="cpu", count=PROCESSES), **settings}
 
 
 def trainer_of(
@@ -92,16 +101,14 @@ def trainer_of(
     mesh: DeviceMesh | None,
 ) -> RecipeTrainer:
     """Two optimizer steps of a model whose weights are the same in every process; mesh: of these, if there are more."""
-    config, processor = config_of(model_name), load_processor(TINY, None)
     torch.manual_seed(0)
-    model = new_model(config, precision=plan.precision, attn=plan.attn)
-    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+    model = apply_recipe(random_model(plan, config_of(model_name)), plan.parts, plan.lora, plan.full_targets)
     if mesh is not None and plan.placement == "sharded":
         shard(model, plan, mesh)
     trainer = make_trainer(
         replace(plan, schedule=replace(plan.schedule, num_steps=2, train_samples=num_samples)),
         model=model,
-        processor=processor if model_name == "detection" else processor.tokenizer,
+        processor=processor_of(model_name),
         collator=collator,
         callbacks=[],
         scratch_dir=scratch_dir,
@@ -109,15 +116,16 @@ def trainer_of(
         logging_strategy="no",
     )
     trainer.remove_callback(trainer.rehearsal)
+    if plan.precision == "fp16":  # a step that overflows leaves no optimizer state
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     return trainer
 
 
-def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, scratch_dir: Path) -> int:
+def measured_bytes(model_name: str, plan: Plan, scratch_dir: Path, mesh: DeviceMesh | None) -> int:
     """The peak of this process in two optimizer steps: only the second begins with the optimizer's state there."""
-    plan = sharded_plan(settings)
-    batch = batch_of(plan, config_of(model_name))
+    batch = with_contents(batch_of(plan, config_of(model_name)))
     # Of every process. Those that are pretended do not count for Trainer.
-    num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * PROCESSES
+    num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * plan.device.count
     trainer = trainer_of(
         plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh
     )
@@ -126,7 +134,8 @@ def measured_bytes(model_name: str, settings: dict[str, Any], mesh: DeviceMesh, 
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(PlainAllGather())
             module.set_custom_reduce_scatter(PlainReduceScatter())
-    with cpu_peak([*batch.values(), *map(local, trainer.model.parameters()), *trainer.model.buffers()]) as peak:
+    held = [*map(local, trainer.model.parameters()), *trainer.model.buffers(), *quantization_tensors(trainer.model)]
+    with cpu_peak([*batch.values(), *held]) as peak:
         trainer.train()
     return peak.size_bytes
 
@@ -135,7 +144,7 @@ def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str,
     """What two steps of 8 samples make of a text model's weights, and the second one's gradients, whose size AdamW does
     not see. Every sample is another."""
     model_name, settings = TRAINED[name]
-    plan = sharded_plan(settings) if mesh is not None else plan_of(**{**settings, "placement": "single"})
+    plan = plan_of(**(sharded(settings) if mesh is not None else {**settings, "placement": "single"}))
     accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
     plan = replace(plan, schedule=replace(plan.schedule, grad_accumulation=accumulation, max_grad_norm=1e9))
 
@@ -156,7 +165,7 @@ def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str,
 
 def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
     """What the start contract says where the last process alone holds a gradient that is not finite."""
-    plan = sharded_plan(FULL)
+    plan = plan_of(**sharded(FULL))
     trainer = trainer_of(plan, "text", scratch_dir, collator=dict, num_samples=1, mesh=mesh)
     ids = torch.ones(1, 8, dtype=torch.long)
     trainer.model(input_ids=ids, labels=ids).loss.backward()
@@ -172,7 +181,7 @@ def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    mesh = process_mesh(sharded_plan(FULL))
+    mesh = process_mesh(plan_of(**sharded(FULL)))
     with tempfile.TemporaryDirectory() as scratch:
         for name in TRAINED:
             tensors = train(name, mesh, Path(scratch))
