@@ -390,9 +390,7 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path) -> None:
         (folder / "config.json").write_text("{}")
     base = write_lineage(base_dir, kind="base", name="vlm", source={"random": "tiny"})
     lineage = write_lineage(built, kind="built", name="moe", parents={"base": (base_dir, base)})
-    routing = RoutingByLayer(
-        tokens=1, first_by_layer=[], weight_by_layer=[], entropy_by_layer=[], first=[], weight=[], entropy=0.0
-    )
+    routing = RoutingByLayer(tokens=1, weight_by_layer=[], entropy_by_layer=[], weight=[], entropy=0.0)
     domain = Domain(probes=1, deviation={}, forced_deviation=0.0, routing=routing)
     good = BuildCertificate(
         build="moe",
