@@ -23,7 +23,6 @@ from stages.kit.models.folders import (
     MODEL_FILES,
     check_model_folder,
     copy_model_files,
-    link_model_files,
     model_type,
 )
 from stages.kit.models.geometries import STAND_IN_DIR
@@ -43,7 +42,7 @@ def main(name: str) -> None:
         if kind == "hub":
             repo_id, _, revision = where.partition("@")
             cached, commit = fetch_snapshot("model", repo_id, revision, patterns=MODEL_FILES)
-            link_model_files(cached, folder)
+            copy_model_files(cached, folder, link=True)
             source = {"hub": repo_id, "revision": commit}
         elif kind == "random":
             # Slow to import, and needed for this source only.
@@ -54,9 +53,12 @@ def main(name: str) -> None:
         else:
             copy_model_files(Path(where), folder)
             source = {"folder": where}
-        check_model_folder(folder, called=where)
-        refuse_unfit(name, model_type(folder, called=where), params)
-        check_chat_template(folder, called=where)
+        try:
+            check_model_folder(folder)
+            refuse_unfit(name, model_type(folder), params)
+            check_chat_template(folder)
+        except UserError as error:  # about the copy, which the user does not know
+            raise UserError(error.message.replace(str(folder), where)) from None
         lineage = write_lineage(folder, kind="base", name=name, source=source)
     size = sum(path.stat().st_size for path in (Path("data/bases") / name).rglob("*"))
     log.info("base %s from %s %s: %.1f MB, content %s", name, kind, where, size / 1e6, short(lineage.digest))

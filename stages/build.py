@@ -26,10 +26,9 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
-from stages.kit.mixture.domains import measure_domains
 from stages.kit.mixture.experts import check_lineages, check_models
 from stages.kit.mixture.merge import merge_experts
-from stages.kit.mixture.routing import mean_hidden_states
+from stages.kit.mixture.routing import mean_hidden_states, measure_domains
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_model, see_only
 from stages.kit.models.processors import load_processor
@@ -73,15 +72,7 @@ def main(name: str) -> None:
 
     built_dir = Path("data/builds") / name
     with published(built_dir) as folder:
-        changes = merge_experts(
-            base_dir,
-            expert_dirs,
-            folder,
-            top_k=build.top_k,
-            router=router,
-            non_mlp=build.non_mlp,
-            max_shard_size=round(build.max_shard_gb * 1e9),
-        )
+        changes = merge_experts(base_dir, expert_dirs, folder, top_k=build.top_k, router=router, non_mlp=build.non_mlp)
         report_changes(changes, build.non_mlp)
         lineage = write_lineage(
             folder,
@@ -114,7 +105,7 @@ def main(name: str) -> None:
 
 
 def probes_of(expert: ExpertParams, recipe: RecipeParams) -> list[Conversation]:
-    """Of the expert's domain, or of the whole task where it has none."""
+    """Conversations of the expert's domain, or of the whole task where it has none."""
     samples = load_task(recipe.task, "samples")
     if expert.domain is None:
         return list(samples.probes(recipe.target))

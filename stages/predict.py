@@ -20,7 +20,7 @@ from stages.core.params.load import load_params
 from stages.core.publish import publish_text
 from stages.kit.evaluation.answering import load_answerer
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from stages.kit.models.certificate import certified_merge
+from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import require_weights
 from stages.kit.planning.plan import read_plan
 from stages.tasks import load_task
@@ -39,7 +39,7 @@ def main(name: str, attempt: int) -> None:
     task = load_task(wanted.task, "predictions")
     require_own(Path(wanted.inputs), Path("data"))
     inputs = task.read_inputs(Path(wanted.inputs))
-    model_dir, _ = certified_merge(wanted.recipe)
+    model_dir, _ = certified_model(params, wanted.recipe)
     require_weights(model_dir)
     target = read_plan(wanted.recipe).target
 

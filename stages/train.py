@@ -40,9 +40,8 @@ from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import expand_segments, load_config, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
-from stages.kit.models.placement import balanced_gpus
+from stages.kit.models.placement import balanced_gpus, process_mesh, shard
 from stages.kit.models.processors import load_processor
-from stages.kit.models.sharding import process_mesh, shard
 from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
@@ -51,11 +50,10 @@ from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.fused_loss import prepare_fused_loss
 from stages.kit.training.peak import PeakMemory
-from stages.kit.training.preemption import train_to_the_end
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
-from stages.kit.training.record import TrainingRecord, write_record
+from stages.kit.training.record import TrainingRecord, write_record, write_trace
+from stages.kit.training.resumable import train_to_the_end
 from stages.kit.training.seed import seed_everything
-from stages.kit.training.trace import TRACE_FILE, write_trace
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -152,7 +150,7 @@ def main(recipe: str, attempt: int) -> None:
                 trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
             )
             write_record(record, training_dir / "training.json")
-            write_trace(trace, training_dir / TRACE_FILE)
+            write_trace(trace, training_dir / "trace.csv")
             write_stage_memory(memory.finish("train", recipe), task=plan.task)
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 

@@ -31,8 +31,8 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_config, see_only
-from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of
+from stages.kit.models.trained import load_certified
 from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
 from stages.kit.reporting.runs import evaluation_stage, read_run

@@ -28,8 +28,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from stages.kit.models.processors import Processor
-from stages.kit.models.without_torchvision import PicturesOnlyProcessor
+from stages.kit.models.processors import PicturesOnlyProcessor, Processor
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 SPECIAL_TOKENS = (

@@ -239,8 +239,6 @@ class BuildParams:
     probes of each expert's domain."""
     non_mlp: Literal["base", "average"] = "base"
     """Attention, norms, embeddings and head: the base's, or the average of the experts'."""
-    max_shard_gb: Rate = 5.0
-    """Of one safetensors file."""
 
     @property
     def recipes(self) -> tuple[str, ...]:

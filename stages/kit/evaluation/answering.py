@@ -15,8 +15,8 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.models.load import see_only
-from stages.kit.models.merged import load_certified
 from stages.kit.models.processors import Processor, load_processor
+from stages.kit.models.trained import load_certified
 from stages.kit.planning.ladder import lowered_batch_size
 
 

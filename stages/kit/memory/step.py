@@ -24,8 +24,8 @@ from stages.kit.memory.spread import spread
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import new_model
 from stages.kit.models.parts import apply_recipe
+from stages.kit.models.placement import local, shard
 from stages.kit.models.processors import Processor
-from stages.kit.models.sharding import local, shard
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
 from stages.kit.training.contract import StartContract

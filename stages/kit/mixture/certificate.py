@@ -9,8 +9,8 @@ from pathlib import Path
 from stages.core.documents import read_json
 from stages.core.publish import publish_text
 
-# How far the logits of an expert may be from those of the mixture that is told to use this expert alone, as a share of
-# the expert's. Only the order of additions differs; every bound is a small multiple of the dtype's rounding.
+# Limit of the deviation between an expert's logits and those of the mixture that uses this expert alone, as a share of
+# the expert's. Only the order of additions differs; every limit is a small multiple of the dtype's rounding.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
@@ -19,25 +19,20 @@ class Change:
     """How far one expert is from the base: the norm of the difference of their weights over the norm of the base's."""
 
     mlp: float
-    """Of the MLPs, which become experts."""
     outside: float
-    """Of all else, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
+    """All other weights, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingByLayer:
-    """Of one domain's tokens, expert by expert: layer by layer, and over all layers."""
+    """Routing of one domain's tokens, expert by expert: layer by layer, and over all layers."""
 
     tokens: int
-    first_by_layer: list[list[float]]
-    """(layers, experts): share of the tokens that give this expert their largest weight. Experts of the same weight, as
-    under a router of zeros, are told apart by their number; the entropy says that it is so."""
     weight_by_layer: list[list[float]]
     """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
     entropy_by_layer: list[float]
-    """(layers,): mean over tokens of the entropy of the router's probabilities, by the greatest there can be: 0 where
-    it is sure of one expert, 1 where all are equal to it."""
-    first: list[float]
+    """(layers,): mean over tokens of the entropy of the router's probabilities, divided by its maximum: 0 where it is
+    sure of one expert, 1 where all are equal to it."""
     weight: list[float]
     entropy: float
 
@@ -49,9 +44,9 @@ class Domain:
 
     probes: int
     deviation: dict[str, float]
-    """Of the mixture as it is, against the base and each expert, by name."""
+    """The mixture as it is, against the base and each expert, by name."""
     forced_deviation: float
-    """Of the mixture with all tokens sent to this expert, against the expert: 0 where nothing was lost."""
+    """The mixture with all tokens sent to this expert, against the expert: 0 where nothing was lost."""
     routing: RoutingByLayer
 
 
@@ -61,12 +56,11 @@ class BuildCertificate:
     built_digest: str
     """Content of the built folder that was certified."""
     precision: str
-    """Of the arithmetic."""
     top_k: int
     router_init: str
     non_mlp: str
     changes: dict[str, Change]
-    """How far each expert is from the base, in the MLPs and outside of them."""
+    """By expert."""
     tolerance: float
     domains: dict[str, Domain]
     """By expert."""

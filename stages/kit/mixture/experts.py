@@ -16,28 +16,15 @@ from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor, tokenizer_of
 
 GEOMETRY = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
 )
-"""What of a configuration two models have to share for one to stand in another's place."""
+"""The settings that two models have to share for one to stand in another's place."""
 
 
 def check_lineages(base: Lineage, experts: Mapping[str, Lineage]) -> None:
-    """Raises UserError unless there are two experts or more, each made from `base`, directly or through other recipes,
-    and no two of the same content.
-
-    experts: lineages by name.
-    """
-    if len(experts) < 2:
-        raise UserError(f"a mixture needs two experts or more, found {len(experts)}")
+    """Raises UserError unless each expert was made from `base`, directly or through other recipes, and no two of the
+    same content. experts: by name."""
     names: dict[str, str] = {}
     for name, lineage in experts.items():
         chain = list(lineage.bases())
@@ -85,7 +72,7 @@ def dense_config(folder: Path) -> PreTrainedConfig:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """What makes two tokenizers the same, by what to call it; their files may differ in form."""
+    """What makes two tokenizers the same, by its name in messages; their files may differ in form."""
     tokenizer = tokenizer_of(load_processor(folder, None))
     return {
         "vocabulary": tokenizer.get_vocab(),

@@ -6,7 +6,6 @@ piece of one tensor is held at a time, so that memory does not depend on the siz
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,14 +15,13 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, Qwen2MoeConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from stages.core.errors import UserError
 from stages.kit.mixture.certificate import Change
-from stages.kit.mixture.experts import check_models, dense_config
-from stages.kit.models.folders import copy_model_files
+from stages.kit.mixture.experts import dense_config
+from stages.kit.models.folders import copy_model_files, weight_files
 from stages.kit.models.load import meta_model
-from stages.kit.models.shards import INDEX_FILE, MAX_SHARD_SIZE, write_shards
+from stages.kit.models.shards import DTYPES, write_shards
 
 NonMlp = Literal["base", "average"]
 
@@ -34,25 +32,15 @@ gradient. vLLM refuses a width of 0."""
 PIECE_WEIGHTS = 2**21
 """Weights of a tensor that are held at a time; 8 MiB in fp32."""
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""As safetensors names them."""
-
 _EXPERT = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+\.weight)")
 _ROUTER = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.gate\.weight")
 _SHARED_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert(_gate|\.\w+)\.weight")
 _NOT_NEEDED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
-"""What a checkpoint may hold beside a model's parameters: the head where it is tied, and what older libraries saved."""
+"""Beside a model's parameters a checkpoint may hold the head where it is tied, and what older libraries saved."""
 
 
 def mixture_config(dense: PreTrainedConfig, *, experts: int, top_k: int) -> Qwen2MoeConfig:
-    """The configuration of a mixture of `experts` models like `dense`, of which each token takes `top_k`.
-
-    Raises UserError unless 2 <= top_k <= experts: with norm_topk_prob the only weight of top_k = 1 is always 1, so that
-    the router would never get a gradient.
-    """
-    if not 2 <= top_k <= experts:
-        why = "with 1 a router cannot be trained" if top_k == 1 else f"there are {experts} experts"
-        raise UserError(f"top_k is {top_k}, expected 2 to {experts}: {why}")
+    """The configuration of a mixture of `experts` models like `dense`, of which each token takes `top_k`."""
     of_its_kind = {"model_type", "architectures", "transformers_version", "sliding_window"}
     return Qwen2MoeConfig(
         **{key: value for key, value in dense.to_dict().items() if key not in of_its_kind},
@@ -77,35 +65,19 @@ def merge_experts(
     top_k: int,
     router: torch.Tensor | None = None,
     non_mlp: NonMlp = "base",
-    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> dict[str, Change]:
     """Write a Qwen2Moe folder, with the base's tokenizer, in the widest of the dtypes that go into it.
 
-    base_dir, expert_dirs: dense Qwen2 folders; the experts are numbered in this order. folder: exists, and is empty.
+    base_dir, expert_dirs: dense Qwen2 folders that `check_models` accepts; the experts are numbered in this order.
     router: (layers, experts, hidden) weights of the routers; None for zeros, which give every expert the same weight.
     non_mlp: attention, norms, embeddings and head are the base's, or the experts' average.
-    max_shard_size: bytes, or a size like "2GB".
-    Returns how far each expert is from the base. Raises UserError for models that cannot be merged.
+    Returns how far each expert is from the base. Raises UserError for a checkpoint with other weights than its config
+    says.
     """
     config = mixture_config(dense_config(base_dir), experts=len(expert_dirs), top_k=top_k)
-    check_models(base_dir, expert_dirs)
-    base = Checkpoint(base_dir)
-    merge = _Merge(
-        base=base,
-        experts=[Checkpoint(path) for path in expert_dirs.values()],
-        router=torch.zeros(config.num_hidden_layers, config.num_experts, config.hidden_size)
-        if router is None
-        else router,
-        non_mlp=non_mlp,
-    )
-    expected = (config.num_hidden_layers, config.num_experts, config.hidden_size)
-    assert merge.router.shape == expected, (merge.router.shape, expected)
+    merge = _Merge(Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()], router, non_mlp)
     config.dtype = merge.dtype
-    model = meta_model(config).to(merge.dtype)
-    named = revert_weight_conversion(model, dict(model.named_parameters()))
-    # Each on its own: experts are views of one tensor, and would each be counted at the size of all.
-    tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-    write_shards(tensors, folder, merge.pieces, max_shard_size=max_shard_size, what="the merged experts")
+    write_shards(meta_model(config).to(merge.dtype), folder, merge.pieces, what="the merged experts")
     copy_model_files(base_dir, folder, weights=False)
     config.save_pretrained(folder)
     return {name: merge.change(index) for index, name in enumerate(expert_dirs)}
@@ -118,23 +90,18 @@ class Checkpoint:
         """Raises UserError unless it holds exactly the parameters that its configuration asks for."""
         self.path_of: dict[str, Path] = {}
         self.dtypes: set[torch.dtype] = set()
-        index_path, found = folder / INDEX_FILE, {}
-        files = (
-            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
-            if index_path.exists()
-            else {"model.safetensors"}
-        )
-        for path in (folder / name for name in sorted(files)):
+        wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(dense_config(folder)).named_parameters()}
+        found = {}
+        for path in (folder / name for name in sorted(weight_files(folder))):
             with safe_open(path, framework="pt") as file:
                 for name in sorted(file.keys()):
                     part = file.get_slice(name)
                     found[name] = tuple(part.get_shape())
                     self.path_of[name] = path
                     if not _NOT_NEEDED.fullmatch(name):
-                        if part.get_dtype() not in _DTYPES:
-                            raise UserError(f"{path} holds {name} as {part.get_dtype()}, expected {', '.join(_DTYPES)}")
-                        self.dtypes.add(_DTYPES[part.get_dtype()])
-        wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(dense_config(folder)).named_parameters()}
+                        if part.get_dtype() not in DTYPES:
+                            raise UserError(f"{path} holds {name} as {part.get_dtype()}, expected {', '.join(DTYPES)}")
+                        self.dtypes.add(DTYPES[part.get_dtype()])
         if missing := sorted(wanted.keys() - found.keys()):
             raise UserError(f"{folder} lacks {len(missing)} weights of a Qwen2, among them {', '.join(missing[:3])}")
         if surplus := sorted(name for name in found.keys() - wanted.keys() if not _NOT_NEEDED.fullmatch(name)):
@@ -157,9 +124,12 @@ class Checkpoint:
 class _Merge:
     """Where every tensor of the mixture comes from, and how far the experts are from the base, measured on the way."""
 
-    def __init__(self, *, base: Checkpoint, experts: list[Checkpoint], router: torch.Tensor, non_mlp: NonMlp) -> None:
+    def __init__(
+        self, base: Checkpoint, experts: list[Checkpoint], router: torch.Tensor | None, non_mlp: NonMlp
+    ) -> None:
         self.base, self.experts, self.router, self.non_mlp = base, experts, router, non_mlp
-        self.dtype = _widest({dtype for model in (base, *experts) for dtype in model.dtypes})
+        dtypes = set.union(*(model.dtypes for model in (base, *experts)))
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # fp32 holds fp16 and bf16 exactly
         self.base_squares = dict.fromkeys(("mlp", "outside"), 0.0)
         """Sum of the squares of the base's weights."""
         self.change_squares = {(index, where): 0.0 for index in range(len(experts)) for where in self.base_squares}
@@ -174,9 +144,9 @@ class _Merge:
                     self.base_squares["mlp"] += _square(base)
                 self.change_squares[index, "mlp"] += _square_of_difference(ours, base)
                 yield _bytes(ours, self.dtype)
-        elif match := _ROUTER.fullmatch(name):
+        elif (match := _ROUTER.fullmatch(name)) and self.router is not None:
             yield _bytes(self.router[int(match["layer"])], self.dtype)
-        elif _SHARED_EXPERT.fullmatch(name):
+        elif match or _SHARED_EXPERT.fullmatch(name):
             yield _bytes(torch.zeros(tensor.shape), self.dtype)
         else:
             for rows in _rows(tensor):
@@ -190,16 +160,15 @@ class _Merge:
         return Change(**shares)
 
     def _outside(self, name: str, rows: slice) -> torch.Tensor:
-        """What the mixture has once."""
+        """Rows of a tensor that is not an expert's, which the mixture has once."""
         base = self.base.piece(name, rows)
         self.base_squares["outside"] += _square(base)
-        total = torch.zeros(base.shape) if self.non_mlp == "average" else None
+        total = torch.zeros(base.shape)
         for index, expert in enumerate(self.experts):
             ours = expert.piece(name, rows)
             self.change_squares[index, "outside"] += _square_of_difference(ours, base)
-            if total is not None:
-                total += ours
-        return base if total is None else total / len(self.experts)
+            total += ours
+        return total / len(self.experts) if self.non_mlp == "average" else base
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[slice]:
@@ -207,11 +176,6 @@ def _rows(tensor: torch.Tensor) -> Iterator[slice]:
     count = len(tensor)
     step = max(1, PIECE_WEIGHTS // (tensor.numel() // count))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """One that holds all of them exactly: fp16 and bf16 together are held by fp32."""
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def _square(tensor: torch.Tensor) -> float:

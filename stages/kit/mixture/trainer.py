@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from stages.kit.mixture.balance import LoadBalance
-from stages.kit.mixture.router_labels import RouterLabels
+from stages.core.errors import UserError
+from stages.kit.mixture.routing import RouterOutput, hooked, outputs_of, routers_of
+from stages.kit.models.placement import whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import IGNORED
 from stages.kit.training.trainer import RecipeTrainer
@@ -28,6 +31,72 @@ def make_trainer(plan: Plan, *, model: PreTrainedModel | PeftModel, **rest: Any)
     return RecipeTrainer(plan, model=model, **rest)
 
 
+class LoadBalance:
+    """Switch Transformer's auxiliary loss (arXiv 2101.03961, equations 4 to 6), as transformers computes it
+    (`load_balancing_loss_func`), but of all micro-batches of a step together:
+
+        experts * sum over experts of (share of tokens that take the expert) * (its mean probability)
+
+    A product of two means is not the mean of such products. Summed up micro-batch by micro-batch it is another loss,
+    one that asks every micro-batch to use all experts: with one sample in each, it drives apart what a router has to
+    learn, that a domain has an expert of its own (arXiv 2501.11873). Here the shares, which have no gradient, are
+    counted over all micro-batches before the first of them is trained on; what is left is a sum over tokens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = routers_of(model)
+        self.counted: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What `count` found in the step's micro-batches, of all processes; None where there is one micro-batch."""
+
+    @property
+    def matters(self) -> bool:
+        """Not where every token takes all experts: the loss is their number then, whatever the routers do."""
+        return any(router.top_k < router.num_experts for router in self.routers)
+
+    def count(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(how often each expert is taken (experts,), tokens times layers) in these micro-batches.
+
+        Costs a forward pass without gradients.
+        """
+        router = self.routers[0]
+        taken = torch.zeros(router.num_experts, device=router.weight.device)
+        rows = taken.new_zeros(())
+        training = model.training
+        model.eval()  # draws no random numbers
+        for batch in batches:
+            mask = batch["attention_mask"].to(taken.device)
+            rows += mask.sum() * len(self.routers)
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            with torch.no_grad(), outputs_of(self.routers) as outputs:
+                model(**inputs, use_cache=False, logits_to_keep=1)
+            taken += self._taken(outputs, mask)
+        model.train(training)
+        return taken, rows
+
+    def loss(self, outputs: Sequence[RouterOutput], mask: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's part in the step's loss; the parts add up to it.
+
+        outputs: of the routers. mask: (B, T), 1 for tokens and 0 for padding.
+        """
+        experts, device = self.routers[0].num_experts, self.routers[0].weight.device
+        taken, rows = self.counted or (self._taken(outputs, mask), mask.to(device).sum() * len(self.routers))
+        total = torch.zeros(experts, device=device)
+        for logits, *_ in outputs:
+            probabilities = logits.float().softmax(-1) * mask.reshape(-1, 1).to(logits.device)
+            total = total + probabilities.sum(0).to(device)
+        return experts * (taken / rows * total / rows).sum()
+
+    def _taken(self, outputs: Sequence[RouterOutput], mask: torch.Tensor) -> torch.Tensor:
+        """(experts,): how often each is among a token's top k."""
+        router = self.routers[0]
+        taken = torch.zeros(router.num_experts, device=router.weight.device)
+        for logits, *_ in outputs:
+            chosen = logits.detach().float().softmax(-1).topk(router.top_k, dim=-1).indices
+            counts = torch.zeros(logits.shape, device=logits.device).scatter_(-1, chosen, 1.0)
+            taken += (counts * mask.reshape(-1, 1).to(logits.device)).sum(0).to(taken.device)
+        return taken
+
+
 class BalancedTrainer(RecipeTrainer):
     """Adds `LoadBalance.loss`, times the coefficient of the model's config, to the loss of every step."""
 
@@ -36,34 +105,67 @@ class BalancedTrainer(RecipeTrainer):
         self.balance_coefficient = coefficient
         super().__init__(plan, **rest)
 
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
-        with self.balance.watching():
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if return_outputs:
-            return loss
-        balance = self.balance.loss(inputs["attention_mask"])
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+        with outputs_of(self.balance.routers) as outputs:
+            loss = super().compute_loss(model, inputs, **kwargs)
+        balance = self.balance.loss(outputs, inputs["attention_mask"])
         self._metrics["train"]["aux_loss"].append(balance.item())
         # Of this process's tokens; ddp takes the mean of what the processes have, and wants the sum.
         return loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
+    def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
         """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counted = None
+        batches, num_items = super().get_batch_samples(iterator, num_batches, device)
+        self.balance.counted = None
         if len(batches) * self.accelerator.num_processes > 1:
             with self.compute_loss_context_manager():
                 taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
-            counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
-        self.balance.begin_step(counted)
+            self.balance.counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
         return batches, num_items
+
+
+class RouterLabels:
+    """Cross-entropy of every router's logits for a token with the number of the expert that is to have it.
+
+    Layer by layer: a router sees what those below it really send on, and has no part in what they learn. So nothing of
+    the forward pass needs a gradient, and nothing of it is kept but the routers' inputs; their logits are computed
+    again from these.
+    """
+
+    def __init__(self, model: nn.Module, domains: Sequence[str]) -> None:
+        """domains: of the experts, in their order. Raises UserError for a model with another number of experts."""
+        self.routers = routers_of(model)
+        found = self.routers[0].num_experts if self.routers else 0
+        if found != len(domains):
+            raise UserError(
+                f"domains are {len(domains)} ({', '.join(domains)}), but the model has {found} experts; "
+                "the build has changed since it was planned"
+            )
+
+    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cross-entropy, number of tokens whose likeliest expert is theirs): sums over tokens, means over layers.
+
+        model: as the trainer has wrapped it. inputs: a micro-batch; its `labels` (B, T) are numbers of experts, and
+        IGNORED for padding.
+        """
+        given: list[torch.Tensor] = []
+
+        def detach(_router: nn.Module, args: Any, output: RouterOutput) -> tuple[torch.Tensor, ...]:
+            given.append(args[0].detach().flatten(0, -2))
+            return tuple(tensor.detach() for tensor in output)
+
+        labels = inputs["labels"].flatten()
+        asked = {name: value for name, value in inputs.items() if name != "labels"}
+        with hooked(self.routers, detach):
+            model(**asked, use_cache=False, logits_to_keep=1)  # the next token is not asked for
+        loss = torch.zeros((), device=labels.device)
+        correct = torch.zeros((), device=labels.device)
+        for router, hidden in zip(self.routers, given, strict=True):
+            logits = F.linear(hidden, whole(router.weight).to(hidden.dtype)).float()
+            here = labels.to(logits.device)
+            loss = loss + F.cross_entropy(logits, here, ignore_index=IGNORED, reduction="sum").to(loss.device)
+            correct += (logits.argmax(-1) == here).sum().to(correct.device)
+        return loss / len(self.routers), correct / len(self.routers)
 
 
 class RouterTrainer(RecipeTrainer):
@@ -75,25 +177,17 @@ class RouterTrainer(RecipeTrainer):
         super().__init__(plan, ddp_find_unused_parameters=False, **rest)
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
         """The mean over layers and over the step's tokens, of which this micro-batch has its part."""
-        assert num_items_in_batch is not None
-        assert not return_outputs
         loss, correct = self.router_labels.loss(model, inputs)
         share = self.accelerator.reduce(correct, "sum") / num_items_in_batch
-        # What is logged is the mean over micro-batches.
+        # The mean over micro-batches is logged.
         self._metrics["train"]["router_accuracy"].append((share * self.current_gradient_accumulation_steps).item())
         return self.accelerator.num_processes * loss / num_items_in_batch
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
+    def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
         """The micro-batches of a step, and their tokens: a sample's first one counts too, which is no next token."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, _ = super().get_batch_samples(iterator, num_batches, device)
         num_tokens = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
         return batches, self.accelerator.reduce(num_tokens.to(device), "sum")

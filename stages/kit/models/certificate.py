@@ -31,15 +31,14 @@ class QuantizationCost:
     """On the probes, merged against adapter on quantized base, as a share of what training changed there; None where
     that was nothing."""
     samples: int
-    """Number of validation samples that both models answered."""
+    """Validation samples that both models answered."""
     batch_size: int
     """Samples answered at once; in 16-bit arithmetic answers depend on it."""
     same_answers: int
-    """How many of these they answered alike, word for word."""
+    """Word for word."""
     trained: dict[str, float | int | str]
     """The task's figures of the model as it was trained, on quantized weights."""
     merged: dict[str, float | int | str]
-    """The same figures of the merged model."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -56,7 +55,7 @@ class Certificate:
     merged_digest: str
     """Content of the merged folder, with or without its weights (models.keep_merged)."""
     weights_digest: str
-    """Of the parameters that were certified: one digest of those of each, by name (probes.weight_digests)."""
+    """Combined digest of the certified parameters (probes.weight_digests)."""
     logit_deviation: float
     """On the probes, merged and reloaded against adapter on base, as a share of adapter on base against base alone."""
     tolerance: float
@@ -68,10 +67,9 @@ class Certificate:
     """Trained, yet the same as in the base."""
     processor_parity: bool
     precision: str
-    """Of the weights that were merged and compared, and of what is evaluated."""
+    """Of the weights that were merged, compared and evaluated."""
     trained_quantization: str
-    """Of the frozen weights in training; the adapter was trained on nf4 weights where it says so, and merged into the
-    unquantized ones."""
+    """Of the frozen weights in training; an adapter on nf4 weights is merged into the unquantized ones."""
     quantization_cost: QuantizationCost | None = None
     """None where nothing was quantized."""
 
@@ -98,16 +96,12 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
 
 def read_certificate(path: Path, recipe: str) -> Certificate:
     """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(Certificate, path, fix=_fix(recipe))
-
-
-def _fix(recipe: str) -> str:
-    return f"dvc repro merge@{recipe}"
+    return read_json(Certificate, path, fix=f"dvc repro merge@{recipe}")
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, fix = read_certificate(path, merged.name), f"rebuild it with: {_fix(merged.name)}"
+    certificate, fix = read_certificate(path, merged.name), f"rebuild it with: dvc repro merge@{merged.name}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {fix}"
@@ -116,28 +110,19 @@ def require_certificate(path: Path, merged: Lineage) -> None:
         raise UserError(f"{path} records a failed merge: {'; '.join(problems)}; {fix}")
 
 
-def certified_merge(recipe: str) -> tuple[Path, Lineage]:
-    """The merged model of a recipe, and where it comes from.
-
-    Raises UserError unless it is complete, unchanged, and what its certificate certifies.
-    """
-    folder = Path("data/runs") / recipe / "merged"
-    lineage = verified_lineage(folder, fix=f"dvc repro -f -s merge@{recipe}")
-    require_certificate(folder.parent / "merge.json", lineage)
-    return folder, lineage
-
-
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
-    """The model to evaluate and where it comes from: a baseline's base, or a recipe's merged model.
+    """The model to ask, and its lineage: a baseline's base, or a recipe's merged model.
 
-    Raises UserError where the folder has changed, and for a recipe without the certificate that holds.
+    Raises UserError where the folder has changed, and for a merged model unless its certificate certifies it.
     """
     if name in params.recipes:
-        folder, lineage = certified_merge(name)
+        folder = Path("data/runs") / name / "merged"
+        lineage = verified_lineage(folder, fix=f"dvc repro -f -s merge@{name}")
+        require_certificate(folder.parent / "merge.json", lineage)
     else:
         base = params.subject(name).base
         folder = Path("data") / base
         lineage = verified_lineage(folder, fix=f"dvc repro -f -s {made_by(base)}")
     label = ", random weights" if lineage.of_random_weights() else ""
-    log.info("evaluating %s, content %s%s", folder, short(lineage.digest), label)
+    log.info("model %s, content %s%s", folder, short(lineage.digest), label)
     return folder, lineage

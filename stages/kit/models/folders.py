@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", 
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
 
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
-"""Where there is one, transformers takes the base that it names, and puts the adapter on it (integrations/peft.py)."""
+"""With this file transformers loads the base that it names, and puts the adapter on it (integrations/peft.py)."""
 
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "depth")
 MAX_LAYERS = 2_000
@@ -32,105 +33,96 @@ MAX_LAYERS = 2_000
 _NOT_OURS = ("lineage.json", "provenance.json")
 
 
-def copy_model_files(source: Path, folder: Path, *, weights: bool = True) -> None:
-    """Copy the files of a model. Raises UserError where `source` is no folder.
+def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: bool = False) -> None:
+    """Copy the files of a model; weights: False leaves these and their index out.
 
-    weights: False leaves them and the index of them out.
+    link: hard links where the file system allows it, for files that nobody edits, such as a cache's.
+    Raises UserError where `source` is no folder.
     """
     if not source.is_dir():
         raise UserError(f"base folder {source} does not exist")
-
-    def copy(path: Path, target: Path) -> None:
-        if weights or not path.name.endswith((".safetensors", ".safetensors.index.json")):
-            shutil.copyfile(path, target)
-
-    _each_file(source, folder, copy)
-
-
-def link_model_files(source: Path, folder: Path) -> None:
-    """Hard links where the file system allows it, copies elsewhere; for files that nobody edits, such as a cache's."""
-
-    def link(path: Path, target: Path) -> None:
-        try:
-            os.link(path.resolve(), target)
-        except OSError:
-            shutil.copyfile(path, target)
-
-    _each_file(source, folder, link)
+    found, strays = given_files(source, *MODEL_FILES), []
+    wanted = weight_files(source)
+    for path in found:
+        if path.suffix == ".safetensors" and path.name not in wanted:
+            strays.append(path.name)
+        elif path.name not in _NOT_OURS and (weights or not any(path.match(pattern) for pattern in WEIGHTS)):
+            (_link if link else shutil.copyfile)(path, folder / path.name)
+    if strays:
+        log.warning("left behind, as the model has no use for it: %s", ", ".join(strays))
 
 
-def check_model_folder(folder: Path, *, called: str = "") -> None:
+def _link(path: Path, target: Path) -> None:
+    try:
+        os.link(path.resolve(), target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
+def check_model_folder(folder: Path) -> None:
     """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and
-    nothing that transformers would put on top of the weights without being asked.
-
-    called: the folder's name in messages, where it is a copy of what the user knows.
-    """
-    name = called or str(folder)
-    config = read_config(folder, called=called)
+    nothing that transformers would put on top of the weights without being asked."""
+    config = read_config(folder)
     for path in sorted(folder.glob("*.json")):
-        found = _read_json(path, name)
+        found = _read_json(path)
         if isinstance(found, dict) and isinstance(found.get("auto_map"), dict | list | str):
-            raise UserError(f"{name}/{path.name} wants to run code of its own (auto_map), which is never allowed")
+            raise UserError(f"{path} wants to run code of its own (auto_map), which is never allowed")
         if path.name == INDEX_FILE and not _is_index(found):
-            raise UserError(f"{name}/{path.name} is damaged: expected a weight_map, from weights to file names")
+            raise UserError(f"{path} is damaged: expected a weight_map, from weights to file names")
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
-            f"{name} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
+            f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
             "word; merge it into the weights, or remove it and its weights"
         )
     if any(key == "quantization_config" and value is not None for key, value in _settings(config)):
         raise UserError(
-            f"{name} holds weights that are quantized already (quantization_config); recipes quantize a base "
+            f"{folder} holds weights that are quantized already (quantization_config); recipes quantize a base "
             "themselves: give the unquantized weights"
         )
     names = {path.name for path in folder.glob("*.safetensors")}
-    if missing := _weight_files(folder, name) - names:
+    if missing := weight_files(folder) - names:
         raise UserError(
-            f"{name} lacks {', '.join(sorted(missing))}; weights are read from safetensors only: convert others with "
+            f"{folder} lacks {', '.join(sorted(missing))}; weights are read from safetensors only: convert others with "
             "transformers' save_pretrained"
         )
-    for file_name in sorted(names):
+    for path in sorted(folder / name for name in names):
         try:
-            with safe_open(folder / file_name, framework="numpy") as file:
+            with safe_open(path, framework="numpy") as file:
                 num_weights = len(file.keys())
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{name}/{file_name} is damaged: {error}") from None
+            raise UserError(f"{path} is damaged: {error}") from None
         if not num_weights:
-            raise UserError(f"{name}/{file_name} holds no weights; copy or fetch it again")
+            raise UserError(f"{path} holds no weights; copy or fetch it again")
 
 
-def read_config(folder: Path, *, called: str = "") -> dict[str, Any]:
-    """What a model says of itself, before a library acts on it.
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, before a library acts on it.
 
-    called: as in check_model_folder. Raises UserError where it is missing or damaged, wants code from the hub to be run
-    (a kernel by the name of its repository, transformers/integrations/hub_kernels.py), or has more layers than a
-    computer could list.
+    Raises UserError where it is missing or damaged, wants code from the hub to be run (a kernel by the name of its
+    repository, transformers/integrations/hub_kernels.py), or has more layers than a computer could list.
     """
-    name = f"{called or folder}/config.json"
-    config = _read_json(folder / "config.json", called or str(folder))
+    path = folder / "config.json"
+    config = _read_json(path)
     if not isinstance(config, dict):
-        raise UserError(f"{name} is damaged: expected the settings of a model")
+        raise UserError(f"{path} is damaged: expected the settings of a model")
     for key, value in _settings(config):
         if key.endswith("_implementation") and "/" in str(value):
-            raise UserError(f"{name} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
+            raise UserError(f"{path} wants to run code from the hub ({key}: {shown(value)}), which is never allowed")
         if key in LAYER_COUNTS and isinstance(value, int | float) and value > MAX_LAYERS:
-            raise UserError(f"{name} is damaged: {key} is {shown(value)}, expected at most {MAX_LAYERS:,}")
+            raise UserError(f"{path} is damaged: {key} is {shown(value)}, expected at most {MAX_LAYERS:,}")
     return config
 
 
-def model_type(folder: Path, *, called: str = "") -> str:
-    """The family that a model names in its config.json. called: as in check_model_folder.
-
-    Raises UserError as read_config does, and where it names none.
-    """
-    found = read_config(folder, called=called).get("model_type")
+def model_type(folder: Path) -> str:
+    """The family that config.json names. Raises UserError as read_config does, and where it names none."""
+    found = read_config(folder).get("model_type")
     if not isinstance(found, str):
-        raise UserError(f"{called or folder}/config.json names no model_type, by which transformers knows a model")
+        raise UserError(f"{folder}/config.json names no model_type, by which transformers knows a model")
     return found
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of a model, and of the models that it is made of."""
+    """The settings of a model, and of the models that it is made of."""
     waiting = [config]
     while waiting:
         for key, value in waiting.pop().items():
@@ -139,9 +131,9 @@ def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 waiting.append(value)
 
 
-def _weight_files(folder: Path, folder_name: str) -> set[str]:
-    """The names of the files that transformers reads weights from; an index that is none names nothing."""
-    index = _read_json(folder / INDEX_FILE, folder_name) if (folder / INDEX_FILE).exists() else {}
+def weight_files(folder: Path) -> set[str]:
+    """The names of the files that transformers reads weights from; a damaged index names nothing."""
+    index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
     return set(index["weight_map"].values() if _is_index(index) else ()) or {"model.safetensors"}
 
 
@@ -155,10 +147,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def remove_weights(folder: Path) -> None:
-    """Leave what is light: configuration, tokenizer, chat template."""
-    for pattern in ("*.safetensors", "*.safetensors.index.json"):
-        for path in folder.glob(pattern):
-            path.unlink()
+    for path in [path for pattern in WEIGHTS for path in folder.glob(pattern)]:
+        path.unlink()
 
 
 def require_weights(folder: Path) -> None:
@@ -171,23 +161,12 @@ def require_weights(folder: Path) -> None:
         )
 
 
-def _each_file(source: Path, folder: Path, put: Callable[[Path, Path], Any]) -> None:
-    found = [path for path in given_files(source, *MODEL_FILES) if path.name not in _NOT_OURS]
-    weights = _weight_files(source, str(source))
-    strays = [path for path in found if path.suffix == ".safetensors" and path.name not in weights]
-    if strays:
-        log.warning("left behind, as the model has no use for it: %s", ", ".join(path.name for path in strays))
-    for path in found:
-        if path not in strays:
-            put(path, folder / path.name)
-
-
-def _read_json(path: Path, folder_name: str) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder_name} is no model folder: {path.name} is missing") from None
+        raise UserError(f"{path.parent} is no model folder: {path.name} is missing") from None
     except RecursionError:
-        raise UserError(f"{folder_name}/{path.name} is damaged: its lists are nested too deep") from None
+        raise UserError(f"{path} is damaged: its lists are nested too deep") from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{folder_name}/{path.name} is damaged: {error}") from None
+        raise UserError(f"{path} is damaged: {error}") from None

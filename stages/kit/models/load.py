@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -40,9 +40,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
 
-    precision: of the weights, fp32, fp16 or bf16. quantization: none or nf4. placement: single and ddp put it on one
-    device, balanced spreads the layers, sharded leaves it on the CPU, to be shared out (models/sharding.py).
-    gpus: of modules by name, with placement balanced (models/placement.py).
+    precision: of the weights. placement: single and ddp put it on one device, balanced spreads the layers over `gpus`
+    (by module name), sharded leaves it on the CPU, to be shared out (placement.py has both).
     Raises UserError where a layer would land on a CPU or a disk beside a GPU.
     """
     assert (gpus is not None) == (placement == "balanced"), placement
@@ -68,8 +67,10 @@ def load_model(
         shown = ", ".join(missing[:3])
         raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
     replace_modules(model)
-    if quantization == "nf4":
-        keep_one_arithmetic(model)
+    for module in model.modules():
+        # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     if placement != "sharded":
         check_placement(model, device)
     return model
@@ -83,16 +84,6 @@ def nf4_config(precision: str) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[precision],
     )
-
-
-def keep_one_arithmetic(model: PreTrainedModel) -> None:
-    """Have layers in 4 bits compute in evaluation as they do in training, on every CPU.
-
-    bitsandbytes repacks their weights for evaluation where a CPU has AVX512-BF16, and rounds otherwise from then on.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -> PreTrainedModel:
@@ -118,7 +109,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 @contextmanager
 def read_from(folder: Path | str) -> Iterator[None]:
-    """Raises UserError where the libraries cannot make anything of what the folder's files say."""
+    """Raises UserError where the libraries cannot read the folder's files."""
     try:
         yield
     except (MemoryError, UserError):
@@ -133,16 +124,9 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | A
 
 
 def resolve_attention(attn: str, device: DeviceParams, precision: str) -> str:
-    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run.
-
-    flash-attn 2 needs an Ampere GPU or newer, and 16-bit arithmetic (its README, "NVIDIA CUDA Support").
-    """
-    runs = (
-        device.kind == "cuda"
-        and precision != "fp32"
-        and is_flash_attn_2_available()
-        and torch.cuda.get_device_capability() >= (8, 0)
-    )
+    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run."""
+    runs = device.kind == "cuda" and precision != "fp32" and is_flash_attn_2_available()
+    runs = runs and torch.cuda.get_device_capability() >= (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
     if attn == "auto":
         return "flash_attention_2" if runs else "sdpa"
     if attn == "flash_attention_2" and not runs:
@@ -193,11 +177,10 @@ def check_count(device: DeviceParams) -> None:
 
 def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
     """Every weight on the kind of device that the profile names: none on meta, a disk, or a CPU beside a GPU."""
-    map_ = getattr(model, "hf_device_map", {})
-    misplaced = [f"{name or 'the model'} on {where}" for name, where in map_.items() if str(where) in ("cpu", "disk")]
-    if device.kind == "cpu":
-        misplaced = []
-    wanted: Literal["cpu", "cuda"] = device.kind
+    wanted, misplaced = device.kind, []
+    if wanted == "cuda":
+        where = getattr(model, "hf_device_map", {}).items()
+        misplaced = [f"{name or 'the model'} on {place}" for name, place in where if str(place) in ("cpu", "disk")]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     misplaced += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
     if misplaced:

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from stages.core.errors import UserError
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
 
-# Where a part lives, as regular expressions over full module names; the first that matches decides, and what matches
-# none is the language model. In Qwen2-VL, Qwen2.5-VL and Qwen3-VL the projector is the vision tower's merger
-# (transformers/models/qwen2_vl/modeling_qwen2_vl.py).
+# Parts, as regular expressions over full module names; the first that matches decides, and the rest is the language
+# model. In Qwen2-VL, Qwen2.5-VL and Qwen3-VL the projector is the vision tower's merger (modeling_qwen2_vl.py).
 _WHERE: tuple[tuple[Part, str], ...] = (
     ("projector", r"model\.visual\.(merger|deepstack_merger_list)\."),
     ("vision", r"model\.visual\."),
@@ -54,7 +53,7 @@ def plain_name(name: str) -> str:
 
 def is_idle(model: nn.Module, name: str) -> bool:
     """Whether a parameter or module belongs to the shared expert of a mixture that was built here: all zero, so that it
-    adds nothing and no gradient ever reaches it (models/mixture/merge.py)."""
+    adds nothing and no gradient ever reaches it (kit/mixture/merge.py)."""
     config = getattr(model, "config", None)
     return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
 
@@ -65,8 +64,7 @@ def apply_recipe(
     lora: LoraParams | None,
     full_targets: Mapping[Part, Sequence[str]] | None = None,
 ) -> PreTrainedModel | PeftModel:
-    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep what is trained in fp32. What is idle in a
-    mixture stays frozen.
+    """Freeze and unfreeze by part, attach LoRA adapters where asked, keep trained weights in fp32.
 
     full_targets: of parts trained in full, ends of the names of modules that alone are trained.
     Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a target.
@@ -80,7 +78,8 @@ def apply_recipe(
     adapted: PreTrainedModel | PeftModel = model
     if parts.trained("lora"):
         assert lora is not None
-        adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=_is_meta(model))
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        adapted = get_peft_model(model, lora_config(model, lora), low_cpu_mem_usage=is_meta)
     for name, parameter in adapted.named_parameters():
         if plain_name(name) in full:
             parameter.requires_grad_(True)
@@ -146,7 +145,8 @@ def count_trainable(model: nn.Module) -> TrainableCounts:
     counts = dict.fromkeys(PARTS, 0)
     everything = 0
     for name, parameter in model.named_parameters():
-        size = _true_numel(parameter)
+        packed = getattr(parameter, "quant_state", None)  # bitsandbytes packs two 4-bit weights in a byte
+        size = parameter.numel() if packed is None else int(torch.Size(packed.shape).numel())
         everything += size
         if parameter.requires_grad:
             counts[part_of(name)] += size
@@ -156,7 +156,7 @@ def count_trainable(model: nn.Module) -> TrainableCounts:
 def trained_modules(model: nn.Module) -> set[str]:
     """Plain names of the modules whose weights a recipe changes."""
     return {
-        re.sub(r"\.lora_.*$", "", plain_name(name)) if _is_adapter(name) else plain_name(name).rpartition(".")[0]
+        re.sub(r"\.lora_.*$", "", plain_name(name)) if ".lora_" in name else plain_name(name).rpartition(".")[0]
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -168,23 +168,7 @@ def _ends_with(name: str, suffix: str) -> bool:
 
 
 def _exactly(names: list[str], among: list[str]) -> str | list[str]:
-    """What makes PEFT match these of the names `among` and no others.
-
-    A regular expression with layer numbers folded, as it is readable; the names themselves where that says too much.
-    """
+    """PEFT's target for these of the names `among` and no others: a regular expression with layer numbers folded, as it
+    is readable; the names themselves where that matches too much."""
     folded = "|".join(sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names}))
     return folded if [name for name in among if re.fullmatch(folded, name)] == names else names
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
-def _is_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _true_numel(parameter: nn.Parameter) -> int:
-    """Weights in a parameter; bitsandbytes packs two 4-bit weights in a byte (bnb.nn.Params4bit)."""
-    state = getattr(parameter, "quant_state", None)
-    return int(torch.Size(state.shape).numel()) if state is not None else parameter.numel()

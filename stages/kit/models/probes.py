@@ -1,9 +1,9 @@
-"""What two models, or two processors, make of the same probes: what a certificate rests on."""
+"""Outputs, weights and inputs of models and processors on the same probes, as certificates compare them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,28 +12,38 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.models.processors import Processor, encode
 
 
-@torch.inference_mode()
-def probe_logits(model: nn.Module, processor: Processor, probes: Sequence[Conversation]) -> list[torch.Tensor]:
-    """For each probe the logits (T, vocabulary) in fp32, one by one, so that padding plays no part."""
+def probe_inputs(
+    model: nn.Module, processor: Processor, probes: Sequence[Conversation]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's inputs for one conversation after the other, so that padding plays no part."""
+    assert probes, "no conversation to measure on"
     device = next(model.parameters()).device
-    logits = []
     for probe in probes:
-        inputs = {name: tensor.to(device) for name, tensor in encode(processor, [probe], padding_side="right").items()}
-        logits.append(model(**inputs, use_cache=False).logits[0].float().cpu())
-    return logits
+        inputs = encode(processor, [probe], padding_side="right")
+        yield {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def relative_deviation(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
+@torch.inference_mode()
+def probe_logits(model: nn.Module, processor: Processor, probes: Sequence[Conversation]) -> torch.Tensor:
+    """The logits (tokens of all probes, vocabulary) in fp32, on the CPU."""
+    each = probe_inputs(model, processor, probes)
+    return torch.cat([model(**inputs, use_cache=False).logits[0].float().cpu() for inputs in each])
+
+
+def relative_deviation(merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> float:
     """Root mean square of merged - adapted over that of adapted - base: 0 for a perfect merge, 1 for a lost one.
 
     Infinite or NaN where training moved no logit at all.
     """
-    ours, wanted, before = torch.cat(merged), torch.cat(adapted), torch.cat(base)
-    return ((ours - wanted).square().mean().sqrt() / (wanted - before).square().mean().sqrt()).item()
+    return (root_mean_square(merged - adapted) / root_mean_square(adapted - base)).item()
+
+
+def root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    return values.square().mean().sqrt()
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes by name, in little memory."""
+    """SHA-256 of each parameter's bytes by name."""
     return {
         name: hashlib.sha256(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
         for name, parameter in model.named_parameters()
@@ -45,11 +55,7 @@ def changed_modules(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-def same_inputs(
-    ours: Processor,
-    theirs: Processor,
-    probes: Sequence[Conversation],
-) -> bool:
+def same_inputs(ours: Processor, theirs: Processor, probes: Sequence[Conversation]) -> bool:
     """Whether two processors make the same tensors of the probes."""
     for probe in probes:
         a, b = (encode(processor, [probe], padding_side="right") for processor in (ours, theirs))

@@ -9,16 +9,47 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen2VLProcessor,
+)
 
 from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.load import load_config, read_from
-from stages.kit.models.without_torchvision import PicturesOnlyProcessor
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""
+
+VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+"""What a video processor shares with the image processor beside it."""
+
+
+class PicturesOnlyProcessor(Qwen2VLProcessor):
+    """A Qwen2VLProcessor of an image processor and a tokenizer alone; a video is refused.
+
+    transformers' own needs torchvision for a video processor even where only pictures are used
+    (huggingface/transformers#48558), and there is none for the CPU build of torch. This one reads and writes the same
+    files, under the same class name.
+    """
+
+    # ProcessorMixin takes its parts from this signature. `_`: the video processor's settings, as read from a folder.
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings to save: Qwen2VLProcessor's, so that it loads where torchvision is installed."""
+        settings = super().to_dict()
+        images = settings["image_processor"]
+        settings["video_processor"] = {"video_processor_type": "Qwen2VLVideoProcessor"}
+        settings["video_processor"] |= {name: images[name] for name in VIDEO_SETTINGS if name in images}
+        settings["processor_class"] = "Qwen2VLProcessor"
+        return settings
 
 
 def load_processor(folder: Path, images: ImageParams | None) -> Processor:
@@ -63,7 +94,7 @@ def encode(
 
 
 def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
-    """How many tokens `encode` makes of a conversation; pictures are counted by their size alone."""
+    """The number of tokens that `encode` makes of a conversation; pictures are counted by their size alone."""
     conversation = shortened(processor, conversation, max_length)
     text = rendered(processor, conversation)
     length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
@@ -109,19 +140,13 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
 
 
-def check_chat_template(folder: Path, *, called: str = "") -> None:
+def check_chat_template(folder: Path) -> None:
     """Raises UserError where the model's tokenizer cannot be loaded, or its chat template cannot render a question and
-    its answer.
-
-    called: the folder's name in messages, where it is a copy of what the user knows.
-    """
+    its answer."""
     question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}
-    try:
-        processor = load_processor(folder, None)
-        for messages in ([question], [question, answer]):
-            rendered(processor, Conversation(sample_id="check", messages=messages))
-    except UserError as error:
-        raise UserError(error.message.replace(str(folder), called or str(folder))) from None
+    processor = load_processor(folder, None)
+    for messages in ([question], [question, answer]):
+        rendered(processor, Conversation(sample_id="check", messages=messages))
 
 
 def rendered(processor: Processor, conversation: Conversation) -> str:

@@ -1,6 +1,6 @@
-"""A base of random weights in a known geometry, streamed to disk: as large and as fast as the real one, and as stupid.
+"""A base of random weights in a known geometry, streamed to disk: as large and as fast as the real one.
 
-Memory and speed do not depend on what weights say, so that both can be measured where the real ones cannot be had.
+Memory and speed do not depend on the values of weights, so both can be measured without the real ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from stages.kit.models.geometries import geometry_config_path
 from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.shards import MAX_SHARD_SIZE, Piece, write_shards
+from stages.kit.models.shards import write_shards
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +50,11 @@ def build_random_model(geometry: str, folder: Path, *, tokenizer_dir: Path, seed
     """Write a Hugging Face folder as if `geometry` had been initialised and never trained.
 
     tokenizer_dir: a small Qwen2-VL folder to take tokenizer, chat template and image processing from. The vocabulary
-    keeps the geometry's size; what the tokenizer does not use of it is idle.
+    keeps the geometry's size; the tokenizer leaves most of it idle.
     Raises UserError for an unknown geometry, and where the disk has no room.
     """
     config = load_config(geometry_config_path(geometry).parent)
-    files = [*TOKENIZER_FILES, *([PROCESSOR_FILE] if hasattr(config, "vision_config") else [])]
-    for name in files:
+    for name in (*TOKENIZER_FILES, *([PROCESSOR_FILE] if hasattr(config, "vision_config") else [])):
         shutil.copyfile(tokenizer_dir / name, folder / name)
     take_token_ids(config, tokenizer_dir)
     write_random_weights(config, folder, seed=seed)
@@ -66,23 +64,16 @@ def build_random_model(geometry: str, folder: Path, *, tokenizer_dir: Path, seed
 def write_random_weights(config: PreTrainedConfig, folder: Path, *, seed: int) -> None:
     """Write the safetensors of a model, bfloat16, in shards with their index, in the names that the hub has them in.
 
-    Norms are ones, biases zeros, and all else is about normal with the config's initializer_range, a stretch of one
-    block of random weights that starts where seed and name say. It is written piece by piece from that block, so that
-    memory does not depend on the model's size. The same seed gives the same bytes everywhere.
+    Norms are ones, biases zeros, and all else is about normal with the config's initializer_range: a stretch of one
+    block of random weights that starts where seed and name say. The same seed gives the same bytes everywhere.
     Raises UserError where the disk has no room for it.
     """
-    model = meta_model(config).to(torch.bfloat16)
-    # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
-    named = revert_weight_conversion(model, dict(model.named_parameters()))
-    # Each on its own: experts are views of one tensor, and would each be counted at the size of all.
-    tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
     block = _random_block(config.get_text_config().initializer_range, seed)
     started = time.monotonic()
     total_bytes = write_shards(
-        tensors,
+        meta_model(config).to(torch.bfloat16),
         folder,
         lambda name, tensor: _pieces(name, tensor, block, seed),
-        max_shard_size=MAX_SHARD_SIZE,
         what="random weights",
     )
     seconds = time.monotonic() - started
@@ -105,8 +96,7 @@ def _random_block(std: float, seed: int) -> memoryview:
     """BLOCK_WEIGHTS bfloat16 weights as bytes, of mean 0 and this standard deviation.
 
     Sums of four uniform 16-bit integers, which reach 3.5 standard deviations and are close to normal. Unlike numpy's
-    own normal distribution they need no logarithm, which the C libraries of two machines round differently, and numpy
-    promises the bits of PCG64 for all times, not what it makes of them.
+    own normal distribution they give the same bytes on every machine: numpy promises the bits of PCG64 alone.
     """
     drawn = np.random.PCG64(seed).random_raw(BLOCK_WEIGHTS).view(np.uint16).reshape(-1, 4)
     centred = drawn.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)
@@ -115,7 +105,7 @@ def _random_block(std: float, seed: int) -> memoryview:
     return memoryview(rounded.view(torch.uint8).numpy().tobytes())
 
 
-def _pieces(name: str, tensor: torch.Tensor, block: memoryview, seed: int) -> Iterator[Piece]:
+def _pieces(name: str, tensor: torch.Tensor, block: memoryview, seed: int) -> Iterator[bytes | memoryview]:
     """A tensor's bytes, in pieces no longer than the block."""
     if name.endswith(".bias"):
         yield bytes(tensor.nbytes)

@@ -10,38 +10,41 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from stages.core.errors import UserError
-
-INDEX_FILE = "model.safetensors.index.json"
+from stages.kit.models.folders import INDEX_FILE
 
 MAX_SHARD_SIZE = "2GB"
+"""Of one file; a larger tensor is a shard of its own."""
 
-Piece = bytes | memoryview
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""By safetensors' names."""
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""As safetensors names them."""
+Pieces = Callable[[str, torch.Tensor], Iterable[bytes | memoryview]]
+"""From a weight's name, and a meta tensor of its shape and dtype, its bytes one after the other, little endian."""
 
 
-def write_shards(
-    tensors: Mapping[str, torch.Tensor],
-    folder: Path,
-    pieces: Callable[[str, torch.Tensor], Iterable[Piece]],
-    *,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    what: str = "weights",
-) -> int:
-    """Write the safetensors of a model, and where they are several their index, as save_pretrained lays them out.
+def write_shards(model: PreTrainedModel, folder: Path, pieces: Pieces, *, what: str) -> int:
+    """Write a model's safetensors, and where they are several their index, in names and files as save_pretrained does.
 
-    tensors: by name, each with a storage of its own, of which shape and dtype count alone: meta tensors.
-    pieces: of a name and its tensor, the bytes to write one after the other, little endian.
-    max_shard_size: bytes, or a size like "2GB"; a larger tensor is a shard of its own. what: named in messages.
-    Returns the bytes of all tensors. Raises UserError where the disk has no room for them.
+    model: on the meta device. what: named in messages.
+    Returns the bytes of all weights. Raises UserError where the disk has no room for them.
     """
+    # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
+    named = revert_weight_conversion(model, dict(model.named_parameters()))
+    # Each on its own: experts are views of one tensor, and would each be counted at the size of all.
+    tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    require_space(folder, total_bytes, what)
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < total_bytes:
+        raise UserError(
+            f"{what} need {total_bytes / 1e9:.2f} GB, but the disk of {folder.absolute().parent} has "
+            f"{free_bytes / 1e9:.2f} GB left; free some, or choose a smaller geometry"
+        )
     split = split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
     )
     # disable=None shows it on a terminal only.
     with tqdm(desc="weights", total=total_bytes, unit="B", unit_scale=True, leave=False, disable=None) as progress:
@@ -53,31 +56,17 @@ def write_shards(
     return total_bytes
 
 
-def require_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises UserError where the disk that `folder` is on has less left."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise UserError(
-            f"{what} need {needed_bytes / 1e9:.2f} GB, but the disk of {folder.absolute().parent} has "
-            f"{free_bytes / 1e9:.2f} GB left; free some, or choose a smaller geometry"
-        )
-
-
-def _write_shard(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    pieces: Callable[[str, torch.Tensor], Iterable[Piece]],
-    progress: tqdm[None],
-) -> None:
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Pieces, progress: tqdm[None]) -> None:
     """One safetensors file: length of the header (8 bytes, little endian), header, data without gaps.
 
     By hand, as safetensors itself wants all tensors of a file at once. Source: its README, "Format".
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # as safetensors aligns the data
     with path.open("wb") as file:

@@ -1,12 +1,12 @@
 """Checkpoints on disk: complete or absent, kept to a number, and found again by the same training only.
 
-    .bakeoff/checkpoints/RECIPE/FINGERPRINT/step-000120/    what resumable.py writes, and manifest.json
-                                            fingerprint.json    what the training is known by
+    .bakeoff/checkpoints/RECIPE/FINGERPRINT/step-000120/        resumable.py's files, and manifest.json
+                                            fingerprint.json    the facts that identify the training
                                             lock                held while a process trains or removes it
 
 A checkpoint is written aside, reaches the disk with a digest of each file, and only then takes its name: one that was
-cut short is never found. They lie below the repository of the person, not in a workspace that DVC throws away, and are
-no output: DVC never sees half a training. Imports nothing heavy: the launcher removes what has served its purpose.
+cut short is never found. They lie below the person's repository, not in a workspace that DVC throws away, and are no
+output: DVC never sees half a training. Imports nothing heavy, as the launcher removes them.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ log = logging.getLogger(__name__)
 
 
 def checkpoints_dir(repository_dir: Path, recipe: str) -> Path:
-    """Where the checkpoints of a recipe lie, those of all its trainings."""
+    """The folder of the checkpoints of a recipe, those of all its trainings."""
     return repository_dir / ".bakeoff/checkpoints" / recipe
 
 
 def digest_of(identity: Mapping[str, str]) -> str:
-    """The fingerprint of a training that is known by these facts (fingerprint.py)."""
+    """The fingerprint of a training, from the facts that identify it (fingerprint.py)."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Those of one training."""
+    """The checkpoints of one training."""
 
     folder: Path
     """Named by the training's fingerprint."""
     keep: int
-    """How many there are at most of its recipe, this training's first; what another process works on is not counted."""
+    """Limit for the recipe, this training's first; trainings that another process works on are not counted."""
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
     def aside(self, step: int) -> Path:
-        """Where the checkpoint of a step is written, before it has its name."""
+        """Where the files of a step's checkpoint are written. They count for nothing until `complete`."""
         return self.folder / f".step-{step:06d}.partial"
 
     def newest(self) -> int | None:
@@ -68,16 +68,10 @@ class Checkpoints:
             log.warning("%s; this checkpoint is passed over", problem)
         return None
 
-    def begin(self, step: int) -> None:
-        """Make the empty folder that `aside` names. What it holds counts for nothing until `complete`."""
-        self.abandon(step)
-        self.aside(step).mkdir()
-
     def complete(self, step: int, names: Sequence[str]) -> int:
         """Give the checkpoint its name, once these files of it are on the disk; returns their size in bytes.
 
-        What there is too much of is then removed, the oldest first. Raises OSError where a file is missing, or the disk
-        is full.
+        Removes surplus checkpoints, the oldest first. Raises OSError where a file is missing, or the disk is full.
         """
         aside = self.aside(step)
         files = {name: file_digest(aside / name) for name in sorted(names)}
@@ -92,27 +86,26 @@ class Checkpoints:
         return size_bytes
 
     def abandon(self, step: int) -> None:
-        """Remove what was begun and cannot be completed."""
+        """Remove the files of a checkpoint that cannot be completed."""
         shutil.rmtree(self.aside(step), ignore_errors=True)
 
     def _remove_surplus(self, newest: int) -> None:
-        """What is later than the newest was found damaged, or it would have been gone on from."""
-        own = _steps(self.folder)
+        own = _steps(self.folder)  # one later than the newest was found damaged, or it would have been gone on from
         kept = [step for step in own if step <= newest][-self.keep :]
         for step in set(own) - set(kept):
             _remove(self.at(step))
         with suppress(OSError):  # another training removes them too, and this one is saved
-            _thin_out(self.folder.parent, self.folder, self.keep - len(kept))
+            _thin_out(self.folder.parent, self.keep - len(kept))
 
 
 @contextmanager
 def kept_checkpoints(
     recipe_dir: Path, identity: Mapping[str, str], *, keep: int, owner: bool = True
 ) -> Iterator[Checkpoints]:
-    """The checkpoints of the training that is known by `identity`, which no other process touches meanwhile.
+    """The checkpoints of the training that `identity` identifies, which no other process touches meanwhile.
 
-    Where one does, as after a dvc that was killed and has left it saving its work, this waits for its end. A block that
-    ends without an error has finished the training: `remove_finished` may then take its checkpoints away.
+    Waits for a process that does: one that a killed dvc left behind, saving its work. A block that ends without an
+    error has finished the training: `remove_finished` may then take its checkpoints away.
 
     owner: False for all but the first of several processes that train together.
     Raises UserError where nothing can be written there.
@@ -130,7 +123,8 @@ def kept_checkpoints(
             publish_text(json.dumps(identity, indent=2) + "\n", checkpoints.folder / IDENTITY)
         except OSError as error:
             raise UserError(f"{checkpoints.folder} cannot hold checkpoints: {error}") from None
-        _say_what_differs(checkpoints, identity)
+        if not _steps(checkpoints.folder):
+            _say_what_differs(checkpoints.folder, identity)
         yield checkpoints
         with suppress(OSError):  # somebody has removed the folder: so much the better
             (checkpoints.folder / FINISHED).touch()
@@ -138,17 +132,15 @@ def kept_checkpoints(
 
 def remove_finished(recipe_dir: Path) -> None:
     """Remove the checkpoints of trainings that have ended, once DVC has kept their outputs."""
-    for folder in _trainings(recipe_dir):
+    for folder in _idle_trainings(recipe_dir):
         if (folder / FINISHED).exists():
-            with _unless_in_use(folder) as free:
-                if free:
-                    shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None where every file is what its manifest says.
+    """The fault of a checkpoint, None where every file agrees with its manifest.
 
-    The file is named, and the manifest with it, for where they disagree either may be the damaged one.
+    Names the file and the manifest, as either may be the damaged one.
     """
     manifest = checkpoint / MANIFEST
     path, says = manifest, ""
@@ -168,7 +160,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """First its name: killed meanwhile, it leaves what nobody takes for a checkpoint, and the next training removes."""
+    """Renamed first: killed meanwhile, this leaves nothing that looks like one, and the next training removes it."""
     aside = checkpoint.with_name(f".{checkpoint.name}.removed.partial")
     if checkpoint.exists():
         with suppress(OSError):
@@ -177,7 +169,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    """Of all checkpoints that have their name, in order."""
+    """The steps of all complete checkpoints, in order."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir())
     return sorted(int(name[1]) for name in names if name)
 
@@ -189,29 +181,31 @@ def _trainings(recipe_dir: Path) -> list[Path]:
     return sorted(path for path in recipe_dir.iterdir() if path.is_dir() and not path.is_symlink())
 
 
-def _thin_out(recipe_dir: Path, but: Path, keep: int) -> None:
-    """Keep so many checkpoints of a recipe's other trainings: the last written; and all that are in use."""
-    found: list[Path] = []
+def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
+    """Those that nobody works on, nor can until the next is asked for. A training holds its own lock itself."""
     for folder in _trainings(recipe_dir):
-        if folder == but:
-            continue
-        with _unless_in_use(folder) as free:
-            found += (folder / f"step-{step:06d}" for step in _steps(folder) if free)
+        with suppress(OSError), _open_lock(folder) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+
+
+def _thin_out(recipe_dir: Path, keep: int) -> None:
+    """Keep the `keep` last written checkpoints of a recipe's idle trainings."""
+    found = [folder / f"step-{step:06d}" for folder in _idle_trainings(recipe_dir) for step in _steps(folder)]
     by_age = sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    for path in by_age[: max(0, len(by_age) - keep)]:
-        with _unless_in_use(path.parent) as free:
-            if free:
+    surplus = by_age[: max(0, len(by_age) - keep)]
+    for folder in _idle_trainings(recipe_dir):
+        for path in surplus:
+            if path.parent == folder:
                 _remove(path)
-                if not _steps(path.parent):
-                    shutil.rmtree(path.parent, ignore_errors=True)
+        if not _steps(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say_what_differs(checkpoints: Checkpoints, identity: Mapping[str, str]) -> None:
-    """Why work that was saved is not gone on from."""
-    if _steps(checkpoints.folder):
-        return
-    for folder in _trainings(checkpoints.folder.parent):
-        if folder != checkpoints.folder and (steps := _steps(folder)):
+def _say_what_differs(own: Path, identity: Mapping[str, str]) -> None:
+    """Why the work of other trainings is not gone on from."""
+    for folder in _trainings(own.parent):
+        if folder != own and (steps := _steps(folder)):
             try:
                 theirs = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
                 unlike = [name for name, value in identity.items() if theirs.get(name) != value]
@@ -222,7 +216,7 @@ def _say_what_differs(checkpoints: Checkpoints, identity: Mapping[str, str]) -> 
 
 
 def _locked(folder: Path) -> TextIO:
-    """The folder's lock, open and held, the folder made if need be. Waits for whoever holds it."""
+    """The folder's lock, open and held; makes the folder, and waits for another holder."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _open_lock(folder)
@@ -236,23 +230,6 @@ def _locked(folder: Path) -> TextIO:
         lock.close()  # whoever held it has removed the folder
 
 
-@contextmanager
-def _unless_in_use(folder: Path) -> Iterator[bool]:
-    """Whether nobody else works on the folder, nor can during the block."""
-    try:
-        lock = _open_lock(folder)
-    except OSError:
-        yield False
-        return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
 def _open_lock(folder: Path) -> TextIO:
     return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
 
@@ -264,7 +241,7 @@ def _is_still_there(lock: TextIO, folder: Path) -> bool:
 
 
 def _to_disk(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, outlive a loss of power."""
+    """fsync of a file or a folder: it then outlives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""From conversations to a batch of tensors, with the tokens that count in the loss chosen by the recipe."""
+"""From conversations to a batch of tensors; the recipe chooses the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ class ConversationCollator:
         self.max_length = max_length
         self.experts = experts
         tokenizer = tokenizer_of(processor)
-        if loss == "assistant-only":
-            self._counted: AssistantSpans | AllText = AssistantSpans(tokenizer)
-        else:
-            self._counted = AllText(tokenizer)
+        self._assistant = AssistantSpans(tokenizer) if loss == "assistant-only" else None
+        vision = (tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS)
+        self._vision = torch.tensor([token for token in vision if token is not None], dtype=torch.long)
 
     @classmethod
     def of_plan(
@@ -83,7 +82,10 @@ class ConversationCollator:
                 labels[row, :length] = self.experts[number]
                 continue
             ids = batch["input_ids"][row, :length]
-            counted = torch.tensor(self._counted.mask(ids.tolist(), conversation), dtype=torch.bool)
+            if self._assistant is None:
+                counted = ~torch.isin(ids, self._vision)
+            else:
+                counted = torch.tensor(self._assistant.mask(ids.tolist(), conversation), dtype=torch.bool)
             labels[row, :length][counted] = ids[counted]
         return {**batch, "labels": labels}
 
@@ -141,16 +143,6 @@ def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[
                 f"it has {', '.join(found)}"
             )
     return [plan.domains.index(domain) for domain in domains]
-
-
-class AllText:
-    """Counts all text, chat markup included, and nothing that stands for a picture."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.vision = {tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS}
-
-    def mask(self, ids: list[int], conversation: Conversation) -> list[bool]:
-        return [token not in self.vision for token in ids]
 
 
 class AssistantSpans:

@@ -12,17 +12,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from stages.core.errors import UserError
 from stages.kit.models.load import check_placement
 from stages.kit.models.parts import count_trainable, part_of
-from stages.kit.models.sharding import whole
+from stages.kit.models.placement import whole
 from stages.kit.planning.plan import Plan
 
 
 class ContractBreach(UserError):
-    """The run does not do what its recipe says; the message names the part."""
+    """The run does not do what its recipe says."""
 
 
 def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device; under
-    fp16 nothing in bf16, which a Turing GPU crawls with.
+    fp16 nothing in bf16, which is slow on a Turing GPU.
 
     devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
     """
@@ -53,7 +53,7 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
 def check_gradients(model: nn.Module, plan: Plan) -> None:
     """After a backward pass: finite gradients wherever they are due, none elsewhere, and each trained part moves.
 
-    Of a sharded model all processes ask at once, and find the same, whichever of them holds what is wrong.
+    All processes of a sharded model ask at once, and find the same, whichever of them holds the fault.
     """
     moving: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
@@ -87,15 +87,9 @@ class StartContract(TrainerCallback):
         self.overflows = 0
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
         if not self.checked:
-            assert model is not None
             if self.plan.precision == "fp16" and self.overflows < MAX_OVERFLOWS and _overflowed(model):
                 self.overflows += 1
                 return
@@ -106,6 +100,5 @@ class StartContract(TrainerCallback):
 def _overflowed(model: nn.Module) -> bool:
     """Whether the backward pass overflowed; clipping by an infinite norm has then made its gradients NaN or zero."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return not all(bool(whole(torch.isfinite(gradient).all())) for gradient in gradients) or not any(
-        bool(whole(gradient.any())) for gradient in gradients
-    )
+    finite = all(bool(whole(torch.isfinite(gradient).all())) for gradient in gradients)
+    return not finite or not any(bool(whole(gradient.any())) for gradient in gradients)

@@ -1,4 +1,4 @@
-"""How much memory the largest batch takes, measured: on a GPU by torch's allocator, on a CPU by torch's profiler."""
+"""Peak memory of tensors, measured: on a GPU by torch's allocator, on a CPU by torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from stages.core.params.schema import DeviceParams
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Of tensors, on the fullest device of this process."""
+    """On the fullest device of this process."""
 
     allocated_bytes: int
     """On a GPU over all of the training, on a CPU over its rehearsal."""
     reserved_bytes: int
-    """What torch took from the device for them; on a CPU the same."""
+    """Taken from the device by torch; on a CPU the same."""
     kind: str
     """cuda_allocated or cpu_allocated."""
 
     @classmethod
     def of(cls, device: DeviceParams, *, on_cpu: int) -> PeakMemory:
-        """The peak so far. on_cpu: what was measured where the device is a CPU, which keeps no account."""
+        """The peak so far. on_cpu: the measured bytes for a CPU, which keeps no account."""
         if device.kind == "cpu":
             return cls(allocated_bytes=on_cpu, reserved_bytes=on_cpu, kind="cpu_allocated")
         gpus = range(torch.cuda.device_count())
@@ -41,17 +41,12 @@ class PeakMemory:
 
 
 class CpuPeak:
-    """What a block of code reached."""
-
     size_bytes = 0
 
 
 @contextmanager
 def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
-    """Measures what CPU tensors take at most within the block; read it after.
-
-    held: the tensors that are there before, and stay.
-    """
+    """Measures the peak of CPU tensors within the block; read it after. held: tensors that exist before, and stay."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     peak = CpuPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -60,16 +55,22 @@ def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
 
 
 def _changes(profiler: profile) -> Iterator[int]:
-    """What was allocated (> 0) and freed (< 0), in order.
+    """Bytes that were allocated (> 0) and freed (< 0), in order.
 
-    The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They also tell of
-    frees of what an earlier profile saw allocated: those are no change of what this one counts.
+    The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They include frees
+    of tensors that an earlier profile saw allocated, which do not count here.
     """
     assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    assert results is not None
+    assert profiler.profiler.kineto_results is not None
+    waiting = profiler.profiler.kineto_results.experimental_event_tree()
+    events: list[Any] = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            events.append(event)
     alive: set[int] = set()
-    for event in sorted(_events(results.experimental_event_tree()), key=attrgetter("start_time_ns")):
+    for event in sorted(events, key=attrgetter("start_time_ns")):
         pointer, size_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size_bytes > 0:
             alive.add(pointer)
@@ -77,13 +78,3 @@ def _changes(profiler: profile) -> Iterator[int]:
         elif pointer in alive:
             alive.remove(pointer)
             yield size_bytes
-
-
-def _events(tree: Iterable[Any]) -> Iterator[Any]:
-    """The allocations and frees among a profile's events."""
-    waiting = list(tree)
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            yield event

@@ -1,4 +1,4 @@
-"""What a person and the tracking tools see of a running training."""
+"""Progress and metrics of a running training, for a person and for tracking tools."""
 
 from __future__ import annotations
 
@@ -21,20 +21,13 @@ log = logging.getLogger(__name__)
 class LineProgress(TrainerCallback):
     """One line a logging interval, for logs and pipes; a terminal gets transformers' progress bar."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
-        if not logs or "loss" not in logs or not state.is_world_process_zero:
+        if "loss" not in logs or not state.is_world_process_zero:
             return
         rate = (state.global_step - self.first) / (time.monotonic() - self.started)
         left = (state.max_steps - state.global_step) / rate
@@ -45,11 +38,8 @@ class LineProgress(TrainerCallback):
 
 
 class MetricFiles(Live):
-    """DVCLive's files, and nothing else of it.
-
-    It would look for a DVC repository around it, make one where there is only git, and write to its .dvc/tmp, which
-    no stage may. DVC runs the stage and knows where the files are.
-    """
+    """DVCLive's files alone: it would look for a DVC repository, make one where there is only git, and write to its
+    .dvc/tmp, which no stage may."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), dvcyaml=None, save_dvc_exp=False, report=None)
@@ -67,21 +57,14 @@ class LiveMetrics(TrainerCallback):
     def __init__(self, live: Live) -> None:
         self.live = live
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         for logs in state.log_history:  # of the steps before the checkpoint that this training goes on from
             self._write(int(logs["step"]), logs)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
-        self._write(state.global_step, logs or {})
+        self._write(state.global_step, logs)
 
     def _write(self, step: int, logs: dict[str, float]) -> None:
         if "loss" not in logs:

@@ -1,8 +1,9 @@
-"""training.json: the totals of one training run."""
+"""training.json: the totals of a training run. trace.csv: loss and gradient norm of every step, bit for bit."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,20 +24,25 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+Trace = list[tuple[str, str]]
+"""For each step, as hexadecimal floats, e.g. "0x1.8000000000000p+1", which lose nothing: the loss of the first
+process's micro-batches, added up in fp32, before the step; and the gradient norm, over all processes, before clipping.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class TrainingRecord:
     recipe: str
     profile: str
     attempt: Count
-    """How many rungs of the ladder were taken for want of memory: 0 is as planned. The settings are those used."""
+    """Rungs of the ladder that were taken for want of memory: 0 is as planned. The settings are those used."""
     micro_batch: int
     grad_accumulation: int
     gradient_checkpointing: bool
     optimizer: str
     quantization: str
     loss_kernels: str
-    """The kernels of TRL's fused loss: triton or torch. See training/fused_loss.py."""
+    """The kernels of TRL's fused loss: triton or torch (fused_loss.py)."""
     num_steps: Count
     epochs: Amount
     train_loss: float
@@ -48,7 +54,7 @@ class TrainingRecord:
     peak_memory_bytes: Annotated[int, Field(ge=1, lt=2**63)]
     reserved_memory_bytes: Count
     memory_kind: str
-    """See training/peak.py."""
+    """cuda_allocated or cpu_allocated (peak.py)."""
     trainable: dict[str, Count]
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
@@ -65,31 +71,30 @@ class TrainingRecord:
         loss_kernels: LossKernels,
     ) -> TrainingRecord:
         """plan: as it was used, after `attempt` rungs."""
-        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-        accuracies = [entry["router_accuracy"] for entry in state.log_history if "router_accuracy" in entry]
-        means = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
-        samples = plan.schedule.num_steps * plan.schedule.train_samples / plan.schedule.steps_per_epoch
+        last = {name: value for entry in state.log_history for name, value in entry.items()}
+        schedule = plan.schedule
+        samples = schedule.num_steps * schedule.train_samples / schedule.steps_per_epoch
         return cls(
             recipe=plan.recipe,
             profile=plan.profile,
             attempt=attempt,
-            micro_batch=plan.schedule.micro_batch,
-            grad_accumulation=plan.schedule.grad_accumulation,
+            micro_batch=schedule.micro_batch,
+            grad_accumulation=schedule.grad_accumulation,
             gradient_checkpointing=plan.gradient_checkpointing,
             optimizer=plan.optimizer,
             quantization=plan.quantization,
             loss_kernels=loss_kernels,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
-            train_loss=means[-1],
-            final_loss=losses[-1],
+            train_loss=last["train_loss"],
+            final_loss=last["loss"],
             train_seconds=round(seconds, 2),
             samples_per_second=round(samples / seconds, 3),
             peak_memory_bytes=peak.allocated_bytes,
             reserved_memory_bytes=peak.reserved_bytes,
             memory_kind=peak.kind,
             trainable=plan.trainable,
-            router_accuracy=accuracies[-1] if accuracies else None,
+            router_accuracy=last.get("router_accuracy"),
         )
 
     def summary(self) -> str:
@@ -107,3 +112,8 @@ def write_record(record: TrainingRecord, path: Path) -> None:
 def read_record(path: Path) -> TrainingRecord:
     """Raises UserError where it is missing or damaged."""
     return read_json(TrainingRecord, path, fix=f"dvc repro -f -s train@{path.parent.parent.name}")
+
+
+def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:
+    rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trace, start=1))
+    publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages.kit.models.sharding import local
+from stages.kit.models.placement import local
 from stages.kit.planning.plan import Schedule
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
-    """The samples of the fullest micro-batch: the `count` longest in tokens, the longest first; all if there are fewer.
+    """The `count` longest samples in tokens, the longest first; all if there are fewer.
 
     A picture takes tokens by its pixels, so these are also the most pixels.
     """
@@ -30,16 +30,15 @@ def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
 
 
 def largest_batch(collator: ConversationCollator, micro_batch: int) -> dict[str, Any]:
-    """The micro-batch of the largest samples."""
     return collator([{"sample": sample} for sample in largest_samples(collator, micro_batch)])
 
 
 class Rehearsal(TrainerCallback):
     """Sends the largest micro-batch forward and backward once, right after the first step of the optimizer.
 
-    Only then is everything there that stays: before it, the optimizer has no states. With accumulation it goes twice,
-    as all micro-batches but a step's first find gradients already there. Nothing of it is left: the trained weights
-    are the same, bit for bit. Under ddp and sharded each process does it, with the same samples.
+    Before that step the optimizer has no states. With accumulation it goes twice, as all micro-batches but a step's
+    first find gradients already there. Trained weights stay the same, bit for bit. Under ddp and sharded each process
+    does it, with the same samples.
     """
 
     def __init__(self, trainer: SFTTrainer, schedule: Schedule) -> None:
@@ -47,7 +46,6 @@ class Rehearsal(TrainerCallback):
         self.schedule = schedule
         self.done = False
         self.cpu_peak_bytes = 0
-        """What it reached, where it was on a CPU."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
@@ -56,7 +54,7 @@ class Rehearsal(TrainerCallback):
 
 
 def rehearse(trainer: SFTTrainer, schedule: Schedule) -> int:
-    """Returns the peak of what tensors took, in bytes, on a CPU; 0 on a GPU, whose allocator keeps the account."""
+    """Returns the peak of tensors in bytes on a CPU; 0 on a GPU, whose allocator keeps the account."""
     on_cpu = trainer.args.device.type == "cpu"
     inputs = largest_batch(trainer.data_collator, schedule.micro_batch)
     measured = cpu_peak((*inputs.values(), *held_tensors(trainer))) if on_cpu else nullcontext()
@@ -66,11 +64,10 @@ def rehearse(trainer: SFTTrainer, schedule: Schedule) -> int:
     return peak.size_bytes if peak is not None else 0
 
 
-def held_tensors(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
-    """What is there between two steps."""
-    yield from map(local, trainer.model.parameters())
-    yield from trainer.model.buffers()
-    yield from optimizer_states(trainer)
+def held_tensors(trainer: SFTTrainer) -> list[torch.Tensor]:
+    """All tensors that stay between two steps."""
+    model = trainer.model
+    return [*map(local, model.parameters()), *model.buffers(), *optimizer_states(trainer)]
 
 
 def optimizer_states(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
@@ -80,10 +77,7 @@ def optimizer_states(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def unchanged(trainer: SFTTrainer) -> Iterator[None]:
-    """Puts back what a forward and a backward pass leave: random numbers drawn, gradients, buffers, TRL's counts.
-
-    What only an optimizer step changes needs no care: weights, the optimizer's states, the scale of fp16.
-    """
+    """Puts back what a forward and a backward pass change: random numbers, gradients, buffers, TRL's counts."""
     model = trainer.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     counted = copy.deepcopy((trainer._metrics, trainer._total_train_tokens))  # noqa: SLF001 - TRL's SFTTrainer

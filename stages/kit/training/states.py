@@ -1,4 +1,4 @@
-"""Nested values with tensors in them as files: JSON for the shape, safetensors for the tensors, nothing to unpickle."""
+"""Nested values with tensors in them as a safetensors file: nothing to unpickle."""
 
 from __future__ import annotations
 
@@ -10,65 +10,42 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from stages.kit.models.sharding import local
+from stages.kit.models.placement import local
 
-SUFFIXES = (".json", ".safetensors")
-"""Of the files of one state."""
-
-_TENSOR, _ITEMS = "<tensor>", "<items>"
+_TENSOR, _SHAPE = "<tensor>", "<shape>"
 
 
-def save_state(state: Any, stem: Path) -> None:
-    """Write STEM.json and STEM.safetensors.
+def save_state(state: Any, path: Path) -> None:
+    """Write one safetensors file: the tensors, and as JSON in a tensor of bytes what is around them.
 
-    state: dicts, lists, tuples, tensors, and what JSON has, floats that are no numbers included. A tuple comes back as
-    a list; one tensor in several places is written once, and is one again; of a DTensor it is this process's share.
+    state: dicts, lists, tensors, and what JSON has, floats that are no numbers included. As in JSON, tuples come back
+    as lists and keys as texts. One tensor in several places is written once; a DTensor's is this process's share.
     Raises OSError where that fails, as on a full disk.
     """
     tensors: dict[str, torch.Tensor] = {}
-    shape = _packed(state, "", tensors, {})
+    names: dict[Any, str] = {}
+
+    def put_aside(value: torch.Tensor) -> dict[str, str]:
+        value = local(value.detach())
+        # bitsandbytes keeps one table for the states of all parameters.
+        same = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        if same not in names:
+            names[same] = str(len(names))
+            shares = value.untyped_storage().nbytes() > value.nbytes  # which safetensors refuses
+            tensors[names[same]] = value.clone(memory_format=torch.contiguous_format) if shares else value.contiguous()
+        return {_TENSOR: names[same]}
+
+    shape = json.dumps(state, default=put_aside).encode()
     try:
-        save_file(tensors, stem.with_suffix(".safetensors"))
+        save_file({**tensors, _SHAPE: torch.frombuffer(bytearray(shape), dtype=torch.uint8)}, path)
     except SafetensorError as error:
         if "I/O error" in str(error):
             raise OSError(str(error)) from error
         raise
-    stem.with_suffix(".json").write_text(json.dumps(shape), encoding="utf-8")
 
 
-def load_state(stem: Path) -> Any:
-    """What `save_state` wrote, its tensors on the CPU."""
-    tensors = load_file(stem.with_suffix(".safetensors"))
-    return _unpacked(json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")), tensors)
-
-
-def _packed(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = local(value.detach())
-        # bitsandbytes keeps one table for the states of all parameters.
-        same = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
-        if same not in seen:
-            seen[same] = path
-            shares = value.untyped_storage().nbytes() > value.nbytes  # which safetensors refuses
-            tensors[path] = value.clone(memory_format=torch.contiguous_format) if shares else value.contiguous()
-        return {_TENSOR: seen[same]}
-    if isinstance(value, dict):
-        items = [[key, _packed(inner, f"{path}/{key}", tensors, seen)] for key, inner in value.items()]
-        plain = all(isinstance(key, str) for key in value)
-        return dict(items) if plain else {_ITEMS: items}
-    if isinstance(value, list | tuple):
-        return [_packed(inner, f"{path}/{index}", tensors, seen) for index, inner in enumerate(value)]
-    assert value is None or isinstance(value, str | int | float), f"{path}: {type(value)}"
-    return value
-
-
-def _unpacked(shape: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(shape, list):
-        return [_unpacked(inner, tensors) for inner in shape]
-    if isinstance(shape, dict):
-        if _TENSOR in shape:
-            return tensors[shape[_TENSOR]]
-        if _ITEMS in shape:
-            return {key: _unpacked(inner, tensors) for key, inner in shape[_ITEMS]}
-        return {key: _unpacked(inner, tensors) for key, inner in shape.items()}
-    return shape
+def load_state(path: Path) -> Any:
+    """The state that `save_state` wrote, its tensors on the CPU."""
+    tensors = load_file(path)
+    shape = tensors.pop(_SHAPE).numpy().tobytes()
+    return json.loads(shape, object_hook=lambda found: tensors[found[_TENSOR]] if _TENSOR in found else found)

@@ -64,42 +64,34 @@ class RecipeTrainer(ResumableTrainer):
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
+        self, model: torch.nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
         """SFTTrainer's loss, also for a model whose layers lie on several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
-        if num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss if return_outputs else loss.to(self.args.device)
+        num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items).to(self.args.device)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
         if self.optimizer is None:  # type: ignore[has-type]
-            model = self.model if model is None else model
+            model, schedule = model or self.model, self.plan.schedule
             decayed = set(self.get_decay_parameter_names(model))
             groups: dict[tuple[Part, bool], list[torch.nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     groups.setdefault((part_of(name), name in decayed), []).append(parameter)
+            settings = [
+                {
+                    "params": parameters,
+                    "lr": schedule.learning_rates[part],
+                    "weight_decay": schedule.weight_decay if decay else 0.0,
+                }
+                for (part, decay), parameters in groups.items()
+            ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(
-                [
-                    {
-                        "params": parameters,
-                        "lr": self.plan.schedule.learning_rates[part],
-                        "weight_decay": self.plan.schedule.weight_decay if decay else 0.0,
-                    }
-                    for (part, decay), parameters in groups.items()
-                ],
-                **options,
-            )
+            self.optimizer = optimizer_class(settings, **options)
         return self.optimizer
 
 

@@ -25,7 +25,7 @@ from stages.core.params.schema import DeviceParams, LoraParams
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.parts import apply_recipe
-from stages.kit.models.sharding import local, process_mesh, shard, whole
+from stages.kit.models.placement import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
 from stages.kit.planning.plan import Plan
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients

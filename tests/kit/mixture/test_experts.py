@@ -6,29 +6,19 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.lineage import read_lineage, write_lineage
+from stages.core.lineage import read_lineage
 from stages.kit.mixture.experts import check_lineages, check_models
 from tests.kit.mixture.dense import save_base, save_expert
 
 
-@pytest.fixture(scope="module")
-def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("models") / "base")
-
-
-@pytest.fixture(scope="module")
-def expert(base_dir: Path) -> Path:
-    return save_expert(base_dir.with_name("one"), base_dir)
+@pytest.fixture
+def expert(base_dir: Path, tmp_path: Path) -> Path:
+    return save_expert(tmp_path / "one", base_dir)
 
 
 def check(base_dir: Path, *expert_dirs: Path) -> None:
     lineages = {folder.name: read_lineage(folder) for folder in expert_dirs}
     check_lineages(read_lineage(base_dir), lineages)
-
-
-def test_one_expert_is_no_mixture(base_dir: Path, expert: Path) -> None:
-    with pytest.raises(UserError, match=r"two experts or more, found 1"):
-        check(base_dir, expert)
 
 
 def test_experts_of_another_base_are_refused(base_dir: Path, expert: Path, tmp_path: Path) -> None:
@@ -50,14 +40,6 @@ def test_the_same_expert_under_two_names_is_refused(base_dir: Path, expert: Path
     shutil.copytree(expert, tmp_path / "two")
     with pytest.raises(UserError, match=r"experts one and two are the same model"):
         check(base_dir, expert, tmp_path / "two")
-
-
-def test_a_built_models_lineage_ends_at_its_base(base_dir: Path, expert: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    parents = {"base": (base_dir, read_lineage(base_dir)), "expert/one": (expert, read_lineage(expert))}
-    write_lineage(tmp_path, kind="built", name="moe", parents=parents)
-    assert read_lineage(tmp_path).root() == read_lineage(base_dir)
-    assert read_lineage(tmp_path).parents["expert/one"].lineage == read_lineage(expert)
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -99,7 +99,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 
 def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weights_of(build("qwen1.5-moe-tiny", tmp_path / "whole"))
-    monkeypatch.setattr(random_weights, "MAX_SHARD_SIZE", "500KB")
+    monkeypatch.setattr("stages.kit.models.shards.MAX_SHARD_SIZE", "500KB")
     folder = build("qwen1.5-moe-tiny", tmp_path / "shards")
     shards = sorted(folder.glob("*.safetensors"))
     assert [path.name for path in shards] == [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, 6)]

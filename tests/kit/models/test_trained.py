@@ -15,7 +15,7 @@ from stages.kit.models.load import DTYPES, load_model
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, weight_digests
 from stages.kit.models.processors import load_processor
-from stages.kit.models.trained import WEIGHTS_FILE, load_trained, merge_trained, save_trained
+from stages.kit.models.trained import WEIGHTS_FILE, load_trained, merge_trained, save_trained, trained_tensors
 
 LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {
@@ -44,7 +44,7 @@ def trained(tiny_vlm: Path, tmp_path: Path) -> Callable[[str], Any]:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
-        save_trained(model, tmp_path, base_dir="data/bases/vlm")
+        save_trained(model, tmp_path, base_dir="data/bases/vlm", tensors=trained_tensors(model))
         return model
 
     return make
@@ -112,7 +112,7 @@ def test_in_bf16_a_good_merge_is_told_from_a_lost_one(
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data = torch.randn_like(parameter) * scale
-    save_trained(model, tmp_path, base_dir="")
+    save_trained(model, tmp_path, base_dir="", tensors=trained_tensors(model))
     base = load_model(tiny_vlm, device=cpu, precision="bf16").eval()
     before = probe_logits(base, processor, probes)
     adapted = load_trained(base, tmp_path).eval()

@@ -1,6 +1,5 @@
-"""Checkpoints on disk: complete or absent, kept to their number, one process at a time. What they hold is no matter."""
+"""Checkpoints on disk: complete or absent, kept to their number, one process at a time."""
 
-import errno
 import logging
 import os
 import subprocess
@@ -37,7 +36,7 @@ class Killed(BaseException):
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
     for step in steps:
-        checkpoints.begin(step)
+        checkpoints.aside(step).mkdir()
         for name, content in FILES.items():
             (checkpoints.aside(step) / name).write_bytes(content)
         checkpoints.complete(step, [*FILES])
@@ -71,42 +70,34 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.at(1)
 
 
-@given(name=st.sampled_from([name for name, content in FILES.items() if content]), data=st.data())
+def damage_with(path: Path, content: bytes) -> str:
+    """The fault of a checkpoint while one of its files holds this."""
+    before = path.read_bytes()
+    try:
+        path.write_bytes(content)
+        return damage(path.parent) or ""
+    finally:
+        path.write_bytes(before)
+
+
+@given(name=st.sampled_from(["state", "weights"]), data=st.data())
 def test_any_byte_that_changes_is_found_and_its_file_named(saved: Path, name: str, data: st.DataObject) -> None:
     content = bytearray(FILES[name])
-    at = data.draw(st.integers(0, len(content) - 1))
-    content[at] ^= data.draw(st.integers(1, 255))
-    try:
-        (saved / name).write_bytes(content)
-        assert damage(saved) == f"{saved / name} is not what {saved.name}/manifest.json says"
-    finally:
-        (saved / name).write_bytes(FILES[name])
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    assert damage_with(saved / name, bytes(content)) == f"{saved / name} is not what {saved.name}/manifest.json says"
     assert damage(saved) is None
 
 
 @given(data=st.data())
-def test_any_byte_of_a_digest_or_a_name_that_changes_in_the_manifest_names_it(saved: Path, data: st.DataObject) -> None:
-    before = (saved / MANIFEST).read_bytes()
-    changed = bytearray(before)
-    said = before.index(b"{", 1)
-    changed[data.draw(st.sampled_from([at for at in range(said, len(before)) if chr(before[at]).isalnum()]))] ^= 1
-    try:
-        (saved / MANIFEST).write_bytes(changed)
-        assert f"{saved.name}/{MANIFEST}" in (damage(saved) or "")
-    finally:
-        (saved / MANIFEST).write_bytes(before)
-
-
-@given(
-    text=st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", b'{"sha256": 1}', b'{"sha256": {"a": 1}}']))
-)
-def test_a_manifest_of_anything_else_is_named(saved: Path, text: bytes) -> None:
-    before = (saved / MANIFEST).read_bytes()
-    try:
-        (saved / MANIFEST).write_bytes(text)
-        assert f"{saved.name}/{MANIFEST}" in (damage(saved) or "")
-    finally:
-        (saved / MANIFEST).write_bytes(before)
+def test_a_changed_digest_or_name_in_the_manifest_names_it_and_so_does_anything_else(
+    saved: Path, data: st.DataObject
+) -> None:
+    changed = bytearray((saved / MANIFEST).read_bytes())
+    inside = [at for at in range(changed.index(b"{", 1), len(changed)) if chr(changed[at]).isalnum()]
+    changed[data.draw(st.sampled_from(inside))] ^= 1
+    broken = st.sampled_from([b"{}", b"[]", b'{"sha256": 1}', b'{"sha256": {"a": 1}}', b'{"sha256": {}}'])
+    text = data.draw(st.one_of(st.just(bytes(changed)), st.binary(max_size=40), broken))
+    assert f"{saved.name}/{MANIFEST}" in damage_with(saved / MANIFEST, text)
 
 
 @pytest.mark.parametrize(
@@ -176,29 +167,18 @@ def test_those_of_other_trainings_stay_until_their_room_is_taken_the_oldest_firs
         assert (steps_of(other), steps_of(checkpoints)) == ([], [2, 3, 4])
 
 
-def test_a_manifest_that_names_nothing_is_damaged(tmp_path: Path) -> None:
-    checkpoints = interrupted(tmp_path, THIS, 1)
-    (checkpoints.at(1) / MANIFEST).write_text('{"sha256": {}}')
-    assert damage(checkpoints.at(1)) == f"{checkpoints.at(1) / MANIFEST} is damaged: it names no file"
-
-
-def test_what_another_process_works_on_takes_no_room_of_the_others(tmp_path: Path) -> None:
+def test_a_training_in_use_is_left_alone_and_takes_no_room_of_the_others(tmp_path: Path) -> None:
     idle = interrupted(tmp_path, {"code": "7"}, 70, keep=3)
     with kept_checkpoints(tmp_path, OTHER, keep=3) as busy:
         save(busy, 8, 9)
         with kept_checkpoints(tmp_path, THIS, keep=3) as checkpoints:
             save(checkpoints, 1)
-        assert (steps_of(idle), steps_of(busy), steps_of(checkpoints)) == ([70], [8, 9], [1])
-
-
-def test_what_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
-    with kept_checkpoints(tmp_path, OTHER, keep=1) as other:
-        save(other, 5)
-        with kept_checkpoints(tmp_path, THIS, keep=1) as checkpoints:
-            save(checkpoints, 1)
-        (other.folder / FINISHED).touch()
+            assert (steps_of(idle), steps_of(busy), steps_of(checkpoints)) == ([70], [8, 9], [1])
+            save(checkpoints, 2, 3)
+        assert (steps_of(idle), steps_of(busy)) == ([], [8, 9])
+        (busy.folder / FINISHED).touch()
         remove_finished(tmp_path)
-        assert steps_of(other) == [5]
+        assert steps_of(busy) == [8, 9]
         assert not checkpoints.folder.exists()
 
 
@@ -254,7 +234,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
 
 def test_a_checkpoint_without_all_of_its_files_is_not_completed(tmp_path: Path) -> None:
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
-        checkpoints.begin(1)
+        checkpoints.aside(1).mkdir()
         with pytest.raises(FileNotFoundError):
             checkpoints.complete(1, ["weights"])
         checkpoints.abandon(1)
@@ -275,7 +255,7 @@ def test_only_what_is_finished_is_removed_in_the_end(tmp_path: Path) -> None:
         assert not (other.folder / FINISHED).exists()
 
 
-def test_links_that_a_stage_left_there_lead_nobody_out(tmp_path: Path) -> None:
+def test_links_that_a_stage_left_there_are_not_followed(tmp_path: Path) -> None:
     """The launcher, outside the container, must not touch what they lead to."""
     outside, recipe_dir = tmp_path / "outside", tmp_path / "r1"
     for folder in (outside, recipe_dir / "training"):
@@ -289,17 +269,6 @@ def test_links_that_a_stage_left_there_lead_nobody_out(tmp_path: Path) -> None:
     assert [path.name for path in outside.iterdir()] == [FINISHED]
 
 
-def test_other_processes_of_a_training_only_write(tmp_path: Path) -> None:
-    with (
-        kept_checkpoints(tmp_path, THIS, keep=2) as first,
-        kept_checkpoints(tmp_path, THIS, keep=2, owner=False) as second,
-    ):
-        first.begin(1)
-        assert second.aside(1) == first.aside(1)
-        assert first.aside(1).is_dir()
-    assert (first.folder / FINISHED).exists()
-
-
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -308,7 +277,7 @@ from stages.kit.training.checkpoints import kept_checkpoints, remove_finished
 with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as checkpoints:
     print("held", flush=True)
     sys.stdin.readline()
-    checkpoints.begin(7)
+    checkpoints.aside(7).mkdir()
     (checkpoints.aside(7) / "weights").touch()
     checkpoints.complete(7, ["weights"])
     if sys.argv[2] == "finishes":
@@ -318,7 +287,7 @@ with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as 
 
 
 @pytest.mark.parametrize(("end", "newest"), [("is killed", 7), ("finishes", None)])
-def test_who_comes_second_waits_and_goes_on_from_what_the_first_has_saved(
+def test_the_second_waits_and_goes_on_from_the_work_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, newest: int | None
 ) -> None:
     """As after a dvc that was killed, and left a training that saves its work. The first may remove the folder."""
@@ -348,26 +317,8 @@ def test_who_comes_second_waits_and_goes_on_from_what_the_first_has_saved(
     assert first.wait() == 0
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="cannot hold checkpoints"), kept_checkpoints(tmp_path, THIS, keep=2):
-        pass
-
-
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "r1").touch()
-    with pytest.raises(UserError, match="cannot hold checkpoints"), kept_checkpoints(tmp_path / "r1", THIS, keep=2):
-        pass
-
-
-def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(on_disk, "publish_text", full_disk)
-    with (
-        pytest.raises(UserError, match=r"cannot hold checkpoints: .*No space left"),
-        kept_checkpoints(tmp_path, THIS, keep=2),
-    ):
+    refused = pytest.raises(UserError, match=r"cannot hold checkpoints: .*(File exists|Not a directory)")
+    with refused, kept_checkpoints(tmp_path / "r1", THIS, keep=2):
         pass

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from stages.core.errors import UserError
-from stages.kit.training.record import TrainingRecord, read_record, write_record
+from stages.kit.training.record import TrainingRecord, read_record, write_record, write_trace
 from tests.damage import damaged_bytes, damaged_tree, quick
 
 RECORD = TrainingRecord(
@@ -39,6 +39,12 @@ def test_a_record_is_read_as_it_was_written_a_loss_that_is_no_number_included(tm
     assert read_record(path) == RECORD
     write_record(replace(RECORD, final_loss=float("nan")), path)
     assert "loss nan" in read_record(path).summary()
+
+
+def test_a_trace_has_a_row_a_step(tmp_path: Path) -> None:
+    write_trace([("0x1.8000000000000p+1", "nan"), ("inf", "0x0.0p+0")], tmp_path / "trace.csv")
+    rows = ["step,loss,grad_norm", "1,0x1.8000000000000p+1,nan", "2,inf,0x0.0p+0"]
+    assert (tmp_path / "trace.csv").read_text().splitlines() == rows
 
 
 @given(

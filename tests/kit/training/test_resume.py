@@ -5,21 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParams
 from stages.core.signals import ENDING
@@ -30,19 +28,19 @@ from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training import checkpoints as on_disk
-from stages.kit.training import preemption, resumable
+from stages.kit.training import resumable
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.preemption import asked_to_end, train_to_the_end
 from stages.kit.training.progress import LiveMetrics, MetricFiles
+from stages.kit.training.record import Trace
+from stages.kit.training.resumable import SaveInTime, train_to_the_end
 from stages.kit.training.seed import seed_everything
-from stages.kit.training.states import save_state
-from stages.kit.training.trace import StepBits
+from stages.kit.training.states import load_state, save_state
 from stages.kit.training.trainer import RecipeTrainer
-from tests import ROOT
 from tests.kit.mixture.dense import conversation, save_base, save_expert
-from tests.kit.training.at_step import At
+from tests.kit.training import two_processes
 from tests.kit.training.test_trainer import build, plan_for, weights
+from tests.kit.training.two_processes import At
 
 __all__ = ["build"]  # the fixture
 
@@ -52,9 +50,12 @@ WHEN_ASKED = CheckpointParams(every_minutes=None)
 FULL = plan_for("r1-llm-only", micro_batch=1, parts=PartsParams(llm="full"), lora=None, weight_decay=0.1)
 """Two epochs of 2 steps of 4 micro-batches."""
 
-LORA = plan_for("r4-joint", micro_batch=2, samples=7, epochs=3, part_learning_rates={"vision": 3e-5}, warmup_ratio=0.3)
-"""Pictures, dropout, a base in nf4. Three epochs of 2 steps, the second of each smaller; a rate for each part; warm-up,
-cosine."""
+LORA = replace(
+    plan_for("r4-joint", micro_batch=2, samples=7, part_learning_rates={"vision": 3e-5}, warmup_ratio=0.3),
+    precision="fp16",
+)
+"""Pictures, dropout, a base in nf4, the scale of fp16's gradients, which it halves after an overflow. Two epochs of 2
+steps, the second of each smaller; a rate for each part; warm-up, cosine."""
 
 SAMPLES = [conversation(f"Question {'so then ' * (number % 5)}{number}?", f"{number}.") for number in range(8)]
 
@@ -76,7 +77,7 @@ def ask_to_end() -> None:
 class Outcome:
     """What a training leaves."""
 
-    def __init__(self, trainer: RecipeTrainer, trace: list[StepBits], curves_dir: Path) -> None:
+    def __init__(self, trainer: RecipeTrainer, trace: Trace, curves_dir: Path) -> None:
         self.weights = weights(trainer)
         self.trace = trace
         self.curves = {path.name: path.read_text() for path in sorted(curves_dir.rglob("*.tsv"))}
@@ -172,21 +173,21 @@ def test_a_full_training_killed_again_and_again_ends_as_if_nothing_had_been(
     workplace.train(FULL).assert_same(undisturbed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_so_does_one_with_pictures_and_dropout_on_weights_in_4_bits(
-    build: Build, tmp_path: Path, precision: Literal["fp32", "fp16"]
-) -> None:
-    """Under fp16 with the scale of its gradients, which it halves after an overflow."""
-    plan = replace(LORA, precision=precision)
-    assert plan.lora is not None
-    assert plan.lora.dropout > 0
-    assert plan.quantization == "nf4"
+def test_so_does_one_with_pictures_and_dropout_on_weights_in_4_bits(build: Build, tmp_path: Path) -> None:
+    assert LORA.lora is not None
+    assert LORA.lora.dropout > 0
+    assert LORA.quantization == "nf4"
     workplace = Workplace(build, tmp_path)
-    for step in (2, 5):
-        workplace.interrupt(plan, at=At(step, kill))
-    resumed = workplace.train(plan)
-    assert len(resumed.trace) == 6
-    resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(plan, WHEN_ASKED))
+    workplace.interrupt(LORA, at=At(4, kill))
+    folder = workplace.checkpoints.at(3)
+    assert {path.name for path in folder.iterdir()} == {
+        *("process-0.safetensors", "trainer_state.json", "manifest.json")
+    }
+    saved = load_state(folder / "process-0.safetensors")
+    resumed = workplace.train(LORA)
+    assert saved["weights"].keys() == resumed.weights.keys()  # of what is trained alone
+    assert len(resumed.trace) == 4
+    resumed.assert_same(Workplace(build, tmp_path / "elsewhere").train(LORA, WHEN_ASKED))
 
 
 def test_so_does_a_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp_path: Path) -> None:
@@ -258,19 +259,23 @@ def test_asked_to_end_in_its_last_step_it_finishes(workplace: Workplace, undistu
     assert workplace.steps == []
 
 
+def asked_to_end() -> SaveInTime:
+    return SaveInTime(Any, WHEN_ASKED)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("number", ENDING)
-def test_signals_of_one_wish_are_one_and_a_later_one_ends_it_at_once(
+def test_signals_of_one_request_are_one_and_a_later_one_ends_it_at_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     before = signal.getsignal(number)
     with asked_to_end() as request:
-        assert request.number == 0
+        assert request.asked_by == 0
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGHUP)
-        assert request.number == number
+        assert request.asked_by == number
     assert signal.getsignal(number) == before
     assert capfd.readouterr().err == f"{number.name}: ends after this step; asked again, at once\n"
-    monkeypatch.setattr(preemption, "SAME_REQUEST_S", -1.0)
+    monkeypatch.setattr(resumable, "SAME_REQUEST_S", -1.0)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     with asked_to_end():
@@ -280,7 +285,7 @@ def test_signals_of_one_wish_are_one_and_a_later_one_ends_it_at_once(
     assert sent == [(os.getpid(), number)]
 
 
-def test_nobody_who_reads_what_is_said_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_stderr_is_no_error() -> None:
     """`dvc repro 2>&1 | tee log`, and Ctrl-C ends tee first; a terminal that was closed is the same."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -293,15 +298,15 @@ def test_nobody_who_reads_what_is_said_is_no_error(tmp_path: Path) -> None:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(writer)
-    assert request.number == signal.SIGHUP
+    assert request.asked_by == signal.SIGHUP
 
 
-def test_nohup_is_heeded() -> None:
+def test_nohup_stays_in_force() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with asked_to_end() as request:
             signal.raise_signal(signal.SIGHUP)
-            assert request.number == 0
+            assert request.asked_by == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -343,9 +348,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
 ) -> None:
     saved = []
 
-    def full_at_step_2(state: Any, stem: Path) -> None:
-        saved.append(stem)
-        save_state(state, stem)
+    def full_at_step_2(state: Any, path: Path) -> None:
+        saved.append(path)
+        save_state(state, path)
         if len(saved) == 2:
             full_disk()
 
@@ -369,50 +374,25 @@ def test_asked_to_end_on_a_full_disk_it_says_from_where_it_goes_on(
     assert f"SIGTERM: {last_words}" in caplog.messages
 
 
-def test_a_checkpoint_holds_what_is_trained_and_nothing_to_unpickle(build: Build, tmp_path: Path) -> None:
-    workplace = Workplace(build, tmp_path)
-    workplace.interrupt(LORA, at=At(2, kill))
-    folder = workplace.checkpoints.at(1)
-    assert {path.name for path in folder.iterdir()} == {
-        *("process-0.json", "process-0.safetensors", "trainer_state.json", "trace.csv", "manifest.json")
-    }
-    with safe_open(folder / "process-0.safetensors", framework="pt") as file:
-        names = set(file.keys())
-    kept = {name.removeprefix("/weights/") for name in names if name.startswith("/weights/")}
-    assert kept == weights(build(LORA)).keys()
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two real processes found."""
-    folder = tmp_path_factory.mktemp("two-processes")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "tests.kit.training.two_processes", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.parametrize("placement", ["ddp", "sharded"])
-def test_processes_that_train_together_end_and_go_on_together(
-    two_processes: list[dict[str, Any]], placement: str
-) -> None:
-    """Only the second is asked, and the worker that loads its data."""
-    for found in two_processes:
-        here = found[placement]
-        assert here["codes"] == [128 + signal.SIGTERM, 0]
-        assert here["steps"] == [3, 3]
-        assert here["resumed"]["weights"] == here["undisturbed"]["weights"]
-        assert here["resumed"]["logs"] == here["undisturbed"]["logs"]
-    first = two_processes[0][placement]
-    assert first["resumed"]["trace"] == first["undisturbed"]["trace"]
-    assert {"weights", "optimizer", "random"} <= set(first["parts"]["process-0"])
-    assert "random" in first["parts"]["process-1"]
-    assert ({"weights", "optimizer"} <= set(first["parts"]["process-1"])) == (placement == "sharded")
+@pytest.mark.timeout(1200)  # both wait for each other, on a busy machine for their turns too
+def test_processes_that_train_together_end_and_go_on_together(tmp_path: Path) -> None:
+    """Placements ddp and sharded. Only the second process is asked, and the worker that loads its data."""
+    server = multiprocessing.get_context("forkserver")  # imports torch once for both
+    server.set_forkserver_preload([two_processes.__name__])
+    processes = [server.Process(target=two_processes.main, args=(rank, tmp_path)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+    for rank in range(2):
+        for placement, found in json.loads((tmp_path / f"found-{rank}.json").read_text()).items():
+            assert found["codes"] == [128 + signal.SIGTERM, 0]
+            assert found["steps"] == [3, 3]
+            assert found["resumed"] == found["undisturbed"]
+            alone = {"weights", "optimizer"} if rank == 0 or placement == "sharded" else set()
+            assert {"weights", "optimizer", "random"} & set(found["saved"]) == {"random", *alone}

@@ -1,15 +1,13 @@
-"""Real trainings of a small model in two processes, one of which is asked to end; each writes what came of it.
-
-Run: python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.kit.training.two_processes FOLDER
-"""
+"""Real trainings of a small model in two processes, one of which is asked to end; each writes what came of it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,26 +15,37 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params.schema import CheckpointParams, DeviceParams
 from stages.kit.models.load import auto_class
 from stages.kit.models.parts import apply_recipe
+from stages.kit.models.placement import local, process_mesh, shard
 from stages.kit.models.processors import load_processor
-from stages.kit.models.sharding import local, process_mesh, shard
 from stages.kit.planning.plan import Plan
-from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
+from stages.kit.training.checkpoints import kept_checkpoints
 from stages.kit.training.contract import StartContract
-from stages.kit.training.preemption import train_to_the_end
+from stages.kit.training.resumable import train_to_the_end
 from stages.kit.training.seed import seed_everything
+from stages.kit.training.states import load_state
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.memory.small import FULL, R1, TINY, config_of, plan_of
-from tests.kit.training.at_step import At
 
 SETTINGS: dict[Literal["ddp", "sharded"], Mapping[str, Any]] = {"ddp": R1, "sharded": FULL}
 SAMPLES = 7
 """The last of an epoch's micro-batches has one sample for two processes."""
 WHEN_ASKED = CheckpointParams(every_minutes=None)
+
+
+class At(TrainerCallback):
+    """Does something when a step has been taken, before it is saved."""
+
+    def __init__(self, step: int, what: Callable[[], Any]) -> None:
+        self.step, self.what = step, what
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.what()
 
 
 def plan_for(placement: Literal["ddp", "sharded"]) -> Plan:
@@ -86,7 +95,7 @@ def outcome(trainer: RecipeTrainer) -> dict[str, Any]:
     trained = {name: local(each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad}
     kept = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens", "entropy", "train_loss")
     return {
-        "weights": {name: [value.hex() for value in tensor.flatten().tolist()] for name, tensor in trained.items()},
+        "weights": {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in trained.items()},
         "logs": [{name: logs[name] for name in kept if name in logs} for logs in trainer.state.log_history],
         "trace": trainer.trace,
     }
@@ -112,40 +121,30 @@ def ask_this_process_group() -> None:
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
 
-def saved_parts(checkpoints: Checkpoints, step: int) -> dict[str, list[str]]:
-    """The tensors in each process's file, by the first part of their names."""
-    parts = {}
-    for path in sorted(checkpoints.at(step).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            parts[path.stem] = sorted({name.split("/")[1] for name in file.keys()})  # noqa: SIM118 - no mapping
-    return parts
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found: dict[str, Any] = {}
-    dist.init_process_group("gloo")
+def main(rank: int, folder: Path) -> None:
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch anew
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused, but accelerate wants to see them
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mock.patch("os.fsync").start()  # it can take a minute
+    found: dict[str, Any] = {}
     for placement in SETTINGS:
         plan = plan_for(placement)
         place = folder / placement
         _, undisturbed = train(plan, place / "undisturbed")
         code, interrupted = train(plan, place / "interrupted", asked_at=3)
-        ended, step = interrupted.state.global_step, interrupted.saved_step
         assert interrupted.checkpoints is not None
-        parts = saved_parts(interrupted.checkpoints, ended)
+        saved = load_state(interrupted.checkpoints.at(3) / f"process-{rank}.safetensors")
         again, resumed = train(plan, place / "interrupted")
         dist.barrier()
         found[placement] = {
             "codes": [code, again],
-            "steps": [ended, step],
-            "parts": parts,
+            "steps": [interrupted.state.global_step, interrupted.saved_step],
+            "saved": [*saved],
             "undisturbed": outcome(undisturbed),
             "resumed": outcome(resumed),
         }
-    (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

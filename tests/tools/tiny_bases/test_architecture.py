@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from stages.kit.models.without_torchvision import PicturesOnlyProcessor
+from stages.kit.models.processors import PicturesOnlyProcessor
 from tests.tiny import SMALLEST, SMALLEST_TEXT
 from tools.tiny_bases.architecture import (
     CHAT_TEMPLATE,

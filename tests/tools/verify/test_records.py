@@ -62,10 +62,8 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path) -> None:
     base = write_lineage(base_dir, kind="base", name="vlm", source={"random": "tiny"})
     lineage = write_lineage(built, kind="built", name="moe", parents={"base": (base_dir, base)})
     shares: dict[str, Any] = {
-        "first_by_layer": [],
         "weight_by_layer": [],
         "entropy_by_layer": [],
-        "first": [],
         "weight": [],
     }
     routing = RoutingByLayer(tokens=1, entropy=0.0, **shares)

@@ -1,0 +1,155 @@
+"""Where tokens go, and the certificate of a build, against the model itself."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
+from stages.kit.mixture.certificate import (
+    TOLERANCE,
+    BuildCertificate,
+    Change,
+    Domain,
+    read_build_certificate,
+    write_build_certificate,
+)
+from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.routing import mean_hidden_states, measure_domains, measure_routing
+from stages.kit.models.load import load_model
+from stages.kit.models.processors import Processor, encode, load_processor
+from tests.kit.mixture.dense import conversation, save_expert
+
+PROBES = {
+    "a": [conversation("What is a lake?"), conversation("Is it deep?", "Đúng vậy.")],
+    "b": [conversation("meeting : so then we said 1 2 3 4 5 6 7 8 9")],
+}
+
+
+@pytest.fixture(scope="module")
+def processor(base_dir: Path) -> Processor:
+    return load_processor(base_dir, None)
+
+
+@pytest.fixture
+def two(experts: dict[str, Path]) -> dict[str, Path]:
+    return {name: experts[name] for name in PROBES}
+
+
+def load(folder: Path, precision: str = "fp32") -> PreTrainedModel:
+    return load_model(folder, device=DeviceParams(kind="cpu"), precision=precision).eval()
+
+
+def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path, router: torch.Tensor | None = None) -> Path:
+    folder.mkdir()
+    merge_experts(base_dir, experts, folder, top_k=2, router=router)
+    return folder
+
+
+def domains_of(
+    base_dir: Path, experts: dict[str, Path], processor: Processor, built_dir: Path, precision: str = "fp32"
+) -> dict[str, Domain]:
+    loader = partial(load, precision=precision)
+    return measure_domains(built_dir, base_dir, experts, PROBES, load=loader, processor=processor)
+
+
+def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCertificate:
+    return BuildCertificate(
+        build="moe",
+        built_digest="0" * 64,
+        precision=precision,
+        top_k=2,
+        router_init="uniform",
+        non_mlp="base",
+        changes=dict.fromkeys(domains, Change(mlp=1.0, outside=0.0)),
+        tolerance=TOLERANCE[precision],
+        domains=domains,
+    )
+
+
+def test_routing_is_what_the_model_itself_does(mixture_dir: Path, processor: Processor) -> None:
+    """Against the weights that each layer's experts are called with."""
+    model = load(mixture_dir)
+    used = [torch.zeros(3) for _ in range(2)]
+
+    def count(_: torch.nn.Module, args: tuple[torch.Tensor, ...], *, total: torch.Tensor) -> None:
+        total.index_add_(0, args[1].flatten(), args[2].float().flatten())
+
+    for layer, total in zip(model.model.layers, used, strict=True):
+        layer.mlp.experts.register_forward_pre_hook(partial(count, total=total))
+    found = measure_routing(model, processor, PROBES["a"])
+    assert found.tokens == sum(
+        encode(processor, [probe], padding_side="right")["input_ids"].numel() for probe in PROBES["a"]
+    )
+    for total, weights in zip(used, found.weight_by_layer, strict=True):
+        assert weights == pytest.approx((total / found.tokens).tolist(), abs=1e-5)
+    assert found.weight == pytest.approx(torch.tensor(found.weight_by_layer).mean(0).tolist())
+    assert 0 < found.entropy < 1
+
+
+def test_the_mean_hidden_states_of_a_domain_are_its_routers_input(
+    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
+) -> None:
+    router = mean_hidden_states(load(base_dir), processor, PROBES)
+    assert router.shape == (2, 2, 32)
+    torch.testing.assert_close(router.norm(dim=-1), torch.ones(2, 2))
+    # In the first layer experts have changed nothing yet: there the mixture's router sees what the base's MLP does.
+    model = load(mixture_of(base_dir, two, tmp_path / "m", router))
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].view(-1, 32)))
+    measure_routing(model, processor, PROBES["a"])
+    mean = torch.cat(seen).mean(0)
+    torch.testing.assert_close(router[0, 0], mean / mean.norm(), atol=1e-5, rtol=0)
+    domains = {"a": PROBES["a"], "b": PROBES["b"], "c": PROBES["a"][::-1]}
+    with pytest.raises(UserError, match="experts a and c would get the same router in layer 0"):
+        mean_hidden_states(load(base_dir), processor, domains)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_expert_is_within_the_mixture_as_it_was(
+    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path, precision: str
+) -> None:
+    found = domains_of(base_dir, two, processor, mixture_of(base_dir, two, tmp_path / "m"), precision)
+    for name, domain in found.items():
+        assert domain.forced_deviation < TOLERANCE[precision] / 2
+        assert domain.probes == len(PROBES[name])
+        assert domain.deviation.keys() == {"base", "expert a", "expert b"}
+        assert min(domain.deviation.values()) > 0.1
+        assert domain.routing.weight_by_layer == [pytest.approx([0.5, 0.5])] * 2  # under routers of zeros
+        assert domain.routing.entropy == pytest.approx(1)
+    written = certificate(found, precision)
+    assert written.problems() == []
+    write_build_certificate(written, tmp_path / "moe.json")
+    assert read_build_certificate(tmp_path / "moe.json") == written
+
+
+def test_an_expert_that_lost_a_matrix_is_found_out(
+    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
+) -> None:
+    folder = mixture_of(base_dir, two, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.1.down_proj.weight"] *= 0.99
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = domains_of(base_dir, two, processor, folder)
+    (problem,) = certificate(found).problems()
+    assert problem.startswith("expert b alone deviates by")
+    nan = certificate({"a": found["a"], "b": replace(found["b"], forced_deviation=math.nan)})
+    assert len(nan.problems()) == 1
+
+
+def test_a_change_outside_of_the_mlps_is_measured_and_no_fault_of_the_merge(
+    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
+) -> None:
+    moved = {**two, "b": save_expert(tmp_path / "b", base_dir, seed=2, outside=0.05)}
+    found = domains_of(base_dir, moved, processor, mixture_of(base_dir, moved, tmp_path / "m"))
+    assert found["a"].forced_deviation < 1e-5
+    assert found["b"].forced_deviation > 0.05
+    changed = replace(certificate(found), changes={"a": Change(mlp=1, outside=0), "b": Change(mlp=1, outside=0.1)})
+    assert changed.problems() == []
+    assert len(certificate(found).problems()) == 1
