@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from dvc import lock, rwlock
 
@@ -145,6 +147,8 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
 
     assert workspace.python(*sleep, meanwhile=meanwhile).code is None
     assert codes == [-9, -9]
-    with subprocess.Popen([sys.executable, *sleep], cwd=tmp_path):
+    with subprocess.Popen([sys.executable, *sleep], cwd=tmp_path) as started:
+        while not psutil.Process(started.pid).cmdline():
+            time.sleep(0.01)
         (left,) = workspace.wait_for_processes(0)
     assert "sleep" in left
