@@ -52,7 +52,7 @@ def main(task: str, strict: bool, recipe: str | None) -> None:
 
 def figures_of(recipe: str, table: str) -> str:
     """The cells of a recipe's rows that are figures, a line each."""
-    rows = [line.split()[1:] for line in table.splitlines() if line.startswith(f"{recipe} ")]
+    rows = [line.split()[1:] for line in table.splitlines() if line.startswith(f"{recipe}  ")]
     return "\n".join(cell for row in rows for cell in row if any(map(str.isdigit, cell)))
 
 

@@ -45,7 +45,7 @@ def test_a_recipe_alone_is_compared_by_its_figures(published: None, monkeypatch:
         monkeypatch.setattr(tools.published, "table_text", lambda _: f"Model  Mean IoU\n{row}\nr2  not run\nr10  9.9\n")
 
     monkeypatch.setattr(tools.published, "compare_runs", lambda _: None)
-    table("r1       0.642            highest")
+    table("r1       0.642            highest\nr1 is the only model evaluated: Mean IoU 0.642.")
     assert "has of r1, to the digit" in asked("--strict", "--recipe", "r1").output
     table("r1  0.643")
     answer = asked("--strict", "--recipe", "r1")
