@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from stages.core.cpu import instruction_set
+from stages.core.errors import bytes_text
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.kit.memory.budget import budget_lines
@@ -51,7 +52,7 @@ def main(recipe: str) -> None:
     log.info("%s", collator.lengths_said())
     predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    plan = predict.counted(plan)
+    plan = predict.with_features(predict.counted(plan), memory.features_gb)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
     answers = predict.answers(fit.plan, params.active.evaluation)
@@ -75,6 +76,9 @@ def report(fit: Fit) -> None:
         *(schedule.train_samples, schedule.num_steps, schedule.effective_batch),
         *(schedule.micro_batch, schedule.grad_accumulation),
     )
+    if fit.plan.features_bytes:
+        size = bytes_text(fit.plan.features_bytes)
+        log.info("vision tower and projector are frozen: features of pictures are kept, at most %s of disk", size)
     for change in fit.changes:
         log.info("to fit the GPU: %s", change)
     short = fit.verdict is None or (fit.verdict == "fits" and fit.plan.device.kind == "cpu")

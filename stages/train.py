@@ -5,6 +5,7 @@ Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in 
         data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves in DVCLive's form
         data/report/TASK/memory/RECIPE/train.json  what the process held
 Keeps   .bakeoff/checkpoints/RECIPE/, until what it trained is merged; the same command goes on from there
+        .bakeoff/features/, of pictures by frozen vision towers, for the trainings to come
 Run     docker/run train r1-llm-only
 
 Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.
@@ -47,6 +48,7 @@ from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.features import features_dir, kept_features, use_features
 from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.fused_loss import prepare_fused_loss
 from stages.kit.training.peak import PeakMemory
@@ -100,7 +102,7 @@ def main(recipe: str, attempt: int) -> None:
         loss_kernels=loss_kernels,
     )
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
-    recipe_dir = checkpoints_dir(Path(os.environ.get("DVC_ROOT", ".")), recipe)
+    repository = Path(os.environ.get("DVC_ROOT", "."))
 
     memory = MemoryLog(plan.device, plan.placement)
     model = load_model(
@@ -120,7 +122,10 @@ def main(recipe: str, attempt: int) -> None:
 
     run_dir = Path("data/runs") / recipe
     with (
-        kept_checkpoints(recipe_dir, identity, keep=params.checkpoints.keep, owner=is_first_process()) as checkpoints,
+        kept_checkpoints(
+            checkpoints_dir(repository, recipe), identity, keep=params.checkpoints.keep, owner=is_first_process()
+        ) as checkpoints,
+        kept_features(features_dir(repository), plan, identity) as features,
         published(run_dir / "training", keep=is_first_process()) as training_dir,
         published(run_dir / "trained", keep=is_first_process()) as trained_dir,
         tempfile.TemporaryDirectory() as scratch,
@@ -137,6 +142,8 @@ def main(recipe: str, attempt: int) -> None:
             scratch_dir=Path(scratch),
             **reporting,
         )
+        if features is not None:
+            use_features(trainer, collator, features, limit_gb=params.active.memory.features_gb)
         trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
         record = TrainingRecord.of(

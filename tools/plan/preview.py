@@ -106,6 +106,7 @@ class Previews:
         )
         # The base of a recipe that continues another is not made yet.
         plan = predictor.counted(replace(plan, base_dir=str(base.config_dir)))
+        plan = predictor.with_features(plan, params.active.memory.features_gb)
         return Preview(plan=plan, base=base, predictor=predictor, disk=disk_use(plan, params), batch=batch)
 
     def _judge(self, name: str, memory_gb: float | None) -> Judged:

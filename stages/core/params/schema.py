@@ -112,6 +112,9 @@ class MemoryParams:
     """One process on one device; one a device, each with the whole model; one a device, each with its share of every
     weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
     with the layers spread over the devices."""
+    features_gb: Annotated[float, Field(ge=0)] = 50.0
+    """Disk for features of pictures, in GB: where vision tower and projector are frozen they are computed once, and
+    kept in .bakeoff/features. 0, or too little for a recipe: each step computes them."""
     fit: Literal["refuse", "auto", "off"] = "refuse"
     """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
 

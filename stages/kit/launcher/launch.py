@@ -309,7 +309,7 @@ def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[
     if stage != "train" or name not in params.recipes:
         return ()
     tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb else ()
-    return (checkpoints_dir(repository, name), *tracked)
+    return (checkpoints_dir(repository, name), repository / ".bakeoff/features", *tracked)
 
 
 def repository_dir(caller: Mapping[str, str]) -> Path:

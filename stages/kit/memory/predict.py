@@ -21,9 +21,9 @@ from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
-from stages.kit.memory.step import record_step
+from stages.kit.memory.step import features_like, record_step
 from stages.kit.memory_use.resident import free_and_total_bytes
-from stages.kit.models.load import meta_model
+from stages.kit.models.load import DTYPES, meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
@@ -70,6 +70,19 @@ class MemoryPredictor:
         """The plan with its trainable parameters, from the model's real geometry."""
         model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
         return replace(plan, trainable=asdict(count_trainable(model)))
+
+    def with_features(self, plan: Plan, limit_gb: float) -> Plan:
+        """The plan with what its frozen vision tower and projector say of the pictures kept on disk, within a limit.
+
+        Not where a tower is sharded: its processes would have to compute each picture together.
+        """
+        frozen = "vision" not in plan.parts.trained() and "projector" not in plan.parts.trained()
+        longest = self.batch_of(micro_batch=1)
+        if not frozen or "pixel_values" not in longest or plan.placement == "sharded":
+            return plan
+        features = features_like(longest, self.config, DTYPES[plan.precision])
+        size_bytes = plan.schedule.train_samples * features.nbytes
+        return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
 
     def capacity_bytes(self, device: DeviceParams) -> int | None:
         """Usable memory of one process on its device; None for a GPU whose size the profile does not give.

@@ -22,12 +22,13 @@ from stages.kit.memory.recorder import Recorder, emptied, recorder_of
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.load import new_model
+from stages.kit.models.load import DTYPES, new_model
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.placement import local, shard
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
+from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import StartContract
 from stages.kit.training.rehearsal import optimizer_states
 from stages.kit.training.trainer import RecipeTrainer
@@ -54,6 +55,9 @@ def record_step(
         stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         recorder = stack.enter_context(recorder_of(plan, config))
+        if plan.features_bytes:
+            features = features_like(batch, config, DTYPES[here.precision])
+            batch = {**{name: batch[name] for name in batch if name != "pixel_values"}, FEATURES: features}
         batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = new_model(config, precision=here.precision, attn=here.attn)
         if plan.quantization == "nf4":
@@ -83,6 +87,12 @@ def record_step(
         mark_phases(trainer, begin)
         trainer.train()
         return recorder.finish()
+
+
+def features_like(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, dtype: torch.dtype) -> torch.Tensor:
+    """As the features of a batch's pictures are, which have a row for each token of theirs, without contents."""
+    num_tokens = int((batch["input_ids"] == config.image_token_id).sum())
+    return torch.empty(num_tokens, config.get_text_config().hidden_size, dtype=dtype)
 
 
 def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:

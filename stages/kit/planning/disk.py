@@ -28,6 +28,8 @@ class DiskUse:
     keeps_merged: bool
     checkpoints_bytes: int
     """At most, while it trains; removed when DVC has kept what was trained."""
+    features_bytes: int = 0
+    """Of pictures, kept for other trainings."""
 
     @property
     def left_bytes(self) -> int:
@@ -37,7 +39,8 @@ class DiskUse:
     def __str__(self) -> str:
         merged = f"{bytes_text(self.merged_bytes)} merged" + ("" if self.keeps_merged else " while it is certified")
         checkpoints = f"{bytes_text(self.checkpoints_bytes)} of checkpoints while it trains"
-        return f"{bytes_text(self.trained_bytes)} trained, {merged}; {checkpoints}"
+        features = f"; {bytes_text(self.features_bytes)} of features of pictures" if self.features_bytes else ""
+        return f"{bytes_text(self.trained_bytes)} trained, {merged}; {checkpoints}{features}"
 
 
 def disk_use(plan: Plan, params: Params) -> DiskUse:
@@ -50,6 +53,7 @@ def disk_use(plan: Plan, params: Params) -> DiskUse:
         keeps_merged=params.leaves_weights(plan.recipe),
         # While one is written there is one more than are kept.
         checkpoints_bytes=(params.checkpoints.keep + 1) * CHECKPOINT_SHARE * trained,
+        features_bytes=plan.features_bytes,
     )
 
 

@@ -75,7 +75,8 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
     if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
         return None
     schedule = replace(plan.schedule, grad_accumulation=plan.schedule.effective_batch // at_once)
-    return replace(plan, placement="sharded", device=replace(plan.device, count=count), schedule=schedule)
+    device = replace(plan.device, count=count)
+    return replace(plan, placement="sharded", device=device, schedule=schedule, features_bytes=0)
 
 
 def _fuse_optimizer(plan: Plan) -> Plan | None:
@@ -111,7 +112,7 @@ def _shard(plan: Plan) -> Plan | None:
     """
     if plan.placement != "ddp" or plan.may_quantize or not can_be_sharded(plan):
         return None
-    return replace(plan, placement="sharded")
+    return replace(plan, placement="sharded", features_bytes=0)
 
 
 def can_be_sharded(plan: Plan) -> bool:

@@ -89,6 +89,8 @@ class Plan:
     """With loss router-labels, by expert, the domain whose samples are its own."""
     max_length: Positive
     images: ImageParams | None
+    features_bytes: Annotated[int, Field(ge=0)] = 0
+    """Disk that the features of frozen vision towers take at most, computed once; 0 where each step computes them."""
     schedule: Schedule
     seed: Seed
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]

@@ -184,7 +184,7 @@ def _trainings(recipe_dir: Path) -> list[Path]:
 def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
     """Those that nobody works on, nor can until the next is asked for. A training holds its own lock itself."""
     for folder in _trainings(recipe_dir):
-        with suppress(OSError), _open_lock(folder) as lock:
+        with suppress(OSError), open_lock(folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
 
@@ -219,22 +219,22 @@ def _locked(folder: Path) -> TextIO:
     """The folder's lock, open and held; makes the folder, and waits for another holder."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _open_lock(folder)
+        lock = open_lock(folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("the same training is still running, or saving its work; waiting for its end (%s)", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_still_there(lock, folder):
+        if is_still_there(lock, folder):
             return lock
         lock.close()  # whoever held it has removed the folder
 
 
-def _open_lock(folder: Path) -> TextIO:
+def open_lock(folder: Path) -> TextIO:
     return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
 
 
-def _is_still_there(lock: TextIO, folder: Path) -> bool:
+def is_still_there(lock: TextIO, folder: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat())
     return False

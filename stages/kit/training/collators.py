@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from stages.core.errors import UserError
@@ -21,9 +22,26 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
+FEATURES = "image_features"
+"""The entry of a batch that has features of its pictures in place of their pixels (features.py): one picture after the
+other, (picture tokens, width of the language model)."""
 
 # Tokens that stand for pictures: nothing to learn in predicting them.
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """The batch of samples that were collated one by one, as if together: padded on the right."""
+    values = {"input_ids": pad_token_id, "labels": IGNORED, "attention_mask": 0, "mm_token_type_ids": 0}
+    batch = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample):
+        tensors = [sample[name] for sample in samples if name in sample]
+        if name in values:
+            rows = [row for tensor in tensors for row in tensor]
+            batch[name] = pad_sequence(rows, batch_first=True, padding_value=values[name])
+        else:
+            batch[name] = torch.cat(tensors)
+    return batch
 
 
 class ConversationCollator:
@@ -53,6 +71,7 @@ class ConversationCollator:
         self.max_length = max_length
         self.experts = experts
         tokenizer = tokenizer_of(processor)
+        self.pad_token_id: int = tokenizer.pad_token_id
         self._assistant = AssistantSpans(tokenizer) if loss == "assistant-only" else None
         vision = (tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS)
         self._vision = torch.tensor([token for token in vision if token is not None], dtype=torch.long)

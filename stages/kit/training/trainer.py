@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig
 
@@ -17,6 +18,7 @@ from stages.core.params.schema import Part
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import Plan
+from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import StartContract, check_start
 from stages.kit.training.rehearsal import Rehearsal
 from stages.kit.training.resumable import ResumableTrainer
@@ -66,10 +68,12 @@ class RecipeTrainer(ResumableTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """SFTTrainer's loss, also for a model whose layers lie on several devices.
+        """SFTTrainer's loss, also from features of pictures, and for a model whose layers lie on several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
+        if (features := inputs.pop(FEATURES, None)) is not None:
+            inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
         num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
         return super().compute_loss(model, inputs, num_items_in_batch=num_items).to(self.args.device)
 

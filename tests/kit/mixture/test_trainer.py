@@ -28,7 +28,7 @@ from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks.amr import samples as amr_samples
 from stages.tasks.moe import samples as moe_samples
 from tests.kit.mixture.dense import conversation
-from tests.kit.training.test_trainer import plan_for
+from tests.kit.training.small import plan_for
 from tests.tasks.moe.made_up import fact, meeting
 
 QUESTIONS = ("What is {}?", "Chair: {}. Clerk: so then, so then. What was agreed?", "Tell me {} again")

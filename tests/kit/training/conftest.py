@@ -1,9 +1,49 @@
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from stages.core.params.schema import DeviceParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.models.load import load_model
+from stages.kit.models.parts import apply_recipe, count_trainable
+from stages.kit.models.processors import load_processor
+from stages.kit.planning.plan import Plan
+from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.seed import seed_everything
+from stages.kit.training.trainer import RecipeTrainer
 
 
 @pytest.fixture(autouse=True)
 def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others write much, reaching the disk takes a minute; no test takes the power away."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> Callable[..., RecipeTrainer]:
+    def make(plan: Plan, **more: Any) -> RecipeTrainer:
+        seed_everything(plan.seed)
+        base = load_model(
+            tiny_vlm, device=DeviceParams(kind="cpu"), precision=plan.precision, quantization=plan.quantization
+        )
+        model = apply_recipe(base, plan.parts, plan.lora)
+        plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
+        processor = load_processor(tiny_vlm, None)
+        collator = ConversationCollator(
+            processor, answered, lambda sample: sample, loss=plan.loss, max_length=plan.max_length
+        )
+        return RecipeTrainer(
+            plan,
+            model=model,
+            processor=processor,
+            collator=collator,
+            callbacks=[],
+            scratch_dir=tmp_path,
+            report_to="none",
+        )
+
+    return make

@@ -16,7 +16,7 @@ from stages.kit.training import fingerprint
 from stages.kit.training.checkpoints import digest_of
 from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.fused_loss import LossKernels
-from tests.kit.training.test_trainer import plan_for
+from tests.kit.training.small import plan_for
 
 PLAN = plan_for("r1-llm-only")
 BASE = Lineage(kind="base", name="vlm", digest="ab" * 32)

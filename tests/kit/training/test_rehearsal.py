@@ -15,9 +15,7 @@ from stages.kit.training import rehearsal
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_samples
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.training.test_trainer import PARAMS, build, plan_for, weights
-
-__all__ = ["build"]  # the fixture
+from tests.kit.training.small import PARAMS, plan_for, weights
 
 
 @pytest.fixture

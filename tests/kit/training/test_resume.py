@@ -39,10 +39,8 @@ from stages.kit.training.states import load_state, save_state
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.mixture.dense import conversation, save_base, save_expert
 from tests.kit.training import two_processes
-from tests.kit.training.test_trainer import build, plan_for, weights
+from tests.kit.training.small import plan_for, weights
 from tests.kit.training.two_processes import At
-
-__all__ = ["build"]  # the fixture
 
 EVERY_STEP = CheckpointParams(every_minutes=None, every_steps=1)
 WHEN_ASKED = CheckpointParams(every_minutes=None)

@@ -1,67 +1,16 @@
 import copy
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from stages.core.params.load import load_params
-from stages.core.params.schema import DeviceParams
-from stages.kit.data.conversation import Conversation
-from stages.kit.models.load import load_model
-from stages.kit.models.parts import apply_recipe, count_trainable, part_of
-from stages.kit.models.processors import load_processor
-from stages.kit.planning.plan import Plan, resolve_plan
+from stages.kit.models.parts import part_of
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import ContractBreach
-from stages.kit.training.seed import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
-from tests import ROOT
-
-PARAMS = load_params(ROOT / "params.yaml")
-
-
-def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: Any) -> Plan:
-    profile = PARAMS.active
-    memory = replace(profile.memory, micro_batch=micro_batch)
-    changed = replace(PARAMS.recipe(recipe), **{"effective_batch": 4, "epochs": 2, **changes})
-    params = replace(
-        PARAMS, profiles={"tiny": replace(profile, memory=memory)}, recipes={**PARAMS.recipes, recipe: changed}
-    )
-    return resolve_plan(params, recipe, train_samples=samples)
-
-
-@pytest.fixture
-def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> Callable[..., RecipeTrainer]:
-    def make(plan: Plan, **more: Any) -> RecipeTrainer:
-        seed_everything(plan.seed)
-        base = load_model(
-            tiny_vlm, device=DeviceParams(kind="cpu"), precision=plan.precision, quantization=plan.quantization
-        )
-        model = apply_recipe(base, plan.parts, plan.lora)
-        plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
-        processor = load_processor(tiny_vlm, None)
-        collator = ConversationCollator(
-            processor, answered, lambda sample: sample, loss=plan.loss, max_length=plan.max_length
-        )
-        return RecipeTrainer(
-            plan,
-            model=model,
-            processor=processor,
-            collator=collator,
-            callbacks=[],
-            scratch_dir=tmp_path,
-            report_to="none",
-        )
-
-    return make
-
-
-def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+from tests.kit.training.small import PARAMS, plan_for, weights
 
 
 def test_training_moves_what_is_trained_and_nothing_else(build: Callable[..., RecipeTrainer]) -> None:

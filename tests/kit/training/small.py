@@ -1,0 +1,29 @@
+"""Small trainings of recipes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stages.core.params.load import load_params
+from stages.kit.planning.plan import Plan, resolve_plan
+from stages.kit.training.trainer import RecipeTrainer
+from tests import ROOT
+
+PARAMS = load_params(ROOT / "params.yaml")
+
+
+def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: Any) -> Plan:
+    profile = PARAMS.active
+    memory = replace(profile.memory, micro_batch=micro_batch)
+    changed = replace(PARAMS.recipe(recipe), **{"effective_batch": 4, "epochs": 2, **changes})
+    params = replace(
+        PARAMS, profiles={"tiny": replace(profile, memory=memory)}, recipes={**PARAMS.recipes, recipe: changed}
+    )
+    return resolve_plan(params, recipe, train_samples=samples)
+
+
+def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
