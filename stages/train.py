@@ -22,10 +22,11 @@ import tempfile
 from pathlib import Path
 
 import click
+from peft import PeftModel
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.lineage import short, verified_lineage, write_lineage
@@ -46,7 +47,7 @@ from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
-from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
+from stages.kit.training.checkpoints import checkpoints_dir, digest_of, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import features_dir, kept_features, use_features
 from stages.kit.training.fingerprint import identity_of
@@ -55,6 +56,7 @@ from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
 from stages.kit.training.record import TrainingRecord, write_record, write_trace
 from stages.kit.training.resumable import train_to_the_end
+from stages.kit.training.reuse import reuse_training
 from stages.kit.training.seed import seed_everything
 from stages.tasks import load_task
 
@@ -64,13 +66,14 @@ log = logging.getLogger("stages")
 @click.command(help=__doc__)
 @click.argument("recipe")
 @click.option("--attempt", type=click.IntRange(min=0), default=0, help="Rungs of the ladder to take.  [default: 0]")
+@click.option("--same-as", "other", help="Recipe whose training is taken over, if it is the same in all that counts.")
 @recognised_out_of_memory()
-def main(recipe: str, attempt: int) -> None:
+def main(recipe: str, attempt: int, other: str | None) -> None:
     plan = lowered(read_plan(recipe), attempt)
     if plan is None:
         raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
     if plan.placement in DATA_PARALLEL and "LOCAL_RANK" not in os.environ:
-        run_one_process_a_device(plan, attempt)
+        run_one_process_a_device(plan, attempt, other)
         return
     if "LOCAL_RANK" in os.environ:
         end_with_own_parent()
@@ -101,22 +104,14 @@ def main(recipe: str, attempt: int) -> None:
         data_path=Path(plan.data_dir, "train.parquet"),
         loss_kernels=loss_kernels,
     )
+    fingerprint = digest_of(identity)
+    if other and reuse_training(other, plan, fingerprint, base_lineage, write=is_first_process()):
+        return
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     repository = Path(os.environ.get("DVC_ROOT", "."))
 
     memory = MemoryLog(plan.device, plan.placement)
-    model = load_model(
-        Path(plan.base_dir),
-        device=plan.device,
-        precision=plan.precision,
-        quantization=plan.quantization,
-        attn=plan.attn,
-        placement=plan.placement,
-        gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
-    )
-    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-    if plan.placement == "sharded":
-        shard(model, plan, process_mesh(plan))
+    model = load_for_training(plan)
     memory.loaded()
     log.info("%s", TrainableCounts(**plan.trainable))
 
@@ -147,7 +142,13 @@ def main(recipe: str, attempt: int) -> None:
         trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
         record = TrainingRecord.of(
-            plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak=peak, loss_kernels=loss_kernels
+            plan,
+            trainer.state,
+            attempt=attempt,
+            seconds=trainer.seconds,
+            peak=peak,
+            loss_kernels=loss_kernels,
+            fingerprint=fingerprint,
         )
         trained = trainer.accelerator.unwrap_model(trainer.model)
         tensors = trained_tensors(trained)
@@ -162,7 +163,23 @@ def main(recipe: str, attempt: int) -> None:
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 
 
-def run_one_process_a_device(plan: Plan, attempt: int) -> None:
+def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
+    model = load_model(
+        Path(plan.base_dir),
+        device=plan.device,
+        precision=plan.precision,
+        quantization=plan.quantization,
+        attn=plan.attn,
+        placement=plan.placement,
+        gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
+    )
+    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+    if plan.placement == "sharded":
+        shard(model, plan, process_mesh(plan))
+    return model
+
+
+def run_one_process_a_device(plan: Plan, attempt: int, other: str | None) -> None:
     """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
     Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does; also where
@@ -170,7 +187,7 @@ def run_one_process_a_device(plan: Plan, attempt: int) -> None:
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_S)  # torchrun's own, 30 s, may not suffice to save
     asked = ",".join(number.name for number in handled_signals())
-    worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
+    worker = ["stages.train", plan.recipe, "--attempt", str(attempt), *(["--same-as", other] if other else [])]
     try:
         torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
     except SignalException as request:

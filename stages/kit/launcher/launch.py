@@ -9,10 +9,11 @@ stage waits for it.
 """
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             caller=os.environ,
             variables={variable: str(folder) for variable, folder in own_dirs.items()},
             terminal=sys.stderr.isatty(),
+            same_as=same_training(stage, name, params, command_line=command_line),
         )
         recorder = None
         if declared and outputs:
@@ -136,6 +138,27 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
+
+
+def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:
+    """Another recipe that has trained by the same plan; "" where there is none, or every stage is to run.
+
+    command_line: of the DVC that runs the stage; empty without one, and then the stage trains.
+    """
+    forced = any(re.fullmatch("--force|-[a-zA-Z]*f[a-zA-Z]*", argument) for argument in command_line)
+    if stage != "train" or not command_line or forced:
+        return ""
+
+    def plan_of(recipe: str) -> list[str]:
+        lines = (WORKSPACE_DIR / "data/runs" / recipe / "plan.yaml").read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if not line.startswith("recipe:")]
+
+    for other in params.recipes:
+        record = WORKSPACE_DIR / "data/runs" / other / "training/training.json"
+        with suppress(OSError, UnicodeDecodeError):
+            if other != name and record.is_file() and plan_of(other) == plan_of(name):
+                return other
+    return ""
 
 
 def name_open_paths(repository: Path, say_once: Callable[[str], None]) -> None:

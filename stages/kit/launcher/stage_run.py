@@ -36,13 +36,16 @@ class StageRun:
     """Variables that the launcher sets: where the hub and Triton keep their files."""
     terminal: bool = False
     """Whether a person watches the stage's output on one."""
+    same_as: str = ""
+    """Another recipe with the same plan, whose training the stage may take over; "" for none."""
     attempt: int = 0
     """How often it ran out of memory so far; tells the stage how much to give up."""
 
     @property
     def command(self) -> tuple[str, ...]:
         """The stage's name and all that it is called with."""
-        return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
+        attempt = ("--attempt", str(self.attempt)) if self.attempt else ()
+        return (self.stage, *self.args, *attempt, *(("--same-as", self.same_as) if self.same_as else ()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -35,11 +35,13 @@ def identity_of(
 ) -> dict[str, str]:
     """The facts, by names that people read where they differ. All that the training runs has been imported by now.
 
+    The recipe's name is none: two that differ in nothing else are one training.
+
     plan: as it is used, so many rungs down the ladder as `attempt` says. data_path: the training samples.
     Raises OSError where they cannot be read.
     """
     return {
-        "plan": _sha256(json.dumps(asdict(plan), sort_keys=True).encode()),
+        "plan": _sha256(json.dumps(asdict(replace(plan, recipe="")), sort_keys=True).encode()),
         "attempt": str(attempt),
         "base": base.digest,
         "data": file_digest(data_path),

@@ -19,7 +19,15 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.launch import gpus_wanted, hub_cache, kept_dirs, refuse_undeclared, source_dir, source_of
+from stages.kit.launcher.launch import (
+    gpus_wanted,
+    hub_cache,
+    kept_dirs,
+    refuse_undeclared,
+    same_training,
+    source_dir,
+    source_of,
+)
 from stages.kit.launcher.outputs import refuse_links_out
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.planning.plan import resolve_plan, write_plan
@@ -61,6 +69,28 @@ stages:
     params: [seed]
     outs: [trained]
 """
+
+
+def test_a_training_is_offered_that_of_the_same_plan_unless_every_stage_is_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "WORKSPACE_DIR", tmp_path)
+    params = load_params(ROOT / "params.yaml")
+    for recipe in ("r1-llm-only", "r2-vision-only", "r3-stage1"):
+        write_plan(resolve_plan(params, recipe, train_samples=32), tmp_path / "data/runs" / recipe / "plan.yaml")
+
+    def offered(*command_line: str, stage: str = "train") -> str:
+        return same_training(stage, "r3-stage1", params, command_line=command_line)
+
+    assert offered("dvc", "repro") == "", "no other has trained yet"
+    for recipe in ("r1-llm-only", "r2-vision-only"):
+        (tmp_path / "data/runs" / recipe / "training").mkdir()
+        (tmp_path / "data/runs" / recipe / "training/training.json").write_text("{}")
+    for command_line in (("dvc", "repro"), ("dvc", "exp", "run", "-S", "data.frac=1"), ("dvc", "repro", "-s", "x")):
+        assert offered(*command_line) == "r2-vision-only"
+    for forced in ((), ("dvc", "repro", "-f"), ("dvc", "repro", "-fs", "x"), ("dvc", "exp", "run", "--force")):
+        assert offered(*forced) == ""
+    assert offered("dvc", "repro", stage="merge") == ""
 
 
 @pytest.fixture
@@ -234,9 +264,14 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
 def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:
     params, repository = load_params(ROOT / "params.yaml"), Path("/repository")
     checkpoints = repository / ".bakeoff/checkpoints/r1-llm-only"
-    assert kept_dirs("train", "r1-llm-only", params, repository) == (checkpoints,)
+    features, tracking = repository / ".bakeoff/features", repository / ".bakeoff/tracking"
+    assert kept_dirs("train", "r1-llm-only", params, repository) == (checkpoints, features)
     tracked = replace(params, tracking=replace(params.tracking, wandb=True))
-    assert kept_dirs("train", "r1-llm-only", tracked, repository) == (checkpoints, repository / ".bakeoff/tracking")
+    assert kept_dirs("train", "r1-llm-only", tracked, repository) == (
+        checkpoints,
+        features,
+        repository / ".bakeoff/tracking",
+    )
     for stage, name in (("merge", "r1-llm-only"), ("train", ""), ("train", "--help"), ("train", "../../x")):
         assert kept_dirs(stage, name, tracked, repository) == ()
 
