@@ -267,11 +267,7 @@ def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe()
     features, tracking = repository / ".bakeoff/features", repository / ".bakeoff/tracking"
     assert kept_dirs("train", "r1-llm-only", params, repository) == (checkpoints, features)
     tracked = replace(params, tracking=replace(params.tracking, wandb=True))
-    assert kept_dirs("train", "r1-llm-only", tracked, repository) == (
-        checkpoints,
-        features,
-        repository / ".bakeoff/tracking",
-    )
+    assert kept_dirs("train", "r1-llm-only", tracked, repository) == (checkpoints, features, tracking)
     for stage, name in (("merge", "r1-llm-only"), ("train", ""), ("train", "--help"), ("train", "../../x")):
         assert kept_dirs(stage, name, tracked, repository) == ()
 
