@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 
 from stages.core.params.schema import Params
-from stages.kit.memory.fit import Fit, cheapest_fit
+from stages.kit.memory.fit import Fit, cheapest_fit, fullest_fit
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
@@ -114,6 +114,8 @@ class Previews:
         device, capacity_of = replace(preview.plan.device, memory_gb=memory_gb), preview.predictor.capacity_bytes
         prediction = preview.predict(preview.plan)
         fit = Fit(plan=preview.plan, prediction=prediction, capacity_bytes=capacity_of(device))
+        if self.params.active.memory.fit == "fill":
+            fit = fullest_fit(fit, preview.predict)
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
         whole = self.params.active.evaluation.batch_size
         evaluation = self._evaluation(preview, on_one, whole)
@@ -189,7 +191,7 @@ class Previews:
         if memory_gb != active.device.memory_gb:
             added = "++" if active.device.memory_gb is None else ""
             changes.append(f"{added}profiles.{profile}.device.memory_gb={memory_gb:g}")
-        if active.memory.fit != "auto" and any(each.cheapest.changes for each in judged):
+        if active.memory.fit not in ("auto", "fill") and any(each.cheapest.changes for each in judged):
             changes.append(f"++profiles.{profile}.memory.fit=auto")
         return " ".join(["dvc exp run --temp", *(f"-S {change}" for change in changes), target])
 

@@ -115,8 +115,9 @@ class MemoryParams:
     features_gb: Annotated[float, Field(ge=0)] = 50.0
     """Disk for features of pictures, in GB: where vision tower and projector are frozen they are computed once, and
     kept in .bakeoff/features. 0, or too little for a recipe: each step computes them."""
-    fit: Literal["refuse", "auto", "off"] = "refuse"
-    """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on."""
+    fit: Literal["refuse", "auto", "fill", "off"] = "refuse"
+    """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on.
+    `fill` is `auto`, and where there is room takes the fastest settings that fit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, gib_text, verdict
-from stages.kit.planning.ladder import changes_between, rungs, settings, sharded_over
+from stages.kit.planning.ladder import changes_between, climbs, rungs, settings, sharded_over
 from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, all_in_gib, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
@@ -80,15 +81,30 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
     return might or rung
 
 
+def fullest_fit(fit: Fit, predict: Predict) -> Fit:
+    """The fastest plan of the same result that fits, as far as is known; the plan itself where it does not fit."""
+
+    def changed(plan: Plan) -> Fit:
+        return replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
+
+    for climb in climbs(fit.plan):
+        fitting = bisect_left(climb, True, key=lambda plan: changed(plan).verdict != "fits")
+        if fitting:
+            return changed(climb[fitting - 1])
+    return fit
+
+
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
-    """What is to be run: the plan, or with `auto` the cheapest change of it that fits.
+    """What is to be run: the plan; with `auto` the cheapest change of it that fits; with `fill` the fastest, if any.
 
     how: memory.fit. Raises UserError with the budget where nothing of that fits.
     """
+    if how == "fill":
+        fit = fullest_fit(fit, predict)
     if how == "off" or (how == "refuse" and fit.verdict != "does not fit"):
         return fit
     cheapest = cheapest_fit(fit, predict)
-    if how == "auto" and cheapest.verdict != "does not fit":
+    if how in ("auto", "fill") and cheapest.verdict != "does not fit":
         return cheapest
     raise UserError(refusal(fit, cheapest, predict))
 

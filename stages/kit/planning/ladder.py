@@ -26,6 +26,22 @@ def rungs(plan: Plan) -> Iterator[Plan]:
         rung = next((below for step in _STEPS if (below := step(rung)) is not None), None)
 
 
+def climbs(plan: Plan) -> list[list[Plan]]:
+    """Plans that take more memory for less time, each list from the least memory up; the faster list first.
+
+    Larger micro-batches with less accumulation, without gradient checkpointing, then with it where the plan has it.
+    Checkpointing repeats every forward pass, a third more work; a small micro-batch of long samples costs less.
+    """
+    schedule = plan.schedule
+    share = schedule.micro_batch * schedule.grad_accumulation
+    sizes = [size for size in range(schedule.micro_batch, share + 1) if share % size == 0]
+    schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
+    return [
+        [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
+        for checkpointing in ((False, True) if plan.gradient_checkpointing else (False,))
+    ]
+
+
 def rung_changes(plan: Plan) -> list[str]:
     """What each rung changes, in the plan's words, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
     return [", ".join(changes_between(above, below)) for above, below in pairwise(rungs(plan))]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.kit.memory.fit import Fit, cheapest_fit, decide
+from stages.kit.memory.fit import Fit, cheapest_fit, decide, fullest_fit
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
 from stages.kit.planning.plan import Plan
@@ -97,6 +97,38 @@ def test_no_rung_is_predicted_that_is_not_needed() -> None:
 )
 def test_what_is_run_is_what_was_asked_for(capacity_gib: float | None, how: str, rung: int) -> None:
     assert decide(start(capacity_gib), falling, how).plan == LADDER[rung]
+
+
+def filled(capacity_gib: float | None) -> tuple[str, ...]:
+    """What `fill` changes in a plan of 2 x 8 with checkpointing, where a sample takes 2 GiB, without it 6."""
+
+    def predict(plan: Plan) -> Prediction:
+        return predicted(4 + plan.schedule.micro_batch * (2 if plan.gradient_checkpointing else 6))
+
+    plan = plan_with(2, 8, gradient_checkpointing=True)
+    fit = replace(start(capacity_gib), plan=plan, prediction=predict(plan))
+    full = fullest_fit(fit, predict)
+    assert full.prediction == predict(full.plan)
+    assert decide(fit, predict, "fill") == (full if full.verdict == "fits" else cheapest_fit(fit, predict))
+    return full.changes
+
+
+@pytest.mark.parametrize(
+    ("capacity_gib", "changes"),
+    [
+        (400, ("micro_batch 2 -> 16", "grad_accumulation 8 -> 1", "gradient_checkpointing on -> off")),
+        (60, ("micro_batch 2 -> 8", "grad_accumulation 8 -> 2", "gradient_checkpointing on -> off")),
+        (18, ("gradient_checkpointing on -> off",)),
+        (17.5, ("micro_batch 2 -> 4", "grad_accumulation 8 -> 4")),
+        (9, ()),
+        (7, ()),
+        (None, ()),
+    ],
+)
+def test_a_card_is_filled_without_checkpointing_first_then_by_the_micro_batch(
+    capacity_gib: float | None, changes: tuple[str, ...]
+) -> None:
+    assert filled(capacity_gib) == changes
 
 
 def test_a_plan_that_fits_nowhere_down_the_ladder_but_might_as_it_is_is_run_as_it_is() -> None:
