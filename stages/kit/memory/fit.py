@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, gib_text, verdict
-from stages.kit.planning.ladder import changes_between, climbs, rungs, settings, sharded_over
+from stages.kit.planning.ladder import assumed_time, changes_between, climbs, rungs, settings, sharded_over
 from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, all_in_gib, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
@@ -82,16 +82,16 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
 
 
 def fullest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The fastest plan of the same result that fits, as far as is known; the plan itself where it does not fit."""
+    """The fastest plan of the same result that fits, by `assumed_time`; the plan itself where none does."""
 
     def changed(plan: Plan) -> Fit:
         return replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
 
+    found = []
     for climb in climbs(fit.plan):
         fitting = bisect_left(climb, True, key=lambda plan: changed(plan).verdict != "fits")
-        if fitting:
-            return changed(climb[fitting - 1])
-    return fit
+        found += climb[fitting - 1 : fitting] if fitting else []
+    return changed(min(found, key=assumed_time)) if found else fit
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:

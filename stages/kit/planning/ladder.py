@@ -27,19 +27,26 @@ def rungs(plan: Plan) -> Iterator[Plan]:
 
 
 def climbs(plan: Plan) -> list[list[Plan]]:
-    """Plans that take more memory for less time, each list from the least memory up; the faster list first.
-
-    Larger micro-batches with less accumulation, without gradient checkpointing, then with it where the plan has it.
-    Checkpointing repeats every forward pass, a third more work; a small micro-batch of long samples costs less.
-    """
+    """The plan with other micro-batches of the same result, from the least memory up: without gradient checkpointing,
+    and with it where the plan has it."""
     schedule = plan.schedule
     share = schedule.micro_batch * schedule.grad_accumulation
-    sizes = [size for size in range(schedule.micro_batch, share + 1) if share % size == 0]
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
     schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
     return [
         [replace(plan, gradient_checkpointing=checkpointing, schedule=each) for each in schedules]
-        for checkpointing in ((False, True) if plan.gradient_checkpointing else (False,))
+        for checkpointing in {False, plan.gradient_checkpointing}
     ]
+
+
+TOKENS_TO_FILL_A_GPU = 2048
+"""Tokens of a micro-batch that take twice the time that their share of a large one's would. Assumed, not measured."""
+
+
+def assumed_time(plan: Plan) -> float:
+    """Of a step, relative to one of large micro-batches without checkpointing, which repeats every forward pass."""
+    work = 4 / 3 if plan.gradient_checkpointing else 1.0
+    return work * (1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length))
 
 
 def rung_changes(plan: Plan) -> list[str]:

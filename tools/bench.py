@@ -1,0 +1,281 @@
+"""Time what was made fast against what it replaces, both in this run: a table of ratios, and a JSON line each.
+
+Reads   data/tiny, or the folders of other models; draws its own pictures and sentences
+Writes  .bakeoff/bench.jsonl    a line a comparison, with date and device
+Run     make bench, make bench ARGS="--vlm data/bases/vlm --micro-batch 2"
+
+Each pair does the same work, in turns; the fastest of its turns counts, as other work on the machine only adds time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from stages.core.lineage import file_digest, folder_digest
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams, GenerateParams, Params
+from stages.kit.evaluation.generation import generate_answers
+from stages.kit.memory.step import forget_accelerator
+from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.load import load_model, resolve_attention
+from stages.kit.models.parts import apply_recipe, lora_config
+from stages.kit.models.processors import load_processor
+from stages.kit.planning.plan import Plan, resolve_plan
+from stages.kit.training.collators import ConversationCollator
+from stages.kit.training.features import kept_features, use_features
+from stages.kit.training.fused_loss import prepare_fused_loss
+from stages.kit.training.seed import seed_everything
+from stages.tasks import load_task
+
+TURNS = 2
+"""Of each of a pair."""
+STEPS = 6
+"""Of a training, of which the first does not count."""
+SAMPLES = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    what: str
+    ours: str
+    other: str
+    ours_s: float
+    """Seconds of what `what` names, as the next."""
+    other_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the other ours is."""
+        return self.other_s / self.ours_s
+
+
+class Steps(TrainerCallback):
+    """Seconds of each step after the first, fetching included."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def fastest(self) -> float:
+        return min(end - begin for begin, end in pairwise(self.ends))
+
+
+def step_seconds(training: Callable[[], AbstractContextManager[SFTTrainer]]) -> float:
+    with training() as trainer:
+        steps = Steps()
+        trainer.add_callback(steps)
+        trainer.train()
+        return steps.fastest()
+
+
+def seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def compared(what: str, ours: tuple[str, Callable[[], float]], other: tuple[str, Callable[[], float]]) -> Result:
+    """Both in turns. Each is its name, and what measures its seconds."""
+    times = [(ours[1](), other[1]()) for _ in range(TURNS)]
+    ours_s, other_s = (min(each) for each in zip(*times, strict=True))
+    return Result(what=what, ours=ours[0], other=other[0], ours_s=ours_s, other_s=other_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One model, and samples to train it on and to ask it."""
+
+    plan: Plan
+    base_dir: Path
+    samples: Any
+    records: list[Any]
+
+    @contextmanager
+    def training(self, plan: Plan, features: Path | None = None) -> Iterator[SFTTrainer]:
+        """Our trainer, ready to take its steps."""
+        forget_accelerator()
+        seed_everything(plan.seed)
+        prepare_fused_loss(plan.device)
+        processor = load_processor(self.base_dir, plan.images)
+        collator = ConversationCollator.of_plan(plan, processor, self.records, self.samples)
+        model = apply_recipe(self.model(plan), plan.parts, plan.lora, plan.full_targets)
+        with tempfile.TemporaryDirectory() as scratch:
+            options: dict[str, Any] = {"callbacks": [], "scratch_dir": Path(scratch), "report_to": "none"}
+            trainer = make_trainer(plan, model=model, processor=processor, collator=collator, **options)
+            trainer.remove_callback(trainer.rehearsal)
+            with kept_features(features or Path(scratch), plan, {}) as folder:
+                if folder is not None:
+                    use_features(trainer, collator, folder, limit_gb=1000)
+                yield trainer
+
+    @contextmanager
+    def plain_training(self) -> Iterator[SFTTrainer]:
+        """TRL's trainer as its documentation has it, with the same settings, on the same samples."""
+        forget_accelerator()
+        plan, processor = self.plan, load_processor(self.base_dir, self.plan.images)
+        assert plan.lora is not None
+        conversations = [
+            self.samples.conversation(record, answered=True, target=plan.target) for record in self.records
+        ]
+        rows = {"messages": [each.messages for each in conversations]}
+        if conversations[0].images:
+            rows["images"] = [list(each.images) for each in conversations]
+        model, schedule = self.model(plan), plan.schedule
+        with tempfile.TemporaryDirectory() as scratch:
+            args = SFTConfig(
+                output_dir=scratch,
+                per_device_train_batch_size=schedule.micro_batch,
+                gradient_accumulation_steps=schedule.grad_accumulation,
+                max_steps=schedule.num_steps,
+                learning_rate=max(schedule.learning_rates.values()),
+                optim=plan.optimizer,
+                use_cpu=plan.device.kind == "cpu",
+                bf16=plan.precision == "bf16",
+                activation_checkpointing=plan.gradient_checkpointing,
+                max_length=None,
+                report_to="none",
+                save_strategy="no",
+            )
+            yield SFTTrainer(
+                model,
+                args=args,
+                train_dataset=Dataset.from_dict(rows),
+                processing_class=processor,
+                peft_config=lora_config(model, plan.lora),
+            )
+
+    def model(self, plan: Plan) -> Any:
+        return load_model(
+            self.base_dir,
+            device=plan.device,
+            precision=plan.precision,
+            quantization=plan.quantization,
+            attn=resolve_attention(plan.attn, plan.device, plan.precision),
+        )
+
+    def answers(self, batch_size: int, count: int) -> float:
+        model, processor = self.model(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
+
+        def ask(index: int) -> Any:
+            return self.samples.conversation(self.records[index], answered=False, target=self.plan.target)
+
+        complete = self.samples.completion(self.plan.target)
+        return seconds(
+            lambda: generate_answers(
+                model, processor, ask, count, batch_size=batch_size, max_new_tokens=64, complete=complete
+            )
+        )
+
+
+def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path, changes: dict[str, Any]) -> Bench:
+    """A recipe's training of a few steps, on samples that are drawn into `folder`."""
+    task = params.recipe(recipe).task
+    generate = GenerateParams(train=SAMPLES, val=8)
+    load_task(task, "sources").prepare("generated", out_dir=folder / dataset, generate=generate)
+    samples = load_task(task, "samples")
+    plan = resolve_plan(params, recipe, train_samples=SAMPLES)
+    schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)
+    plan = replace(plan, quantization="none", loss="all-tokens", schedule=schedule, **changes)
+    return Bench(plan=plan, base_dir=base_dir, samples=samples, records=samples.read_split(folder / dataset, "train"))
+
+
+def results(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[Result]:
+    device = params.active.device
+    pictures = bench_of(params, "r1-llm-only", "pictures", vlm, folder, {})
+    texts = bench_of(params, "amr-baseline", "texts", llm, folder, {})
+    kept, packed = replace(pictures.plan, features_bytes=1), replace(texts.plan, padding_free=True)
+    ours = partial(step_seconds, lambda: pictures.training(pictures.plan))
+    yield compared("a step", ("this kit", ours), ("a plain TRL script", partial(step_seconds, pictures.plain_training)))
+    from_features = partial(step_seconds, lambda: pictures.training(kept, folder / "features"))
+    yield compared("a step", ("features of pictures kept", from_features), ("computed", ours))
+    yield compared(
+        "a step",
+        ("texts without padding", partial(step_seconds, lambda: texts.training(packed))),
+        ("padded", partial(step_seconds, lambda: texts.training(texts.plan))),
+    )
+    size, count = 16, 32
+    for name, bench in (("pictures", pictures), ("texts", texts)):
+        yield compared(
+            f"answers to {count} {name}",
+            (f"{size} at once", partial(bench.answers, size, count)),
+            ("one by one", partial(bench.answers, 1, count)),
+        )
+    big = folder / "big"
+    big.mkdir()
+    for number in range(4):
+        save_file({"weight": torch.rand(1 << 26)}, big / f"{number}.safetensors")
+    yield compared(
+        "digests of 1 GiB",
+        ("in threads", lambda: seconds(lambda: folder_digest(big))),
+        ("one after the other", lambda: seconds(lambda: [file_digest(path) for path in big.iterdir()])),
+    )
+    start = {
+        "this kit": "import stages.train",
+        "its libraries alone": "import torch, transformers, trl, peft, datasets",
+    }
+    python = {
+        name: partial(seconds, partial(subprocess.run, [sys.executable, "-c", code], check=True))
+        for name, code in start.items()
+    }
+    yield compared("start of a training", *python.items())
+
+
+@click.command(help=__doc__)
+@click.option("--vlm", type=click.Path(path_type=Path), default="data/tiny/qwen2-vl", show_default=True)
+@click.option("--llm", type=click.Path(path_type=Path), default="data/tiny/qwen2", show_default=True)
+@click.option("--cuda", is_flag=True, help="On a GPU, in bf16.")
+def main(vlm: Path, llm: Path, cuda: bool) -> None:
+    params = load_params()
+    if cuda:
+        profile = params.active
+        memory = replace(profile.memory, precision="bf16", attn="auto")
+        profile = replace(profile, device=DeviceParams(kind="cuda"), memory=memory)
+        params = replace(params, profiles={**params.profiles, params.profile: profile})
+    device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores"
+    table = Table("what", "ours", "seconds", "against", "seconds", "times as fast", title=f"{device}, {date.today()}")
+    path = Path(".bakeoff/bench.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, path.open("a") as lines:
+        for result in results(params, vlm, llm, Path(folder)):
+            table.add_row(
+                result.what,
+                result.ours,
+                f"{result.ours_s:.2f}",
+                result.other,
+                f"{result.other_s:.2f}",
+                f"{result.ratio:.2f}",
+            )
+            line = {"date": str(date.today()), "device": device, **asdict(result), "ratio": round(result.ratio, 3)}
+            lines.write(json.dumps(line) + "\n")
+            lines.flush()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
