@@ -123,6 +123,11 @@ test-quick: setup-dev ## Run the tests that take no training, for the inner loop
 .PHONY: gpu
 gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)
 	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
+	@$(if $(findstring --dry-run,$(ARGS)),,$(offline) $(python) -m tools.bench --cuda)
+
+.PHONY: bench
+bench: setup ## Time what was made fast against what it replaces (ARGS="--cuda", ARGS="--vlm FOLDER --llm FOLDER")
+	@$(offline) $(python) -m tools.bench $(ARGS)
 
 .PHONY: calibrate
 calibrate: setup ## Write what a GPU says of memory into predictions, after make gpu or alone (ARGS="--dry-run", ARGS=--help)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import date
+from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -193,7 +193,7 @@ class Bench:
         )
 
 
-def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path, changes: dict[str, Any]) -> Bench:
+def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path) -> Bench:
     """A recipe's training of a few steps, on samples that are drawn into `folder`."""
     task = params.recipe(recipe).task
     generate = GenerateParams(train=SAMPLES, val=8)
@@ -201,14 +201,13 @@ def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: 
     samples = load_task(task, "samples")
     plan = resolve_plan(params, recipe, train_samples=SAMPLES)
     schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)
-    plan = replace(plan, quantization="none", loss="all-tokens", schedule=schedule, **changes)
+    plan = replace(plan, quantization="none", loss="all-tokens", schedule=schedule)
     return Bench(plan=plan, base_dir=base_dir, samples=samples, records=samples.read_split(folder / dataset, "train"))
 
 
 def results(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[Result]:
-    device = params.active.device
-    pictures = bench_of(params, "r1-llm-only", "pictures", vlm, folder, {})
-    texts = bench_of(params, "amr-baseline", "texts", llm, folder, {})
+    pictures = bench_of(params, "r1-llm-only", "pictures", vlm, folder)
+    texts = bench_of(params, "amr-baseline", "texts", llm, folder)
     kept, packed = replace(pictures.plan, features_bytes=1), replace(texts.plan, padding_free=True)
     ours = partial(step_seconds, lambda: pictures.training(pictures.plan))
     yield compared("a step", ("this kit", ours), ("a plain TRL script", partial(step_seconds, pictures.plain_training)))
@@ -258,20 +257,15 @@ def main(vlm: Path, llm: Path, cuda: bool) -> None:
         profile = replace(profile, device=DeviceParams(kind="cuda"), memory=memory)
         params = replace(params, profiles={**params.profiles, params.profile: profile})
     device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores"
-    table = Table("what", "ours", "seconds", "against", "seconds", "times as fast", title=f"{device}, {date.today()}")
+    today = datetime.now(UTC).date()
+    table = Table("what", "ours", "against", "ours, s", "other, s", "times as fast", title=f"{device}, {today}")
     path = Path(".bakeoff/bench.jsonl")
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, path.open("a") as lines:
         for result in results(params, vlm, llm, Path(folder)):
-            table.add_row(
-                result.what,
-                result.ours,
-                f"{result.ours_s:.2f}",
-                result.other,
-                f"{result.other_s:.2f}",
-                f"{result.ratio:.2f}",
-            )
-            line = {"date": str(date.today()), "device": device, **asdict(result), "ratio": round(result.ratio, 3)}
+            times = (f"{number:.2f}" for number in (result.ours_s, result.other_s, result.ratio))
+            table.add_row(result.what, result.ours, result.other, *times)
+            line = {"date": str(today), "device": device, **asdict(result), "ratio": round(result.ratio, 3)}
             lines.write(json.dumps(line) + "\n")
             lines.flush()
     Console().print(table)

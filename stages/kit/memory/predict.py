@@ -21,14 +21,15 @@ from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.memory.answers import record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
-from stages.kit.memory.step import features_like, record_step
+from stages.kit.memory.step import from_features, record_step
 from stages.kit.memory_use.resident import free_and_total_bytes
-from stages.kit.models.load import DTYPES, meta_model
+from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
+from stages.kit.training.collators import FEATURES
 
 SHALLOW = 2
 """Layers of the smallest model recorded: the first and the last one are not quite as the others."""
@@ -80,7 +81,7 @@ class MemoryPredictor:
         longest = self.batch_of(micro_batch=1)
         if not frozen or "pixel_values" not in longest or plan.placement == "sharded":
             return plan
-        features = features_like(longest, self.config, DTYPES[plan.precision])
+        features = from_features(longest, self.config, plan.precision)[FEATURES]
         size_bytes = plan.schedule.train_samples * features.nbytes
         return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
 

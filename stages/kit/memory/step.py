@@ -56,8 +56,7 @@ def record_step(
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         recorder = stack.enter_context(recorder_of(plan, config))
         if plan.features_bytes:
-            features = features_like(batch, config, DTYPES[here.precision])
-            batch = {**{name: batch[name] for name in batch if name != "pixel_values"}, FEATURES: features}
+            batch = from_features(batch, config, here.precision)
         batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = new_model(config, precision=here.precision, attn=here.attn)
         if plan.quantization == "nf4":
@@ -89,10 +88,13 @@ def record_step(
         return recorder.finish()
 
 
-def features_like(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, dtype: torch.dtype) -> torch.Tensor:
-    """As the features of a batch's pictures are, which have a row for each token of theirs, without contents."""
-    num_tokens = int((batch["input_ids"] == config.image_token_id).sum())
-    return torch.empty(num_tokens, config.get_text_config().hidden_size, dtype=dtype)
+def from_features(
+    batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, precision: str
+) -> dict[str, torch.Tensor]:
+    """The batch with features in place of pixels, without contents: a row for each token of its pictures."""
+    tokens, width = int((batch["input_ids"] == config.image_token_id).sum()), config.get_text_config().hidden_size
+    features = torch.empty(tokens, width, dtype=DTYPES[precision])
+    return {**{name: tensor for name, tensor in batch.items() if name != "pixel_values"}, FEATURES: features}
 
 
 def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:

@@ -22,12 +22,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.params.schema import DeviceParams, LoraParams
-from stages.kit.memory.step import forget_accelerator
+from stages.kit.memory.step import forget_accelerator, from_features
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.placement import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
 from stages.kit.planning.plan import Plan
+from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.trainer import RecipeTrainer
@@ -124,6 +125,9 @@ def trainer_of(
 def measured_bytes(model_name: str, plan: Plan, scratch_dir: Path, mesh: DeviceMesh | None) -> int:
     """The peak of this process in two optimizer steps: only the second begins with the optimizer's state there."""
     batch = with_contents(batch_of(plan, config_of(model_name)))
+    if plan.features_bytes:
+        batch = from_features(batch, config_of(model_name), plan.precision)
+        batch[FEATURES].uniform_()
     # Of every process. Those that are pretended do not count for Trainer.
     num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * plan.device.count
     trainer = trainer_of(

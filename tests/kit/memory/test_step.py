@@ -29,6 +29,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, fp16": ("detection", {**R1, "precision": "fp16"}),
     "detection r1, nf4, checkpointed": ("detection", {**R1, **NF4, **CHECKPOINTED}),
     "detection r1, eager, one at a time": ("detection", {**R1, "attn": "eager", "micro_batch": 1}),
+    "detection r1, from features": ("detection", {**R1, "features_bytes": 1}),
     "detection r2, bf16, checkpointed": ("detection", {**R2, **BF16, **CHECKPOINTED}),
     "detection r4, nf4, bf16": ("detection", {**R4, **NF4, **BF16}),
     "detection r4, no accumulation": ("detection", {**R4, "grad_accumulation": 1}),
