@@ -170,6 +170,7 @@ def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
         precision=plan.precision,
         quantization=plan.quantization,
         attn=plan.attn,
+        padding_free=plan.padding_free,
         placement=plan.placement,
         gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
     )

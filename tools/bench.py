@@ -39,7 +39,7 @@ from stages.core.params.schema import DeviceParams, GenerateParams, Params
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.load import load_model, resolve_attention
+from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, lora_config
 from stages.kit.models.processors import load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -176,7 +176,8 @@ class Bench:
             device=plan.device,
             precision=plan.precision,
             quantization=plan.quantization,
-            attn=resolve_attention(plan.attn, plan.device, plan.precision),
+            attn=plan.attn,
+            padding_free=plan.padding_free,
         )
 
     def answers(self, batch_size: int, count: int) -> float:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.kit.launcher.gpus import driver_version
+from stages.kit.models.packed_attention import packed_attention, takes_variable_lengths
 from stages.kit.training.compiler import compiler_problem
 from stages.kit.training.seed import seed_everything
 from tools.gpu.device import Kind
@@ -60,6 +62,7 @@ def facts(device: Kind) -> dict[str, Any]:
             "Triton": tried(partial(compiles_triton, device)),
             "nf4 of bitsandbytes": tried(partial(trains_on_nf4, device)),
             "flash-attn": "installed" if find_spec("flash_attn") else "not installed",
+            "attention without padding": tried(partial(attends_by_sample, device)),
             **{f"SDPA {kernel}": tried(partial(attends, device, kernel)) for kernel in ATTENTION},
             **chosen,
         },
@@ -162,3 +165,22 @@ def attends(device: Kind, kernel: str) -> str:
     began = time.perf_counter()
     step()
     return f"forward and backward of {length:,} tokens in {1000 * (time.perf_counter() - began):.2f} ms"
+
+
+def attends_by_sample(device: Kind) -> str:
+    """Attention of several samples in a row, on Qwen2-VL-7B's heads, as the device takes them and in fp32, which it
+    takes one after another: whether outputs and gradients are the same but for rounding."""
+    lengths = (700, 1, 1000, 347) if device == "cuda" else (5, 1, 9)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    decoder: Any = SimpleNamespace(is_causal=True, num_key_value_groups=7)
+    drawn = [torch.randn(1, heads, sum(lengths), 128, device=device) for heads in (28, 4, 4)]
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value = (tensor.to(dtype).requires_grad_() for tensor in drawn)
+        output, _ = packed_attention(decoder, query, key, value, None, scaling=128**-0.5, position_ids=positions)
+        gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+        found.append([each.detach().float() for each in (output, *gradients)])
+    apart = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
+    assert apart < 0.02, f"{apart:.1e} from fp32"
+    at_once = takes_variable_lengths(drawn[0].bfloat16())
+    return f"forward and backward {'at once' if at_once else 'sample by sample'}, {apart:.1e} from fp32"

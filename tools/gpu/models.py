@@ -17,7 +17,7 @@ from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParam
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.memory.step import one_batch_trainer
 from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
-from stages.kit.models.load import load_config, new_model
+from stages.kit.models.load import load_config, new_model, resolve_attention
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.plan import Plan, Schedule
@@ -124,7 +124,8 @@ def random_trainer(
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
     """The plan's base, never trained, on its device, without a file."""
     with torch.device(plan.device.kind):
-        model = new_model(config, precision=plan.precision, attn=plan.attn)
+        attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
+        model = new_model(config, precision=plan.precision, attn=attn)
     if plan.quantization == "nf4":
         from stages.kit.memory.quantized import quantize_nf4
 

@@ -16,6 +16,7 @@ Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+PaddingFree = Literal["auto", "on", "off"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -104,6 +105,9 @@ class MemoryParams:
     micro_batch: Positive
     """Samples on one device in one forward pass; accumulation makes up the effective batch."""
     attn: Attention = "auto"
+    padding_free: PaddingFree = "auto"
+    """Whether the samples of a micro-batch lie behind one another in one row, without padding: where that is faster, or
+    wherever it computes the same."""
     gradient_checkpointing: bool = False
     optimizer: Optimizer = "adamw_torch"
     expandable_segments: bool = False

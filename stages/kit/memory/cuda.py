@@ -19,7 +19,11 @@ from torch.optim import optimizer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
+from stages.kit.models import packed_attention
+
 aten = torch.ops.aten
+
+_VARIABLE_LENGTHS_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default  # noqa: SLF001
 
 Kernel = Literal["flash", "efficient", "math"]
 
@@ -58,6 +62,7 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         (chunked_logprob, "_use_triton", lambda _: True),
         (chunked_logprob, "triton", _NoTriton),
         (trl_trainer, "_use_triton", lambda _: True),
+        (packed_attention, "takes_variable_lengths", lambda query: query.dtype in (torch.bfloat16, torch.float16)),
     )
     with ExitStack() as stack:
         stack.callback(library._destroy)  # noqa: SLF001 - puts the CPU's own back
@@ -88,6 +93,15 @@ def hidden_bytes(func: Any, args: Any) -> int:
         needed = rows * 4 * (1 + copies * _up(width, step))
         if key.shape[1] != heads:  # dK and dV for every query head, before they are summed by group
             needed += 2 * batch * key.shape[2] * heads * width * query.element_size()
+        return needed
+    if func is _VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: as above, the rows of each sample rounded up
+        query, key, samples = args[1], args[2], args[6].numel() - 1
+        length, heads, width = query.shape
+        rows = heads * (length + 128 * samples)
+        copies = -(-MULTIPROCESSORS // (samples * heads))
+        needed = rows * 4 * (1 + copies * _up(width, 32 if width <= 128 else 64))
+        if key.shape[1] != heads:
+            needed += 2 * key.shape[0] * heads * width * query.element_size()
         return needed
     if func is aten._scaled_dot_product_efficient_attention_backward.default:  # noqa: SLF001
         batch, heads, length, width = args[1].shape

@@ -29,7 +29,7 @@ from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
-from stages.kit.training.collators import FEATURES
+from stages.kit.training.collators import FEATURES, packed
 
 SHALLOW = 2
 """Layers of the smallest model recorded: the first and the last one are not quite as the others."""
@@ -45,7 +45,7 @@ class MemoryPredictor:
     config: PreTrainedConfig
     processor: Processor
     batch_of: Callable[..., Mapping[str, torch.Tensor]]
-    """batch_of(micro_batch=2) is the largest of that many samples."""
+    """batch_of(micro_batch=2) is the largest of that many samples, padded."""
     exact: bool = False
     """Record every layer of the model, not a few."""
     calibration: Calibration = field(default_factory=load_calibration)
@@ -58,6 +58,7 @@ class MemoryPredictor:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of bitsandbytes, that this CPU could not run what is only recorded
                 batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
+                batch = packed(batch, self.config, plan.loss) if plan.padding_free else batch
                 self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
         return self.made[key]
 

@@ -22,7 +22,7 @@ from stages.kit.memory.recorder import Recorder, emptied, recorder_of
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.load import DTYPES, new_model
+from stages.kit.models.load import DTYPES, new_model, resolve_attention
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.placement import local, shard
 from stages.kit.models.processors import Processor
@@ -58,7 +58,8 @@ def record_step(
         if plan.features_bytes:
             batch = from_features(batch, config, here.precision)
         batch = {name: emptied(tensor) for name, tensor in batch.items()}
-        model = new_model(config, precision=here.precision, attn=here.attn)
+        attn = resolve_attention(here.attn, here.device, here.precision, padding_free=here.padding_free)
+        model = new_model(config, precision=here.precision, attn=attn)
         if plan.quantization == "nf4":
             from stages.kit.memory.quantized import quantize_nf4
 
@@ -140,7 +141,7 @@ def _on_this_cpu(plan: Plan) -> Plan:
         plan,
         device=DeviceParams(kind="cpu"),
         placement="sharded" if plan.placement == "sharded" else "single",
-        attn=plan.attn if plan.attn == "eager" else "sdpa",
+        attn=plan.attn if plan.attn == "eager" else "sdpa",  # flash-attn's too: cuda.py has its kernels
         dataloader_workers=0,
         trainable={},
         schedule=replace(

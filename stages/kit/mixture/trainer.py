@@ -64,7 +64,7 @@ class LoadBalance:
         training = model.training
         model.eval()  # draws no random numbers
         for batch in batches:
-            mask = batch["attention_mask"].to(taken.device)
+            mask = tokens_of(batch).to(taken.device)
             rows += mask.sum() * len(self.routers)
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.no_grad(), outputs_of(self.routers) as outputs:
@@ -97,6 +97,12 @@ class LoadBalance:
         return taken
 
 
+def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """(B, T): 1 for tokens and 0 for padding, of which a packed row has none."""
+    mask = batch.get("attention_mask")
+    return mask if mask is not None else torch.ones_like(batch["input_ids"])
+
+
 class BalancedTrainer(RecipeTrainer):
     """Adds `LoadBalance.loss`, times the coefficient of the model's config, to the loss of every step."""
 
@@ -108,7 +114,7 @@ class BalancedTrainer(RecipeTrainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
         with outputs_of(self.balance.routers) as outputs:
             loss = super().compute_loss(model, inputs, **kwargs)
-        balance = self.balance.loss(outputs, inputs["attention_mask"])
+        balance = self.balance.loss(outputs, tokens_of(inputs))
         self._metrics["train"]["aux_loss"].append(balance.item())
         # Of this process's tokens; ddp takes the mean of what the processes have, and wants the sum.
         return loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)

@@ -24,6 +24,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.models.folders import read_config
 from stages.kit.models.modules import EXPERTS, replace_modules
+from stages.kit.models.packed_attention import PACKED
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,13 +36,15 @@ def load_model(
     precision: str,
     quantization: str = "none",
     attn: str = "sdpa",
+    padding_free: bool = False,
     placement: str = "single",
     gpus: Mapping[str, int] | None = None,
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
 
-    precision: of the weights. placement: single and ddp put it on one device, balanced spreads the layers over `gpus`
-    (by module name), sharded leaves it on the CPU, to be shared out (placement.py has both).
+    precision: of the weights. padding_free: whether it gets several samples in a row. placement: single and ddp put it
+    on one device, balanced spreads the layers over `gpus` (by module name), sharded leaves it on the CPU, to be shared
+    out (placement.py has both).
     Raises UserError where a layer would land on a CPU or a disk beside a GPU.
     """
     assert (gpus is not None) == (placement == "balanced"), placement
@@ -56,7 +59,7 @@ def load_model(
         output_loading_info=True,
         config=config,
         dtype=DTYPES[precision],
-        attn_implementation=resolve_attention(attn, device, precision),
+        attn_implementation=resolve_attention(attn, device, precision, padding_free=padding_free),
         experts_implementation=EXPERTS,
         local_files_only=True,
         use_safetensors=True,
@@ -123,18 +126,22 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | A
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
-def resolve_attention(attn: str, device: DeviceParams, precision: str) -> str:
-    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run."""
+def resolve_attention(attn: str, device: DeviceParams, precision: str, *, padding_free: bool = False) -> str:
+    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run.
+
+    Of several samples in a row, flash-attn's own package and eager attention go by the positions themselves
+    (transformers); in SDPA's place there is packed_attention.
+    """
     runs = device.kind == "cuda" and precision != "fp32" and is_flash_attn_2_available()
     runs = runs and torch.cuda.get_device_capability() >= (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
     if attn == "auto":
-        return "flash_attention_2" if runs else "sdpa"
+        attn = "flash_attention_2" if runs else "sdpa"
     if attn == "flash_attention_2" and not runs:
         raise UserError(
             "memory.attn is flash_attention_2, which needs flash-attn installed, an Ampere GPU or newer, and "
             f"precision fp16 or bf16 (here {precision}); use auto or sdpa"
         )
-    return attn
+    return PACKED if padding_free and attn == "sdpa" else attn
 
 
 def see_only(device: DeviceParams) -> None:

@@ -76,6 +76,8 @@ class Plan:
     may_quantize: bool
     """Whether the recipe asks for nf4 and the profile has switched it off: memory/ladder.py."""
     attn: Attention
+    padding_free: bool = False
+    """Whether the samples of a micro-batch lie behind one another in one row, without padding (planning/padding.py)."""
     gradient_checkpointing: bool
     optimizer: Optimizer
     expandable_segments: bool = False

@@ -1,19 +1,26 @@
-"""From conversations to a batch of tensors; the recipe chooses the tokens that count in the loss."""
+"""From conversations to a batch of tensors; the recipe chooses the tokens that count in the loss.
+
+A batch has a row for each sample, padded, or all samples behind one another in a single row, without padding.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> 
 
 
 class ConversationCollator:
-    """Batches of answered conversations, padded on the right; a text that may be cut is cut to `max_length`.
+    """Batches of answered conversations, padded on the right or packed; a text that may be cut is cut to `max_length`.
 
     loss: `assistant-only` counts the assistant's words and the end-of-turn token; `all-tokens` counts all text, chat
     markup included. Padding and vision tokens never count. With `router-labels` a token's label is not the token, but
@@ -61,15 +68,18 @@ class ConversationCollator:
         loss: Loss,
         max_length: int,
         experts: Sequence[int] | None = None,
+        packed_for: PreTrainedConfig | None = None,
     ) -> None:
         """converse: the answered conversation of a record; picklable, for data-loader workers. experts: with
-        `router-labels`, the number of each record's."""
+        `router-labels`, the number of each record's. packed_for: the model that takes the samples in one row."""
         assert (experts is not None) == (loss == "router-labels"), loss
         self.processor = processor
         self.records = records
         self.converse = converse
         self.max_length = max_length
         self.experts = experts
+        self.loss: Loss = loss
+        self.packed_for = packed_for
         tokenizer = tokenizer_of(processor)
         self.pad_token_id: int = tokenizer.pad_token_id
         self._assistant = AssistantSpans(tokenizer) if loss == "assistant-only" else None
@@ -86,10 +96,23 @@ class ConversationCollator:
         """
         converse = partial(samples.conversation, answered=True, target=plan.target)
         experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
-        return cls(processor, records, converse, loss=plan.loss, max_length=plan.max_length, experts=experts)
+        config = load_config(Path(plan.base_dir)) if plan.padding_free else None
+        return cls(
+            *(processor, records, converse),
+            loss=plan.loss,
+            max_length=plan.max_length,
+            experts=experts,
+            packed_for=config,
+        )
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-        """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, (B, T)."""
+        """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, as `padded` or
+        `packed` has them."""
+        batch = self.one_a_row(examples)
+        return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
+
+    def one_a_row(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        """The padded batch, (B, T), whichever the training takes."""
         numbers = [int(example["sample"]) for example in examples]
         conversations = [self.converse(self.records[number]) for number in numbers]
         batch = encode(self.processor, conversations, padding_side="right", max_length=self.max_length)
@@ -136,6 +159,42 @@ class ConversationCollator:
                 + ("lower the profile's images.max_pixels or " if conversation.images else "")
                 + "raise the recipe's max_length"
             )
+
+
+def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Loss) -> dict[str, torch.Tensor]:
+    """The samples of a padded batch behind one another in a row, and nothing in between.
+
+    Each sample's positions begin at 0, which is all that keeps it apart from the others: there is no mask. Its last
+    token has no next one, so the first label of the sample behind it does not count, unless labels are the tokens' own,
+    as with `router-labels`.
+
+    batch: (B, T), padded on the right. Returns (1, L); for Qwen2-VL position_ids (4, 1, L): those in the text first, by
+    which attention goes, then time, height and width (transformers, Qwen2VLTextModel.forward).
+    """
+    row = dict(batch)
+    mask = row.pop("attention_mask")
+    real = mask.bool()
+    positions = (mask.cumsum(1) - 1)[None]
+    if config.model_type == "qwen2_vl":
+        row.setdefault("mm_token_type_ids", torch.zeros_like(mask))
+        pictures = (row["mm_token_type_ids"], row.get("image_grid_thw"))
+        places, _ = _Positions(config).get_rope_index(row["input_ids"], *pictures, attention_mask=mask)
+        positions = torch.cat([positions, places])
+    if loss != "router-labels":
+        row["labels"] = row["labels"].clone()
+        row["labels"][:, 0] = IGNORED
+    for name in row.keys() & {"input_ids", "labels", "mm_token_type_ids"}:
+        row[name] = row[name][real][None]
+    row["position_ids"] = positions[:, real] if len(positions) == 1 else positions[:, None, real]
+    return row
+
+
+class _Positions(Qwen2VLModel):
+    """A Qwen2-VL that has no weights, and knows the places of its pictures' tokens."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        nn.Module.__init__(self)
+        self.config = config
 
 
 def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:

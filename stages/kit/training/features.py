@@ -34,7 +34,7 @@ from stages.core.lineage import file_digest
 from stages.core.publish import publish_text
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import is_still_there, open_lock
-from stages.kit.training.collators import FEATURES, ConversationCollator, padded
+from stages.kit.training.collators import FEATURES, ConversationCollator, packed, padded
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -118,10 +118,12 @@ class FeatureCollator:
         self.folder = folder
         self.lengths = collator.lengths
         self.pad_token_id = collator.pad_token_id
+        self.packed_for, self.loss = collator.packed_for, collator.loss
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
         """examples: rows of a dataset with the column `sample`."""
-        return padded([self._sample(int(example["sample"])) for example in examples], self.pad_token_id)
+        batch = padded([self._sample(int(example["sample"])) for example in examples], self.pad_token_id)
+        return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
 
     def _sample(self, number: int) -> dict[str, torch.Tensor]:
         file = _opened(_part(self.folder, number // PART_SAMPLES * PART_SAMPLES))
@@ -147,7 +149,7 @@ def _computed(
     tensors: dict[str, torch.Tensor] = {}
     for first in range(0, len(numbers), at_once):
         some = numbers[first : first + at_once]
-        samples = [collator([{"sample": number}]) for number in some]
+        samples = [collator.one_a_row([{"sample": number}]) for number in some]
         shown = [sample for sample in samples if "pixel_values" in sample]
         features: Iterator[torch.Tensor] = iter(())
         if shown:

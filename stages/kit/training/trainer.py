@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.trainer_callback import PrinterCallback
@@ -20,6 +21,7 @@ from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import StartContract, check_start
+from stages.kit.training.order import SortedInSteps
 from stages.kit.training.rehearsal import Rehearsal
 from stages.kit.training.resumable import ResumableTrainer
 
@@ -75,7 +77,21 @@ class RecipeTrainer(ResumableTrainer):
         if (features := inputs.pop(FEATURES, None)) is not None:
             inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
         num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        return super().compute_loss(model, inputs, num_items_in_batch=num_items).to(self.args.device)
+        tokens_before = self._total_train_tokens
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
+        if "attention_mask" not in inputs:  # SFTTrainer counts the rows of Qwen2-VL's positions
+            tokens = torch.tensor(inputs["input_ids"].shape[1], device=self.args.device)
+            self._total_train_tokens = tokens_before + self.accelerator.reduce(tokens, "sum").item()
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return loss.to(self.args.device)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """SFTTrainer's, with the samples of a step in the order of their lengths where it has several micro-batches."""
+        loader: Any = super().get_train_dataloader()
+        schedule, lengths = self.plan.schedule, getattr(self.data_collator, "lengths", None)
+        if schedule.effective_batch > schedule.micro_batch and lengths is not None:
+            loader.set_sampler(SortedInSteps(loader.get_sampler(), lengths, schedule.effective_batch))
+        return loader
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""

@@ -27,6 +27,7 @@ from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor, load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
+from stages.kit.training.collators import packed
 
 TINY = Path("data/tiny/qwen2-vl")
 PIXELS = 112 * 112
@@ -111,7 +112,13 @@ def processor_of(model: str) -> Processor:
 
 
 def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> Mapping[str, torch.Tensor]:
-    return stand_in_batch(config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=pixels)
+    """Without padding, the first sample is the shorter one."""
+    sizes = {"micro_batch": plan.schedule.micro_batch, "max_length": plan.max_length, "max_pixels": pixels}
+    batch = stand_in_batch(config, **sizes)
+    if plan.padding_free:
+        batch["attention_mask"][0, plan.max_length - 30 :] = 0
+        batch = packed(batch, config, plan.loss)
+    return batch
 
 
 Args = ParamSpec("Args")

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden
 from stages.kit.memory.recorder import Recorder, recorder_of
 from stages.kit.memory.recording import Peak
 from stages.kit.memory.step import record_step
+from stages.kit.models import packed_attention
 from tests.kit.memory.small import CUDA, FULL, R1, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded
 
 aten = torch.ops.aten
@@ -57,6 +59,7 @@ def behaviour() -> dict[str, Any]:
         found["softmax"] = half.softmax(-1).dtype
         found["sum"] = half.sum().dtype
         found["linear"] = F.linear(states, torch.ones(16, 16)).dtype
+    found["a row"] = packed_attention.takes_variable_lengths(states.bfloat16())
     found["foreach"] = optimizer._get_foreach_kernels_supported_devices()  # type: ignore[attr-defined]
     for module in (chunked_logprob, trl_trainer):
         for name in ("_forward_kernel", "_backward_kernel", "_addmm_fp32", "_use_triton", "triton"):
@@ -100,6 +103,7 @@ def test_within_it_operations_are_those_of_cuda() -> None:
     assert "aten.native_dropout.default" in found["dropout"]
     assert "aten._scaled_dot_product_efficient_attention.default" in found["attention"]
     assert "cpu" in found["foreach"]
+    assert found["a row"]
 
 
 def test_after_it_the_cpu_is_as_it_was() -> None:
@@ -145,6 +149,30 @@ def test_deterministic_flash_attention_adds_up_in_copies_where_the_batch_is_smal
         states = torch.empty(batch, 28, 256, 128, dtype=torch.bfloat16)
         rows = batch * 28 * 256
         assert hidden_bytes(backward, (states, states, states)) == rows * 4 * (1 + copies * 128)
+
+
+def test_flash_attention_of_a_row_adds_up_in_rows_that_each_sample_rounds_up() -> None:
+    """144 processors on 28 heads of 3 samples: 2 copies of dQ in fp32. Row sums, and dK and dV of 28 heads, not 4."""
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    query, key = (torch.empty(256, heads, 128, dtype=torch.bfloat16) for heads in (28, 4))
+    rows, ends = 28 * (256 + 3 * 128), torch.tensor([0, 100, 200, 256], dtype=torch.int32)
+    expected = rows * 4 * (1 + 2 * 128) + 2 * 256 * 28 * 128 * 2
+    assert hidden_bytes(backward, (query, query, key, key, query, None, ends)) == expected
+
+
+@pytest.mark.parametrize("model", ["text", "detection"])
+def test_a_row_has_no_mask_and_one_call_for_all_its_samples(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(query))
+        return varlen_attn(query, *args, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", counted)
+    settings = {**R1, **CUDA, "max_length": 512, "micro_batch": 4}
+    masked = peak_bytes(recorded(model, plan_of(**settings), padded=True))
+    assert peak_bytes(recorded(model, plan_of(**settings, padding_free=True))) < 0.98 * masked
+    assert calls == [4 * 512 - 30] * 2 * 2  # two layers, two micro-batches
 
 
 def test_what_a_kernel_takes_for_itself_counts_beside_what_it_returns() -> None:

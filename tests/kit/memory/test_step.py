@@ -25,6 +25,7 @@ from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, peak_byt
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
+PACKED = {"padding_free": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, fp16": ("detection", {**R1, "precision": "fp16"}),
     "detection r1, nf4, checkpointed": ("detection", {**R1, **NF4, **CHECKPOINTED}),
@@ -43,6 +44,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe full, checkpointed": ("moe", {**FULL, **CHECKPOINTED}),
     "moe gate": ("moe", GATE),
     "moe router labels, bf16": ("moe", {**LABELS, **BF16}),
+    "detection r2, packed": ("detection", {**R2, **PACKED}),
+    "detection r4, nf4, bf16, packed, checkpointed": ("detection", {**R4, **NF4, **BF16, **PACKED, **CHECKPOINTED}),
+    "detection, all of it, packed, eager": ("detection", {**ALL, **PACKED, "attn": "eager"}),
+    "text full, packed, long": ("text", {**FULL, **PACKED, "max_length": 256, "micro_batch": 4}),
+    "moe full, packed": ("moe", {**FULL, **PACKED}),
+    "moe router labels, bf16, packed": ("moe", {**LABELS, **BF16, **PACKED}),
     "detection r4, bf16, checkpointed, sharded": ("detection", sharded({**R4, **BF16, **CHECKPOINTED})),
     "detection, all of it, sharded": ("detection", sharded(ALL)),
     "moe full, sharded": ("moe", sharded({**FULL, "max_length": 32})),

@@ -17,7 +17,7 @@ from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import outputs_of
 from stages.kit.mixture.trainer import BalancedTrainer, LoadBalance, RouterLabels, RouterTrainer, make_trainer
-from stages.kit.models.load import load_model
+from stages.kit.models.load import load_config, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
 from stages.kit.planning.plan import Plan
@@ -50,8 +50,8 @@ class TakeGradients(TrainerCallback):
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def load(folder: Path) -> PreTrainedModel:
-    return load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32", **options)
 
 
 def labels_plan(*, micro_batch: int = 8, **changes: Any) -> Plan:
@@ -67,10 +67,13 @@ def tokens_plan(**changes: Any) -> Plan:
     return labels_plan(loss="assistant-only", domains=(), **changes)
 
 
-def collator_of(folder: Path, loss: Any = "router-labels") -> ConversationCollator:
-    experts = EXPERTS if loss == "router-labels" else None
+def collator_of(folder: Path, loss: Any = "router-labels", *, packed: bool = False) -> ConversationCollator:
     return ConversationCollator(
-        load_processor(folder, None), SAMPLES, lambda it: it, loss=loss, max_length=2048, experts=experts
+        *(load_processor(folder, None), SAMPLES, lambda it: it),
+        loss=loss,
+        max_length=2048,
+        experts=EXPERTS if loss == "router-labels" else None,
+        packed_for=load_config(folder) if packed else None,
     )
 
 
@@ -80,14 +83,14 @@ def batch_of(folder: Path, numbers: Sequence[int] = range(8), loss: Any = "route
 
 def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any, coefficient: float = 3.0) -> RecipeTrainer:
     seed_everything(0)
-    model = load(folder)
+    model = load(folder, attn=plan.attn, padding_free=plan.padding_free)
     model.config.router_aux_loss_coef = coefficient
     model = apply_recipe(model, plan.parts, None, plan.full_targets)
     return make_trainer(
         replace(plan, trainable=asdict(count_trainable(model))),
         model=model,
         processor=load_processor(folder, None),
-        collator=collator_of(folder, plan.loss),
+        collator=collator_of(folder, plan.loss, packed=plan.padding_free),
         callbacks=list(callbacks),
         scratch_dir=scratch_dir,
         report_to="none",

@@ -8,7 +8,7 @@ import pytest
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.load import load_model
+from stages.kit.models.load import load_config, load_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.processors import load_processor
 from stages.kit.planning.plan import Plan
@@ -28,13 +28,21 @@ def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> C
     def make(plan: Plan, **more: Any) -> RecipeTrainer:
         seed_everything(plan.seed)
         base = load_model(
-            tiny_vlm, device=DeviceParams(kind="cpu"), precision=plan.precision, quantization=plan.quantization
+            tiny_vlm,
+            device=DeviceParams(kind="cpu"),
+            precision=plan.precision,
+            quantization=plan.quantization,
+            attn=plan.attn,
+            padding_free=plan.padding_free,
         )
         model = apply_recipe(base, plan.parts, plan.lora)
         plan = replace(plan, trainable={**asdict(count_trainable(model)), **more})
         processor = load_processor(tiny_vlm, None)
         collator = ConversationCollator(
-            processor, answered, lambda sample: sample, loss=plan.loss, max_length=plan.max_length
+            *(processor, answered, lambda sample: sample),
+            loss=plan.loss,
+            max_length=plan.max_length,
+            packed_for=load_config(tiny_vlm) if plan.padding_free else None,
         )
         return RecipeTrainer(
             plan,

@@ -51,12 +51,20 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("changes", [{"epochs": 1}, {"quantization": "none", "micro_batch": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 1},
+        {"quantization": "none", "micro_batch": 2},
+        {"quantization": "none", "micro_batch": 2, "padding_free": True},
+    ],
+)
 def test_a_training_from_features_gives_the_weights_of_one_from_pixels(
     train: Callable[..., dict[str, torch.Tensor]], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within rounding: a matrix product may round by its size, and pictures go through in other batches."""
-    plan = plan_for("r1-llm-only", **changes)
+    padding_free = changes.pop("padding_free", False)
+    plan = replace(plan_for("r1-llm-only", **changes), padding_free=padding_free)
     computed = train(with_features(plan))
     for name, wanted in train(plan).items():
         torch.testing.assert_close(computed[name], wanted, rtol=0, atol=2e-5, msg=name)
@@ -76,8 +84,12 @@ def test_features_decide_what_is_learned(train: Callable[..., dict[str, torch.Te
     assert not equal(train(plan), wanted)
 
 
-def test_batches_differ_in_their_pixels_alone(build: Callable[..., RecipeTrainer], tmp_path: Path) -> None:
-    trainer, folder = build(plan_for("r1-llm-only")), tmp_path / "features/a"
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_batches_differ_in_their_pixels_alone(
+    build: Callable[..., RecipeTrainer], tmp_path: Path, padding_free: bool
+) -> None:
+    trainer = build(replace(plan_for("r1-llm-only"), padding_free=padding_free))
+    folder = tmp_path / "features/a"
     folder.mkdir(parents=True)
     collator = trainer.data_collator
     use_features(trainer, collator, folder, limit_gb=1)

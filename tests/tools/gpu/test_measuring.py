@@ -1,6 +1,7 @@
 """The pieces, as far as a CPU can run them."""
 
 import subprocess
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from transformers import TrainerControl
 
 from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
+from stages.kit.models import packed_attention
 from stages.kit.training.seed import seed_everything
 from tests import ROOT
-from tools.gpu import flops, recipes
+from tools.gpu import facts, flops, recipes
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.kernels import kind_of
 from tools.gpu.models import ACCUMULATION, batch_of, config_of, plan_of, random_trainer, with_contents
@@ -47,6 +49,17 @@ def test_a_steps_arithmetic_is_what_torch_counts(geometry: str, recipe: Any, mon
     head = 2 * text.vocab_size * text.hidden_size * batch["labels"][:, 1:].numel()
     expected = ACCUMULATION * (model_flops(plan, config, batch) - head)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_attention_without_padding_is_compared_with_that_of_one_sample_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert facts.attends_by_sample("cpu").startswith("forward and backward sample by sample, ")
+    monkeypatch.setattr(packed_attention, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
+    monkeypatch.setattr(
+        packed_attention, "varlen_attn", lambda query, key, value, *_, **__: query + (key + value).mean()
+    )
+    assert facts.tried(partial(facts.attends_by_sample, "cpu")).startswith("does not work: AssertionError")
 
 
 def test_attention_costs_the_square_of_its_length() -> None:
