@@ -54,7 +54,11 @@ def main(recipe: str) -> None:
     plan = predict.counted(plan)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
-    answers = predict.answers(fit.plan, params.active.evaluation)
+    settings = params.active.evaluation
+    at_once = settings.batch_size
+    if at_once == "auto":
+        at_once = predict.answers_at_once(fit.plan, max_new_tokens=settings.max_new_tokens)
+    answers = predict.answers(fit.plan, at_once, max_new_tokens=settings.max_new_tokens)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=predict.capacity_bytes(plan.device.one()))
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
@@ -62,7 +66,7 @@ def main(recipe: str) -> None:
     report(fit)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
-    log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, halved)
+    log.info("evaluation takes %.2f GiB, %d at once%s", answers.total_bytes / 2**30, at_once, halved)
     if wanted.quantization != fit.plan.quantization:
         log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
 

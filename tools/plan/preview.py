@@ -114,7 +114,11 @@ class Previews:
         prediction = preview.predict(preview.plan)
         fit = Fit(plan=preview.plan, prediction=prediction, capacity_bytes=capacity_of(device))
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
-        whole = self.params.active.evaluation.batch_size
+        settings = self.params.active.evaluation
+        whole = settings.batch_size
+        if whole == "auto":
+            there = replace(preview.plan, device=device)
+            whole = preview.predictor.answers_at_once(there, max_new_tokens=settings.max_new_tokens)
         evaluation = self._evaluation(preview, on_one, whole)
         halved = [size for attempt in range(whole.bit_length()) if (size := lowered_batch_size(whole, attempt))]
         if evaluation.verdict == "does not fit" and self._evaluation(preview, on_one, 1).verdict == "does not fit":
@@ -131,9 +135,9 @@ class Previews:
         plan = fit.plan
         key = (preview.base, preview.batch, plan.data_dir, plan.target, plan.max_length, batch_size)
         if key not in self._answers:
-            evaluation = replace(self.params.active.evaluation, batch_size=batch_size)
+            max_new_tokens = self.params.active.evaluation.max_new_tokens
             with _console().status(f"{plan.recipe}: evaluation, {batch_size} at once", spinner="line"):
-                self._answers[key] = preview.predictor.answers(plan, evaluation)
+                self._answers[key] = preview.predictor.answers(plan, batch_size, max_new_tokens=max_new_tokens)
         return replace(fit, prediction=self._answers[key])
 
     def recipe_memory(self, name: str, memory_gb: float | None) -> RecipeMemory:

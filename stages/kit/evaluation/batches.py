@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from stages.kit.data.conversation import Conversation
 T = TypeVar("T")
 
 
-def longest_first(conversations: Iterable[Conversation], batch_size: int) -> list[list[int]]:
+def longest_first(conversations: Sequence[Conversation], batch_size: int) -> list[list[int]]:
     """Batches of their indices. Within a batch there is little padding, and the first takes the most memory.
 
     Sorted by pixels, then by characters: nearly the order by tokens, without rendering or decoding anything.
@@ -21,9 +21,7 @@ def longest_first(conversations: Iterable[Conversation], batch_size: int) -> lis
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
-def prepared_ahead(
-    batches: Sequence[list[int]], prepare: Callable[[list[int]], T]
-) -> Iterator[tuple[list[int], T]]:
+def prepared_ahead(batches: Sequence[list[int]], prepare: Callable[[list[int]], T]) -> Iterator[tuple[list[int], T]]:
     """Each batch with what `prepare` returns for it, which a thread computes one batch ahead.
 
     An error of `prepare` is raised here, when its batch would come.

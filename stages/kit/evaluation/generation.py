@@ -27,15 +27,14 @@ log = logging.getLogger(__name__)
 def generate_answers(
     model: PreTrainedModel,
     processor: Processor,
-    ask: Callable[[int], Conversation],
-    count: int,
+    questions: Sequence[Conversation],
     *,
     batch_size: int,
     max_new_tokens: int,
     max_length: int | None = None,
     complete: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """The answer to each of `count` unanswered conversations, in order.
+    """The answer to each of these unanswered conversations, in order.
 
     max_new_tokens: where an answer is cut; how many were is said.
     max_length: tokens of question and answer together, to which a text of the question that may be cut is cut.
@@ -46,16 +45,15 @@ def generate_answers(
     # One of its own: a fast tokenizer may not encode in one thread while it decodes in another.
     tokenizer = copy.deepcopy(tokenizer_of(processor))
     ends = _end_tokens(model, tokenizer)
-    room = None if max_length is None else max_length - max_new_tokens
+    room = room_for_questions(max_length, max_new_tokens)
 
     def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
-        conversations = [ask(index) for index in indices]
-        return encode(processor, conversations, padding_side="left", max_length=room)
+        return encode(processor, [questions[index] for index in indices], padding_side="left", max_length=room)
 
     started = time.monotonic()
     answers: dict[int, str] = {}
     num_cut = 0
-    for indices, inputs in prepared_ahead(longest_first(map(ask, range(count)), batch_size), prepare):
+    for indices, inputs in prepared_ahead(longest_first(questions, batch_size), prepare):
         stops = [_WhenComplete(complete, tokenizer, inputs["input_ids"].shape[1])] if complete else []
         rows = model.generate(
             **{name: tensor.to(model.device) for name, tensor in inputs.items()},
@@ -75,10 +73,15 @@ def generate_answers(
             answers[index] = _decode(tokenizer, row, ends)
             num_cut += ends.isdisjoint(row) and not (complete and complete(answers[index]))
         rate = len(answers) / (time.monotonic() - started)
-        log.info("answered %d/%d  %.1f samples/s", len(answers), count, rate)
+        log.info("answered %d/%d  %.1f samples/s", len(answers), len(questions), rate)
     if num_cut:
         log.warning("%s cut at max_new_tokens %d", counted(num_cut, "answer"), max_new_tokens)
-    return [answers[index] for index in range(count)]
+    return [answers[index] for index in range(len(questions))]
+
+
+def room_for_questions(max_length: int | None, max_new_tokens: int) -> int | None:
+    """Tokens that a question may have, where question and answer together may have so many."""
+    return None if max_length is None else max_length - max_new_tokens
 
 
 def _generate_shrinking(
@@ -86,8 +89,8 @@ def _generate_shrinking(
     input_ids: torch.Tensor,
     *,
     stopping_criteria: StoppingCriteriaList,
-    logits_processor: object,
-    generation_config: object,
+    logits_processor: object,  # noqa: ARG001 - both say nothing to a greedy choice
+    generation_config: object,  # noqa: ARG001
     **inputs: Any,
 ) -> list[list[int]]:
     """A greedy decoding loop for `generate(custom_generate=...)`: rows leave the batch as soon as they have ended.
@@ -95,7 +98,8 @@ def _generate_shrinking(
     input_ids: (B, T). inputs: the model's other ones, as `generate` prepares them, an empty cache among them.
     Returns the new tokens of each row.
     """
-    (batch, length), answers = input_ids.shape, {}
+    batch, length = input_ids.shape
+    answers: dict[int, list[int]] = {}
     rows = torch.arange(batch)  # of the whole batch, those that are left
     while len(rows):
         is_first = input_ids.shape[1] == length

@@ -17,8 +17,9 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from stages.core.params.schema import DeviceParams, EvaluationParams
-from stages.kit.memory.answers import record_answers
+from stages.core.params.schema import DeviceParams
+from stages.kit.memory.answers import Inference, record_answers
+from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import record_step
@@ -27,6 +28,7 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
+from stages.kit.planning.ladder import AT_ONCE
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 
@@ -60,11 +62,21 @@ class MemoryPredictor:
                 self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
         return self.made[key]
 
-    def answers(self, plan: Plan, evaluation: EvaluationParams) -> Prediction:
+    def answers(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
         """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
-        batch = self.batch_of(micro_batch=evaluation.batch_size)
-        prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        return predict_answers(plan, self.config, prompts, self.calibration, max_new_tokens=evaluation.max_new_tokens)
+        prompts = self._prompts(batch_size)
+        return predict_answers(
+            inference_of(plan), self.config, prompts, self.calibration, max_new_tokens=max_new_tokens
+        )
+
+    def answers_at_once(self, plan: Plan, *, max_new_tokens: int) -> int:
+        """As `evaluation.batch_size: auto` finds it, from the longest of training's samples."""
+        return answers_at_once(
+            inference_of(plan), self.config, self._prompts(1), self.calibration, max_new_tokens=max_new_tokens
+        )
+
+    def _prompts(self, count: int) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.batch_of(micro_batch=count).items() if name != "labels"}
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
@@ -72,18 +84,7 @@ class MemoryPredictor:
         return replace(plan, trainable=asdict(count_trainable(model)))
 
     def capacity_bytes(self, device: DeviceParams) -> int | None:
-        """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
-
-        For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
-        processes of a CPU share its memory.
-        """
-        if device.memory_gb is not None:
-            capacity = self.calibration.usable_bytes(device.memory_gb)
-        elif device.kind == "cpu":
-            capacity = free_and_total_bytes()[1]
-        else:
-            return None
-        return capacity // device.count if device.kind == "cpu" else capacity
+        return capacity_bytes(device, self.calibration)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def predict(
     if (gpus := balanced_gpus(plan, config)) is not None:
         whole = record_step(plan, config, processor, batch, gpus=gpus)
         parts = (_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
-        each = tuple(_prediction(plan, peaks, calibration) for peaks in parts)
+        each = tuple(_plan_prediction(plan, peaks, calibration) for peaks in parts)
         return replace(max(each, key=lambda gpu: gpu.total_bytes), gpus=each)
     depth = depth_of(config)
     recorded = {
@@ -121,24 +122,82 @@ def predict(
         for few in ([depth] if exact else sample_depths(config))
     }
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    return _prediction(plan, peaks, calibration)
+    return _plan_prediction(plan, peaks, calibration)
+
+
+def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None:
+    """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
+
+    For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
+    processes of a CPU share its memory.
+    """
+    if device.memory_gb is not None:
+        capacity = calibration.usable_bytes(device.memory_gb)
+    elif device.kind == "cpu":
+        capacity = free_and_total_bytes()[1]
+    else:
+        return None
+    return capacity // device.count if device.kind == "cpu" else capacity
+
+
+def inference_of(plan: Plan) -> Inference:
+    """Of the plan's merged model, on the one device that answering uses."""
+    return Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
 
 
 def predict_answers(
-    plan: Plan,
+    inference: Inference,
     config: PreTrainedConfig,
     batch: Mapping[str, torch.Tensor],
     calibration: Calibration,
     *,
     max_new_tokens: int,
 ) -> Prediction:
-    """What evaluating the plan's merged model takes, on the one device that it uses.
+    """What answering takes.
 
     batch: the longest prompts of an evaluation's batch.
     """
-    plan = replace(plan, placement="single", expandable_segments=False)  # these are a training's
-    recording = record_answers(plan, config, batch, max_new_tokens=max_new_tokens)
-    return _prediction(plan, _peaks(plan, recording), calibration)
+    recording = record_answers(inference, config, batch, max_new_tokens=max_new_tokens)
+    phases = recording.peaks()
+    phases["load"] = _loaded(phases["load"])
+    peaks = Peaks(phases, *_allocator_shares(recording, expandable=False))
+    return _prediction(peaks, calibration, on_cuda=inference.device.kind == "cuda")
+
+
+def answers_at_once(
+    inference: Inference,
+    config: PreTrainedConfig,
+    longest: Mapping[str, torch.Tensor],
+    calibration: Calibration,
+    *,
+    max_new_tokens: int,
+    limit: int = AT_ONCE,
+) -> int:
+    """The largest power of two of answers, up to `limit`, that is predicted to fit the device at once; 1 if none is.
+
+    longest: the inputs of the longest question, a batch of one.
+    """
+    capacity = capacity_bytes(inference.device, calibration)
+    assert capacity is not None, "params.yaml without device.memory_gb is refused"
+    size = 1 << (limit.bit_length() - 1)
+    while size > 1:
+        prediction = predict_answers(
+            inference, config, _repeated(longest, size), calibration, max_new_tokens=max_new_tokens
+        )
+        if verdict(prediction, capacity) == "fits":
+            break
+        size //= 2
+    return size
+
+
+def _repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """The inputs of so many samples like a batch's one; of pictures, only how many numbers they are."""
+    return {
+        name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
+        if tensor.is_floating_point()
+        else torch.cat([tensor] * count)
+        for name, tensor in batch.items()
+    }
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -175,20 +234,29 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
 
 
 def _peaks(plan: Plan, recording: Recording) -> Peaks:
-    phases = recording.peaks()
-    asked = max(peak.total() for peak in phases.values())
-    shares = (1.0, 1.0)
-    if recording.cuda and recording.storages:
-        allocator = recording.replayed(expandable=plan.expandable_segments)
-        shares = allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
-    return Peaks({phase: _of_one_device(plan, phase, peak) for phase, peak in phases.items()}, *shares)
+    phases = {phase: _of_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
+    return Peaks(phases, *_allocator_shares(recording, expandable=plan.expandable_segments))
+
+
+def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
+    """What torch's allocator hands out, and what it takes from the device, relative to what is asked of it."""
+    if not recording.cuda or not recording.storages:
+        return 1.0, 1.0
+    asked = max(peak.total() for peak in recording.peaks().values())
+    allocator = recording.replayed(expandable=expandable)
+    return allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
+
+
+def _loaded(peak: Peak) -> Peak:
+    """What is there once the model is loaded: neither the optimizer nor the batch."""
+    return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
 
 
 def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     """What one device holds of a recorded peak."""
     peak = peak.copy()
-    if phase == "load":  # neither the optimizer nor the batch is there yet
-        return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
+    if phase == "load":
+        return _loaded(peak)
     if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
         del peak["optimizer"]
     if plan.placement == "ddp":
@@ -221,9 +289,13 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     )
 
 
-def _prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
+def _plan_prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
+    return _prediction(peaks, calibration, on_cuda=plan.device.kind == "cuda", placement=plan.placement)
+
+
+def _prediction(peaks: Peaks, calibration: Calibration, *, on_cuda: bool, placement: str = "single") -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
-    on_cuda, several = plan.device.kind == "cuda", plan.placement in DATA_PARALLEL
+    several = placement in DATA_PARALLEL
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
@@ -241,9 +313,7 @@ def _prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Predictio
         label = calibration.label(several=several)
     # Layers are gathered and gradients shared out on streams of their own, and what one stream has freed torch's
     # allocator gives to no other. The record has one stream for all: at worst they take that much once more.
-    beside = (
-        max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and plan.placement == "sharded" else 0
-    )
+    beside = max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and placement == "sharded" else 0
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

@@ -53,7 +53,7 @@ def record_step(
         stack.callback(gc.unfreeze)
         stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
-        recorder = stack.enter_context(recorder_of(plan, config))
+        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
         batch = {name: emptied(tensor) for name, tensor in batch.items()}
         model = new_model(config, precision=here.precision, attn=here.attn)
         if plan.quantization == "nf4":

@@ -20,13 +20,16 @@ def question(index: int) -> Conversation:
     return Conversation(sample_id=str(index), messages=[{"role": "user", "content": content}], images=[picture])
 
 
+QUESTIONS = [question(index) for index in range(7)]
+
+
 @pytest.mark.parametrize("batch_size", [2, 3, 7])
 def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
 
     def answers(size: int) -> list[str]:
-        return generate_answers(model, processor, question, 7, batch_size=size, max_new_tokens=12)
+        return generate_answers(model, processor, QUESTIONS[:7], batch_size=size, max_new_tokens=12)
 
     alone = answers(1)
     assert len(set(alone)) > 1, "the questions must not all have one answer, or the test could not fail"
@@ -40,8 +43,8 @@ def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -
     def complete(text: str) -> bool:
         return len(text) >= 10 or "e" in text
 
-    ended = generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=12, complete=complete)
-    growing = [generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=n) for n in range(1, 13)]
+    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=12, complete=complete)
+    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=n) for n in range(1, 13)]
     assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
 
@@ -52,7 +55,7 @@ def test_answers_that_are_cut_are_counted_aloud(tiny_vlm: Path, caplog: pytest.L
 
     def said(complete: Callable[[str], bool] | None = None) -> list[str]:
         caplog.clear()
-        generate_answers(model, processor, question, 3, batch_size=2, max_new_tokens=4, complete=complete)
+        generate_answers(model, processor, QUESTIONS[:3], batch_size=2, max_new_tokens=4, complete=complete)
         return [record.message for record in caplog.records if "cut" in record.message]
 
     assert said() == ["3 answers cut at max_new_tokens 4"]
@@ -68,7 +71,7 @@ def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
     assert ids[3] not in ids[:3]
     model.generation_config.eos_token_id = ids[3]
-    (answer,) = generate_answers(model, processor, question, 1, batch_size=1, max_new_tokens=8)
+    (answer,) = generate_answers(model, processor, QUESTIONS[:1], batch_size=1, max_new_tokens=8)
     assert answer == processor.tokenizer.decode(ids[:3])
 
 
@@ -80,6 +83,6 @@ def test_a_question_that_may_be_cut_leaves_room_for_the_answer(tiny_dense: Any) 
     hook = model.register_forward_pre_hook(
         lambda _model, _args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    generate_answers(model, tokenizer, lambda _: asked, 1, batch_size=1, max_new_tokens=7, max_length=100)
+    generate_answers(model, tokenizer, [asked], batch_size=1, max_new_tokens=7, max_length=100)
     hook.remove()
     assert 88 <= lengths[0] <= 93

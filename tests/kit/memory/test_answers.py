@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stages.kit.memory.answers import record_answers
+from stages.kit.memory.predict import inference_of
 from stages.kit.models.load import auto_class
 from stages.kit.training.peak import cpu_peak
 from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
@@ -19,7 +20,7 @@ def test_long_questions_and_long_answers_are_predicted(
     plan, config = plan_of(**R1, micro_batch=batch_size, max_length=length), config_of(model, (4, 2))
     batch = dict(batch_of(plan, config))
     del batch["labels"]
-    recording = record_answers(plan, config, batch, max_new_tokens=new_tokens)
+    recording = record_answers(inference_of(plan), config, batch, max_new_tokens=new_tokens)
     answering = auto_class(config).from_config(config).eval()
     held = (*answering.parameters(), *answering.buffers(), *batch.values())
     with torch.inference_mode(), cpu_peak(held) as peak:

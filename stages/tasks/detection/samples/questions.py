@@ -45,7 +45,9 @@ def probes(target: None = None) -> list[Conversation]:
     return found
 
 
-def _conversation(sample_id: str, picture: Image.Image | DetectionRecord, prompt: str, answer: str | None) -> Conversation:
+def _conversation(
+    sample_id: str, picture: Image.Image | DetectionRecord, prompt: str, answer: str | None
+) -> Conversation:
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}]
     if answer is not None:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
