@@ -19,7 +19,7 @@ from stages.core.cpu import instruction_set
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.kit.memory.budget import budget_lines
-from stages.kit.memory.fit import Fit, decide
+from stages.kit.memory.fit import Fit, answers_at_once, decide
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
@@ -55,11 +55,13 @@ def main(recipe: str) -> None:
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
     settings = params.active.evaluation
-    at_once = settings.batch_size
+    predict_answers = partial(predict.answers, fit.plan, max_new_tokens=settings.max_new_tokens)
+    at_once, capacity = settings.batch_size, predict.capacity_bytes(plan.device.one())
     if at_once == "auto":
-        at_once = predict.answers_at_once(fit.plan, max_new_tokens=settings.max_new_tokens)
-    answers = predict.answers(fit.plan, at_once, max_new_tokens=settings.max_new_tokens)
-    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=predict.capacity_bytes(plan.device.one()))
+        assert capacity is not None, "params.yaml is refused where auto has no device.memory_gb"
+        at_once = answers_at_once(predict_answers, capacity)
+    answers = predict_answers(at_once)
+    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=capacity)
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(fit.record(evaluation), run_dir / "memory.json")

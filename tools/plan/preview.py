@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 
 from stages.core.params.schema import Params
-from stages.kit.memory.fit import Fit, cheapest_fit
+from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
@@ -114,11 +114,12 @@ class Previews:
         prediction = preview.predict(preview.plan)
         fit = Fit(plan=preview.plan, prediction=prediction, capacity_bytes=capacity_of(device))
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
-        settings = self.params.active.evaluation
-        whole = settings.batch_size
+        whole = self.params.active.evaluation.batch_size
         if whole == "auto":
-            there = replace(preview.plan, device=device)
-            whole = preview.predictor.answers_at_once(there, max_new_tokens=settings.max_new_tokens)
+            assert on_one.capacity_bytes is not None, "params.yaml is refused where auto has no device.memory_gb"
+            whole = answers_at_once(
+                lambda size: self._evaluation(preview, on_one, size).prediction, on_one.capacity_bytes
+            )
         evaluation = self._evaluation(preview, on_one, whole)
         halved = [size for attempt in range(whole.bit_length()) if (size := lowered_batch_size(whole, attempt))]
         if evaluation.verdict == "does not fit" and self._evaluation(preview, on_one, 1).verdict == "does not fit":

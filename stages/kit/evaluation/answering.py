@@ -21,6 +21,7 @@ from stages.kit.models.load import load_config, see_only
 from stages.kit.models.processors import Processor, encode, load_processor
 from stages.kit.models.trained import load_certified
 from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size
+from stages.kit.planning.prediction import Prediction
 
 log = logging.getLogger(__name__)
 
@@ -68,20 +69,25 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     # It imports TRL, which takes seconds.
     from stages.kit.memory.answers import Inference
     from stages.kit.memory.calibration import load_calibration
-    from stages.kit.memory.predict import answers_at_once
+    from stages.kit.memory.fit import answers_at_once
+    from stages.kit.memory.predict import capacity_bytes, predict_answers, repeated
 
     started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
+    inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
+    config, calibration = load_config(model_dir), load_calibration()
+    capacity = capacity_bytes(inference.device, calibration)
+    assert capacity is not None, "params.yaml is refused where auto has no device.memory_gb"
     [[longest], *_] = longest_first(questions, 1)
     room = room_for_questions(settings.max_length, settings.max_new_tokens)
     processor = load_processor(model_dir, profile.images)
-    batch_size = answers_at_once(
-        Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn),
-        load_config(model_dir),
-        encode(processor, [questions[longest]], padding_side="left", max_length=room),
-        load_calibration(),
-        max_new_tokens=settings.max_new_tokens,
-        limit=min(AT_ONCE, 2 * len(questions) - 1),  # all of them, or the next larger power of two
-    )
+    question = encode(processor, [questions[longest]], padding_side="left", max_length=room)
+
+    def predict(size: int) -> Prediction:
+        batch = repeated(question, size)
+        return predict_answers(inference, config, batch, calibration, max_new_tokens=settings.max_new_tokens)
+
+    # All of them at once, or the next larger power of two.
+    batch_size = answers_at_once(predict, capacity, limit=min(AT_ONCE, 2 * len(questions) - 1))
     log.info("batch size %d by predicted memory, which took %.1f s", batch_size, time.monotonic() - started)
     return batch_size
 

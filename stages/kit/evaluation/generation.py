@@ -67,7 +67,7 @@ def generate_answers(
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.pad_token_id,
             stopping_criteria=StoppingCriteriaList(stops),
-            custom_generate=_generate_shrinking,
+            custom_generate=generate_shrinking,
         )
         for index, row in zip(indices, rows, strict=True):
             answers[index] = _decode(tokenizer, row, ends)
@@ -84,7 +84,7 @@ def room_for_questions(max_length: int | None, max_new_tokens: int) -> int | Non
     return None if max_length is None else max_length - max_new_tokens
 
 
-def _generate_shrinking(
+def generate_shrinking(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     *,

@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory.answers import Inference, record_answers
-from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import record_step
@@ -28,7 +27,6 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
-from stages.kit.planning.ladder import AT_ONCE
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 
@@ -64,19 +62,10 @@ class MemoryPredictor:
 
     def answers(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
         """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
-        prompts = self._prompts(batch_size)
-        return predict_answers(
-            inference_of(plan), self.config, prompts, self.calibration, max_new_tokens=max_new_tokens
-        )
-
-    def answers_at_once(self, plan: Plan, *, max_new_tokens: int) -> int:
-        """As `evaluation.batch_size: auto` finds it, from the longest of training's samples."""
-        return answers_at_once(
-            inference_of(plan), self.config, self._prompts(1), self.calibration, max_new_tokens=max_new_tokens
-        )
-
-    def _prompts(self, count: int) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self.batch_of(micro_batch=count).items() if name != "labels"}
+        batch = self.batch_of(micro_batch=batch_size)
+        prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
+        return predict_answers(inference, self.config, prompts, self.calibration, max_new_tokens=max_new_tokens)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
@@ -140,11 +129,6 @@ def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None
     return capacity // device.count if device.kind == "cpu" else capacity
 
 
-def inference_of(plan: Plan) -> Inference:
-    """Of the plan's merged model, on the one device that answering uses."""
-    return Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
-
-
 def predict_answers(
     inference: Inference,
     config: PreTrainedConfig,
@@ -164,33 +148,7 @@ def predict_answers(
     return _prediction(peaks, calibration, on_cuda=inference.device.kind == "cuda")
 
 
-def answers_at_once(
-    inference: Inference,
-    config: PreTrainedConfig,
-    longest: Mapping[str, torch.Tensor],
-    calibration: Calibration,
-    *,
-    max_new_tokens: int,
-    limit: int = AT_ONCE,
-) -> int:
-    """The largest power of two of answers, up to `limit`, that is predicted to fit the device at once; 1 if none is.
-
-    longest: the inputs of the longest question, a batch of one.
-    """
-    capacity = capacity_bytes(inference.device, calibration)
-    assert capacity is not None, "params.yaml without device.memory_gb is refused"
-    size = 1 << (limit.bit_length() - 1)
-    while size > 1:
-        prediction = predict_answers(
-            inference, config, _repeated(longest, size), calibration, max_new_tokens=max_new_tokens
-        )
-        if verdict(prediction, capacity) == "fits":
-            break
-        size //= 2
-    return size
-
-
-def _repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
     """The inputs of so many samples like a batch's one; of pictures, only how many numbers they are."""
     return {
         name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
