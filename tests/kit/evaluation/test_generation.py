@@ -1,5 +1,4 @@
 import copy
-from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -27,21 +26,21 @@ def question(index: int) -> Conversation:
 QUESTIONS = [question(index) for index in range(7)]
 
 
-def alone(model: PreTrainedModel, processor: Processor, asked: Conversation, max_new_tokens: int) -> str:
-    """The answer as transformers itself gives it."""
+def alone(model: PreTrainedModel, processor: Processor, asked: Conversation, max_new_tokens: int) -> list[int]:
+    """The tokens that transformers itself answers, without the end of the turn."""
     inputs = encode(processor, [asked], padding_side="left")
     length, tokenizer = inputs["input_ids"].shape[1], tokenizer_of(processor)
     row = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     configured = model.generation_config.eos_token_id
     ends = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
-    return tokenizer.decode(list(takewhile(lambda token: token not in ends, row[0, length:].tolist())))
+    return list(takewhile(lambda token: token not in ends, row[0, length:].tolist()))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
-    expected = [alone(model, processor, question, 12) for question in QUESTIONS]
+    expected = [processor.tokenizer.decode(alone(model, processor, question, 12)) for question in QUESTIONS]
     assert len(set(expected)) > 1, "the questions must not all have one answer, or the test could not fail"
     assert generate_answers(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
 
@@ -50,18 +49,23 @@ def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
 def test_an_answer_leaves_the_batch_as_soon_as_it_has_ended(tiny_dense: Any, batch_size: int) -> None:
     """No token is computed for an answer that has ended, and the others are not changed by that."""
     model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
-    texts = ("What? " * (index * 5 % 9 + 1) + "so" * index for index in range(9))
+    words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
+    texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
     asked = [Conversation(sample_id="", messages=[{"role": "user", "content": text}]) for text in texts]
-    # An end that comes early in some of the answers.
-    whole = [tokenizer.encode(alone(model, tokenizer, each, 12)) for each in asked]
-    model.generation_config.eos_token_id = Counter(token for ids in whole for token in set(ids)).most_common(3)[-1][0]
+    # An end that comes in some of the answers.
+    whole = [alone(model, tokenizer, each, 12) for each in asked]
+    model.generation_config.eos_token_id = max((sum(token in ids for ids in whole) % 8, token) for token in range(320))[
+        1
+    ]
     expected = [alone(model, tokenizer, each, 12) for each in asked]
     computed = []
     model.register_forward_pre_hook(
         lambda _model, _args, inputs: computed.append(inputs["input_ids"].shape[0]), with_kwargs=True
     )
-    assert generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12) == expected
-    lengths = [len(tokenizer.encode(answer)) for answer in expected]
+    answers = generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
+    assert answers == [tokenizer.decode(ids) for ids in expected]
+    lengths = [len(ids) for ids in expected]
+    print(lengths)
     assert len(set(lengths)) > 2, "else all would end together"
     assert sum(computed) == sum(min(length + 1, 12) for length in lengths)
 

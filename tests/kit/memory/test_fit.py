@@ -51,7 +51,9 @@ def start(capacity_gib: float | None, predict: Callable[[Plan], Prediction] = fa
     return Fit(plan=PLAN, prediction=predict(PLAN), capacity_bytes=capacity_bytes)
 
 
-@pytest.mark.parametrize(("capacity_gib", "limit", "size"), [(0.1, 128, 1), (11, 128, 8), (11, 4, 4), (900, 128, 128)])
+@pytest.mark.parametrize(
+    ("capacity_gib", "limit", "size"), [(0.1, 128, 1), (10.9, 128, 4), (11, 128, 8), (11, 4, 4), (900, 128, 128)]
+)
 def test_as_many_answers_at_once_as_are_sure_to_fit(capacity_gib: float, limit: int, size: int) -> None:
     """Of 8 answers, 1 GiB each and 2 GiB of weights, the interval ends at 11 GiB."""
     asked = []
