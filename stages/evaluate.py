@@ -49,9 +49,11 @@ def main(name: str, attempt: int) -> None:
     if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
         scoring.check()
 
-    answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
-    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: answerer.settings.max_samples]
-    scored = score_answers(answerer, records, samples, scoring, target=target)
+    profile = params.active
+    records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
+    questions = [samples.conversation(record, answered=False, target=target) for record in records]
+    answerer = load_answerer(model_dir, profile, samples, questions, target=target, attempt=attempt)
+    scored = score_answers(answerer, records, questions, samples, scoring, target=target)
     metrics = scored.metrics
     metrics |= {
         "samples_per_second": round(len(records) / scored.answer_s, 3),

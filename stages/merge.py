@@ -33,7 +33,7 @@ from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
 from stages.core.publish import published
-from stages.kit.evaluation.answering import Answerer, halved
+from stages.kit.evaluation.answering import Answerer, batch_size_for
 from stages.kit.evaluation.scored import Scored, score_answers
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
@@ -121,17 +121,19 @@ def main(recipe: str, attempt: int) -> None:
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
         if quantization != "none":
             records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
+            questions = [samples.conversation(record, answered=False, target=plan.target) for record in records]
+            batch_size = batch_size_for(questions, base_dir, params.active, attempt=attempt)
 
             def scored(model: PreTrainedModel) -> Scored:
                 answerer = Answerer(
                     model=model,
                     processor=processor,
                     complete=samples.completion(plan.target),
-                    batch_size=halved(settings.batch_size, attempt),
+                    batch_size=batch_size,
                     settings=settings,
                     memory=memory,
                 )
-                return score_answers(answerer, records, samples, scoring, target=plan.target)
+                return score_answers(answerer, records, questions, samples, scoring, target=plan.target)
 
             after_merge = scored(merged)
             del merged
@@ -145,7 +147,7 @@ def main(recipe: str, attempt: int) -> None:
             cost = QuantizationCost(
                 logit_deviation=quantization_deviation if isfinite(quantization_deviation) else None,
                 samples=len(records),
-                batch_size=halved(settings.batch_size, attempt),
+                batch_size=batch_size,
                 same_answers=sum(map(eq, after_merge.answers, before_merge.answers)),
                 trained=before_merge.metrics,
                 merged=after_merge.metrics,

@@ -21,7 +21,7 @@ from stages.core.errors import bytes_text
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.kit.memory.budget import budget_lines
-from stages.kit.memory.fit import Fit, decide
+from stages.kit.memory.fit import Fit, answers_at_once, decide
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
@@ -60,15 +60,21 @@ def main(recipe: str) -> None:
     log.info("micro-batches are %s, %s", "without padding" if padding_free else "padded", why)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
-    answers = predict.answers(fit.plan, params.active.evaluation)
-    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=predict.capacity_bytes(plan.device.one()))
+    settings = params.active.evaluation
+    predict_answers = partial(predict.answers, fit.plan, max_new_tokens=settings.max_new_tokens)
+    at_once, capacity = settings.batch_size, predict.capacity_bytes(plan.device.one())
+    if at_once == "auto":
+        assert capacity is not None, "params.yaml is refused where auto has no device.memory_gb"
+        at_once = answers_at_once(predict_answers, capacity)
+    answers = predict_answers(at_once)
+    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=capacity)
     run_dir = Path("data/runs") / recipe
     write_plan(fit.plan, run_dir / "plan.yaml")
     write_memory_record(fit.record(evaluation), run_dir / "memory.json")
     report(fit)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
-    log.info("evaluation takes %.2f GiB%s", answers.total_bytes / 2**30, halved)
+    log.info("evaluation takes %.2f GiB, %d at once%s", answers.total_bytes / 2**30, at_once, halved)
     if wanted.quantization != fit.plan.quantization:
         log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
 

@@ -44,8 +44,9 @@ def main(name: str, attempt: int) -> None:
     target = read_plan(wanted.recipe).target
 
     samples = load_task(wanted.task, "samples")
-    answerer = load_answerer(model_dir, params.active, samples, target=target, attempt=attempt)
-    answers = answerer.answers(lambda index: task.conversation(inputs[index], target=target), len(inputs))
+    questions = [task.conversation(each, target=target) for each in inputs]
+    answerer = load_answerer(model_dir, params.active, samples, questions, target=target, attempt=attempt)
+    answers = answerer.answers(questions)
     submission = task.submission(inputs, answers, target=target)
     path = Path("data/predictions") / f"{name}.txt"
     publish_text(submission.text, path)

@@ -182,16 +182,10 @@ class Bench:
 
     def answers(self, batch_size: int, count: int) -> float:
         model, processor = self.model(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
-
-        def ask(index: int) -> Any:
-            return self.samples.conversation(self.records[index], answered=False, target=self.plan.target)
-
-        complete = self.samples.completion(self.plan.target)
-        return seconds(
-            lambda: generate_answers(
-                model, processor, ask, count, batch_size=batch_size, max_new_tokens=64, complete=complete
-            )
-        )
+        ask = partial(self.samples.conversation, answered=False, target=self.plan.target)
+        questions = [ask(record) for record in self.records[:count]]
+        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": self.samples.completion(self.plan.target)}
+        return seconds(lambda: generate_answers(model, processor, questions, batch_size=batch_size, **limits))
 
 
 def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path) -> Bench:

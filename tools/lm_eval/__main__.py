@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -53,7 +53,7 @@ COLUMNS = (
 @click.command(help=__doc__)
 @click.argument("name", metavar="RUN")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Answers at once.  [default: the profile's]")
-def main(name: str, batch_size: int | None) -> None:
+def main(name: str, batch_size: int | Literal["auto"] | None) -> None:
     configure_logging(f"lm-eval {name}")
     installed = require_lm_eval()
     params = load_params()
@@ -65,6 +65,8 @@ def main(name: str, batch_size: int | None) -> None:
     profile = params.active
     records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
     batch_size = batch_size or profile.evaluation.batch_size
+    if batch_size == "auto":
+        raise UserError(f"evaluation.batch_size is auto; say how many: make lm-eval RUN={name} BATCH_SIZE=8")
     ours, why_not = own_metrics(params, name, lineage, [record.id for record in records])
 
     folder_path = Path("data/runs") / name / "lm_eval"

@@ -138,11 +138,11 @@ def show_recipe(previews: Previews, answer: RecipeMemory, console: Console) -> N
 
 
 def evaluation_text(answer: RecipeMemory) -> str:
-    text = f"evaluation  {answer.memory.evaluation_gib:.2f} GiB: {answer.memory.evaluation_verdict}"
-    if answer.memory.evaluation_verdict != "does not fit":
-        return text
-    fitting = answer.evaluation_batch_size
-    return f"{text}; {'nor does a batch of 1' if fitting is None else f'it halves its batch to {fitting}'}"
+    gib, verdict, fitting = answer.memory.evaluation_gib, answer.memory.evaluation_verdict, answer.evaluation_batch_size
+    if verdict != "does not fit":
+        return f"evaluation  {gib:.2f} GiB, {fitting} at once: {verdict}"
+    smaller = "nor does a batch of 1" if fitting is None else f"it halves its batch to {fitting}"
+    return f"evaluation  {gib:.2f} GiB: {verdict}; {smaller}"
 
 
 def show_matrix(previews: Previews, answers: Sequence[RecipeMemory], console: Console) -> None:

@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 
 from stages.core.params.schema import Params
-from stages.kit.memory.fit import Fit, cheapest_fit, fullest_fit
+from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, fullest_fit
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
@@ -121,6 +121,11 @@ class Previews:
             fit = fullest_fit(fit, preview.predict)
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
         whole = self.params.active.evaluation.batch_size
+        if whole == "auto":
+            assert on_one.capacity_bytes is not None, "params.yaml is refused where auto has no device.memory_gb"
+            whole = answers_at_once(
+                lambda size: self._evaluation(preview, on_one, size).prediction, on_one.capacity_bytes
+            )
         evaluation = self._evaluation(preview, on_one, whole)
         halved = [size for attempt in range(whole.bit_length()) if (size := lowered_batch_size(whole, attempt))]
         if evaluation.verdict == "does not fit" and self._evaluation(preview, on_one, 1).verdict == "does not fit":
@@ -137,9 +142,9 @@ class Previews:
         plan = fit.plan
         key = (preview.base, preview.batch, plan.data_dir, plan.target, plan.max_length, batch_size)
         if key not in self._answers:
-            evaluation = replace(self.params.active.evaluation, batch_size=batch_size)
+            max_new_tokens = self.params.active.evaluation.max_new_tokens
             with _console().status(f"{plan.recipe}: evaluation, {batch_size} at once", spinner="line"):
-                self._answers[key] = preview.predictor.answers(plan, evaluation)
+                self._answers[key] = preview.predictor.answers(plan, batch_size, max_new_tokens=max_new_tokens)
         return replace(fit, prediction=self._answers[key])
 
     def recipe_memory(self, name: str, memory_gb: float | None) -> RecipeMemory:

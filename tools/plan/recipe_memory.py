@@ -43,7 +43,7 @@ class RecipeMemory:
     cheapest: CheaperPlan | None
     """None where the plan fits as it is, or where nothing is known of the device."""
     evaluation_batch_size: int | None
-    """The profile's evaluation.batch_size, halved until it fits; None where not even 1 does."""
+    """The profile's evaluation.batch_size, or what `auto` is here, halved until it fits; None where not even 1 does."""
     after: dict[str, str]
     """The verdict of each recipe that has to be trained before this one, with the cheapest settings that fit."""
     disk: DiskUse

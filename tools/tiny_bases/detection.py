@@ -88,12 +88,13 @@ def measure(
     scenes = [draw_scene(kinds[index % len(kinds)], HELD_OUT_SEED, index) for index in range(count)]
     wanted = [random.Random(f"wanted/{HELD_OUT_SEED}/{i}").choice(scene.categories) for i, scene in enumerate(scenes)]
 
-    def ask(index: int) -> Conversation:
+    def asked(index: int) -> Conversation:
         content = [{"type": "image"}, {"type": "text", "text": question(wanted[index])}]
         messages = [{"role": "user", "content": content}]
         return Conversation(sample_id=str(index), messages=messages, images=[scenes[index].image])
 
-    answers = generate_answers(model.eval(), processor, ask, count, batch_size=16, max_new_tokens=96)
+    questions = [asked(index) for index in range(count)]
+    answers = generate_answers(model.eval(), processor, questions, batch_size=16, max_new_tokens=96)
     ious = []
     for scene, name, answer in zip(scenes, wanted, answers, strict=True):
         truth = reading_order([b for b, c in zip(scene.boxes, scene.categories, strict=True) if c == name])

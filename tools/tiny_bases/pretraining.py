@@ -141,10 +141,8 @@ def share_right(
     max_new_tokens: int,
 ) -> dict[str, float]:
     """By kind, the share of exercises (kind, question, answer) that are answered letter by letter."""
-    count = len(exercises)
-    answers = generate_answers(
-        model.eval(), tokenizer, lambda i: exercises[i][1], count, batch_size=32, max_new_tokens=max_new_tokens
-    )
+    questions = [question for _, question, _ in exercises]
+    answers = generate_answers(model.eval(), tokenizer, questions, batch_size=32, max_new_tokens=max_new_tokens)
     right: dict[str, list[bool]] = {}
     for (kind, _, expected), answer in zip(exercises, answers, strict=True):
         right.setdefault(kind, []).append(answer == expected)

@@ -125,6 +125,8 @@ def _profile_problems(here: str, profile: ProfileParams) -> Problems:
         yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}"
     if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room to ask"
+    if evaluation.batch_size == "auto" and device.kind == "cuda" and device.memory_gb is None:
+        yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb"
     for name, dataset in profile.datasets.items():
         yield from _dataset_problems(f"{here}.datasets.{name}", dataset, profile.datasets)
 

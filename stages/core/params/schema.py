@@ -126,7 +126,8 @@ class MemoryParams:
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class EvaluationParams:
-    batch_size: Positive
+    batch_size: Positive | Literal["auto"]
+    """Answers at once; auto: as many as the longest question's prediction says the device has room for."""
     max_new_tokens: Positive
     max_samples: Positive | None = None
     """Only the first this many validation samples; null for all."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from stages.kit.data.images import ImageRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +19,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     """[{"role": ..., "content": [{"type": "text", "text": ...} or {"type": "image"}]}]; answered when the last is the
     assistant's. One text part of all may be "shortenable": True, and is cut at its end where the whole is too long."""
-    images: list[Image] = field(default_factory=list)
-    """Upright RGB pictures, in the order in which the messages show them."""
+    images: Sequence[Image | ImageRecord] = ()
+    """Upright RGB pictures, in the order in which the messages show them; a record's is decoded once it is needed."""
 
     def answered(self) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.batches import longest_first, prepared_ahead
 from stages.kit.models.processors import Processor, encode, tokenizer_of
 from stages.kit.training.collators import AssistantSpans
 
@@ -45,24 +46,25 @@ def answer_log_likelihoods(
     Raises UserError where a text holds chat markup.
     """
     spans = AssistantSpans(tokenizer_of(processor))
-    likelihoods: dict[int, AnswerLikelihood] = {}
-    # The longest first: little padding within a batch, and memory that does not suffice is known at once.
-    order = sorted(range(len(conversations)), key=lambda index: -_num_characters(conversations[index]))
-    started = time.monotonic()
-    for first in range(0, len(order), batch_size):
-        indices = order[first : first + batch_size]
+
+    def prepare(indices: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         asked = [conversations[index] for index in indices]
         inputs = encode(processor, asked, padding_side="right", max_length=max_length)
         counted = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
         for row, conversation in enumerate(asked):
             ids = inputs["input_ids"][row, : int(inputs["attention_mask"][row].sum())]
             counted[row, : len(ids)] = torch.tensor(spans.mask(ids.tolist(), conversation))
+        return inputs, counted
+
+    likelihoods: dict[int, AnswerLikelihood] = {}
+    started = time.monotonic()
+    for indices, (inputs, counted) in prepared_ahead(longest_first(conversations, batch_size), prepare):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         sums = _sums(model, inputs, counted.to(model.device))
         for index, total, tokens in zip(indices, sums, counted.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
         rate = len(likelihoods) / (time.monotonic() - started)
-        log.info("weighed %d/%d answers  %.1f answers/s", len(likelihoods), len(order), rate)
+        log.info("weighed %d/%d answers  %.1f answers/s", len(likelihoods), len(conversations), rate)
     return [likelihoods[index] for index in range(len(conversations))]
 
 
@@ -77,7 +79,3 @@ def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], counted: torc
         chosen = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         sums.index_add_(0, row, chosen.double())
     return sums.tolist()
-
-
-def _num_characters(conversation: Conversation) -> int:
-    return sum(len(part.get("text", "")) for message in conversation.messages for part in message["content"])

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.batches import longest_first, prepared_ahead
 from stages.kit.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
 from stages.kit.models.processors import Processor, encode
 
@@ -41,15 +42,18 @@ def routing(
     routers = routers_of(model)
     if not routers:
         return None
-    found: list[Routing] = []
-    for first in range(0, len(conversations), batch_size):
-        asked = conversations[first : first + batch_size]
-        inputs = encode(processor, asked, padding_side="right", max_length=max_length)
+
+    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
+        asked = [conversations[index] for index in indices]
+        return encode(processor, asked, padding_side="right", max_length=max_length)
+
+    found: dict[int, Routing] = {}
+    for indices, inputs in prepared_ahead(longest_first(conversations, batch_size), prepare):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with outputs_of(routers) as outputs:
             model.base_model(**inputs, use_cache=False)
-        found += _by_row(outputs, inputs["attention_mask"])
-    return found
+        found |= zip(indices, _by_row(outputs, inputs["attention_mask"]), strict=True)
+    return [found[index] for index in range(len(conversations))]
 
 
 def _by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[Routing]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
@@ -24,16 +25,20 @@ class Scored:
 
 
 def score_answers(
-    answerer: Answerer, records: Sequence[Any], samples: ModuleType, scoring: ModuleType, *, target: str | None
+    answerer: Answerer,
+    records: Sequence[Any],
+    questions: Sequence[Conversation],
+    samples: ModuleType,
+    scoring: ModuleType,
+    *,
+    target: str | None,
 ) -> Scored:
     """Have the model answer a task's records, and score its answers.
 
-    samples, scoring: modules of the task. target: the form of the answer.
+    questions: of the records. samples, scoring: modules of the task. target: the form of the answer.
     """
     started = time.monotonic()
-    answers = answerer.answers(
-        lambda index: samples.conversation(records[index], answered=False, target=target), len(records)
-    )
+    answers = answerer.answers(questions)
     answer_s = time.monotonic() - started
     weighed: dict[str, Any] = {}
     if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts

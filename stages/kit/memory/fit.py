@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, gib_text, verdict
-from stages.kit.planning.ladder import assumed_time, changes_between, climbs, rungs, settings, sharded_over
+from stages.kit.planning.ladder import AT_ONCE, assumed_time, changes_between, climbs, rungs, settings, sharded_over
 from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, all_in_gib, in_gib
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Prediction, Verdict
@@ -107,6 +107,18 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     if how in ("auto", "fill") and cheapest.verdict != "does not fit":
         return cheapest
     raise UserError(refusal(fit, cheapest, predict))
+
+
+def answers_at_once(predict: Callable[[int], Prediction], capacity_bytes: int, *, limit: int = AT_ONCE) -> int:
+    """The largest power of two of answers, up to `limit`, that is predicted to fit at once; 1 if none is.
+
+    predict: what a batch of so many answers takes.
+    """
+
+    def does_not_fit(exponent: int) -> bool:
+        return verdict(predict(1 << exponent), capacity_bytes) != "fits"
+
+    return 1 << bisect_left(range(1, limit.bit_length()), True, key=does_not_fit)
 
 
 def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from stages.core.params.schema import DeviceParams, EvaluationParams
-from stages.kit.memory.answers import record_answers
+from stages.core.params.schema import DeviceParams
+from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import from_features, record_step
@@ -62,11 +62,12 @@ class MemoryPredictor:
                 self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
         return self.made[key]
 
-    def answers(self, plan: Plan, evaluation: EvaluationParams) -> Prediction:
+    def answers(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
         """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
-        batch = self.batch_of(micro_batch=evaluation.batch_size)
+        batch = self.batch_of(micro_batch=batch_size)
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        return predict_answers(plan, self.config, prompts, self.calibration, max_new_tokens=evaluation.max_new_tokens)
+        inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
+        return predict_answers(inference, self.config, prompts, self.calibration, max_new_tokens=max_new_tokens)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
@@ -87,18 +88,7 @@ class MemoryPredictor:
         return replace(plan, features_bytes=size_bytes if size_bytes <= limit_gb * 1e9 else 0)
 
     def capacity_bytes(self, device: DeviceParams) -> int | None:
-        """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
-
-        For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
-        processes of a CPU share its memory.
-        """
-        if device.memory_gb is not None:
-            capacity = self.calibration.usable_bytes(device.memory_gb)
-        elif device.kind == "cpu":
-            capacity = free_and_total_bytes()[1]
-        else:
-            return None
-        return capacity // device.count if device.kind == "cpu" else capacity
+        return capacity_bytes(device, self.calibration)
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ def predict(
     if (gpus := balanced_gpus(plan, config)) is not None:
         whole = record_step(plan, config, processor, batch, gpus=gpus)
         parts = (_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
-        each = tuple(_prediction(plan, peaks, calibration) for peaks in parts)
+        each = tuple(_plan_prediction(plan, peaks, calibration) for peaks in parts)
         return replace(max(each, key=lambda gpu: gpu.total_bytes), gpus=each)
     depth = depth_of(config)
     recorded = {
@@ -136,24 +126,51 @@ def predict(
         for few in ([depth] if exact else sample_depths(config))
     }
     peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    return _prediction(plan, peaks, calibration)
+    return _plan_prediction(plan, peaks, calibration)
+
+
+def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None:
+    """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
+
+    For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
+    processes of a CPU share its memory.
+    """
+    if device.memory_gb is not None:
+        capacity = calibration.usable_bytes(device.memory_gb)
+    elif device.kind == "cpu":
+        capacity = free_and_total_bytes()[1]
+    else:
+        return None
+    return capacity // device.count if device.kind == "cpu" else capacity
 
 
 def predict_answers(
-    plan: Plan,
+    inference: Inference,
     config: PreTrainedConfig,
     batch: Mapping[str, torch.Tensor],
     calibration: Calibration,
     *,
     max_new_tokens: int,
 ) -> Prediction:
-    """What evaluating the plan's merged model takes, on the one device that it uses.
+    """What answering takes.
 
     batch: the longest prompts of an evaluation's batch.
     """
-    plan = replace(plan, placement="single", expandable_segments=False)  # these are a training's
-    recording = record_answers(plan, config, batch, max_new_tokens=max_new_tokens)
-    return _prediction(plan, _peaks(plan, recording), calibration)
+    recording = record_answers(inference, config, batch, max_new_tokens=max_new_tokens)
+    phases = recording.peaks()
+    phases["load"] = _loaded(phases["load"])
+    peaks = Peaks(phases, *_allocator_shares(recording, expandable=False))
+    return _prediction(peaks, calibration, on_cuda=inference.device.kind == "cuda")
+
+
+def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """The inputs of so many samples like a batch's one; of pictures, only how many numbers they are."""
+    return {
+        name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
+        if tensor.is_floating_point()
+        else torch.cat([tensor] * count)
+        for name, tensor in batch.items()
+    }
 
 
 def depth_of(config: PreTrainedConfig) -> Depth:
@@ -190,20 +207,29 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
 
 
 def _peaks(plan: Plan, recording: Recording) -> Peaks:
-    phases = recording.peaks()
-    asked = max(peak.total() for peak in phases.values())
-    shares = (1.0, 1.0)
-    if recording.cuda and recording.storages:
-        allocator = recording.replayed(expandable=plan.expandable_segments)
-        shares = allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
-    return Peaks({phase: _of_one_device(plan, phase, peak) for phase, peak in phases.items()}, *shares)
+    phases = {phase: _of_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
+    return Peaks(phases, *_allocator_shares(recording, expandable=plan.expandable_segments))
+
+
+def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
+    """What torch's allocator hands out, and what it takes from the device, relative to what is asked of it."""
+    if not recording.cuda or not recording.storages:
+        return 1.0, 1.0
+    asked = max(peak.total() for peak in recording.peaks().values())
+    allocator = recording.replayed(expandable=expandable)
+    return allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
+
+
+def _loaded(peak: Peak) -> Peak:
+    """What is there once the model is loaded: neither the optimizer nor the batch."""
+    return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
 
 
 def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     """What one device holds of a recorded peak."""
     peak = peak.copy()
-    if phase == "load":  # neither the optimizer nor the batch is there yet
-        return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
+    if phase == "load":
+        return _loaded(peak)
     if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
         del peak["optimizer"]
     if plan.placement == "ddp":
@@ -236,9 +262,13 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     )
 
 
-def _prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
+def _plan_prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
+    return _prediction(peaks, calibration, on_cuda=plan.device.kind == "cuda", placement=plan.placement)
+
+
+def _prediction(peaks: Peaks, calibration: Calibration, *, on_cuda: bool, placement: str = "single") -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
-    on_cuda, several = plan.device.kind == "cuda", plan.placement in DATA_PARALLEL
+    several = placement in DATA_PARALLEL
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
@@ -256,9 +286,7 @@ def _prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Predictio
         label = calibration.label(several=several)
     # Layers are gathered and gradients shared out on streams of their own, and what one stream has freed torch's
     # allocator gives to no other. The record has one stream for all: at worst they take that much once more.
-    beside = (
-        max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and plan.placement == "sharded" else 0
-    )
+    beside = max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and placement == "sharded" else 0
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from trl.trainer import utils as trl_trainer
 
+from stages.core.params.schema import DeviceParams
 from stages.kit.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
 from stages.kit.memory.recording import Recording, Storage
-from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Budget, Phase
 
 aten = torch.ops.aten
@@ -224,12 +224,12 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def recorder_of(plan: Plan, config: PreTrainedConfig) -> Iterator[Recorder]:
-    """What is done within it is recorded as the plan's device would do it, without weights."""
-    on_cuda = plan.device.kind == "cuda"
+def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> Iterator[Recorder]:
+    """What is done within it is recorded as the device would do it, without weights."""
+    on_cuda = device.kind == "cuda"
     with ExitStack() as stack:
         if on_cuda:
-            stack.enter_context(cuda_semantics(flash_only=plan.attn == "flash_attention_2"))
+            stack.enter_context(cuda_semantics(flash_only=attn == "flash_attention_2"))
         # Optimizers and clipping take fake tensors many at once, as they take real ones.
         for module in (_foreach_utils, optimizer):
             types = [*module._foreach_supported_types, FakeTensor]  # noqa: SLF001

@@ -54,7 +54,7 @@ def record_step(
         stack.callback(gc.unfreeze)
         stack.callback(forget_accelerator)
         scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
-        recorder = stack.enter_context(recorder_of(plan, config))
+        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
         if plan.features_bytes:
             batch = from_features(batch, config, here.precision)
         batch = {name: emptied(tensor) for name, tensor in batch.items()}

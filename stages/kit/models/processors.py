@@ -21,6 +21,7 @@ from transformers import (
 from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import ImageRecord
 from stages.kit.models.load import load_config, read_from
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
@@ -89,7 +90,11 @@ def encode(
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
     if isinstance(processor, PreTrainedTokenizerBase):
         return dict(processor(texts, add_special_tokens=False, **options))
-    images = [conversation.images for conversation in conversations if conversation.images]
+    images = [
+        [picture.open_image() if isinstance(picture, ImageRecord) else picture for picture in conversation.images]
+        for conversation in conversations
+        if conversation.images
+    ]
     return dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
 
 

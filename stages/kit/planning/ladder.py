@@ -14,8 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
+from typing import Literal
 
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
+
+AT_ONCE = 128
+"""Most answers at once where evaluation.batch_size is auto. By then a step reads more of keys and values than of
+weights, so a larger batch is hardly faster."""
 
 
 def rungs(plan: Plan) -> Iterator[Plan]:
@@ -64,8 +69,10 @@ def lowered_batch_size(batch_size: int, attempt: int) -> int | None:
     return batch_size >> attempt or None
 
 
-def batch_size_changes(batch_size: int) -> list[str]:
-    """What each rung of an evaluation changes."""
+def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
+    """What each rung of an evaluation changes. With `auto` the stage itself knows where it ends."""
+    if batch_size == "auto":
+        return [f"batch_size auto / {1 << attempt}" for attempt in range(1, AT_ONCE.bit_length())]
     sizes = [batch_size >> attempt for attempt in range(batch_size.bit_length())]
     return [f"batch_size {before} -> {after}" for before, after in pairwise(sizes)]
 

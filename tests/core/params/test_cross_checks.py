@@ -107,6 +107,10 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
         ),
         ({f"{TINY}.images.min_pixels": 10**9}, f"{TINY}.images.min_pixels: larger than max_pixels"),
         ({f"{TINY}.evaluation.max_length": 1}, f"{TINY}.evaluation.max_length: not more than max_new_tokens"),
+        (
+            {f"{TINY}.evaluation.batch_size": "auto", f"{TINY}.device.kind": "cuda"},
+            f"{TINY}.evaluation.batch_size: auto needs device.memory_gb",
+        ),
         ({f"{TINY}.datasets.one.generate": None}, f"{TINY}.datasets.one.generate: missing, though the source is"),
         # Of a mix
         ({f"{TINY}.datasets.both.mix": None}, "both.mix: missing, though the source is mix"),

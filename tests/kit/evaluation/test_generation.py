@@ -1,15 +1,18 @@
+import copy
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.load import load_model
-from stages.kit.models.processors import encode, load_processor
+from stages.kit.models.processors import Processor, encode, load_processor, tokenizer_of
 
 
 def question(index: int) -> Conversation:
@@ -20,17 +23,51 @@ def question(index: int) -> Conversation:
     return Conversation(sample_id=str(index), messages=[{"role": "user", "content": content}], images=[picture])
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 7])
+QUESTIONS = [question(index) for index in range(7)]
+
+
+def alone(model: PreTrainedModel, processor: Processor, asked: Conversation, max_new_tokens: int) -> list[int]:
+    """The tokens that transformers itself answers, without the end of the turn."""
+    inputs = encode(processor, [asked], padding_side="left")
+    length, tokenizer = inputs["input_ids"].shape[1], tokenizer_of(processor)
+    row = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    configured = model.generation_config.eos_token_id
+    ends = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    return list(takewhile(lambda token: token not in ends, row[0, length:].tolist()))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
+    expected = [processor.tokenizer.decode(alone(model, processor, question, 12)) for question in QUESTIONS]
+    assert len(set(expected)) > 1, "the questions must not all have one answer, or the test could not fail"
+    assert generate_answers(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
 
-    def answers(size: int) -> list[str]:
-        return generate_answers(model, processor, question, 7, batch_size=size, max_new_tokens=12)
 
-    alone = answers(1)
-    assert len(set(alone)) > 1, "the questions must not all have one answer, or the test could not fail"
-    assert answers(batch_size) == alone
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
+def test_an_answer_leaves_the_batch_as_soon_as_it_has_ended(tiny_dense: Any, batch_size: int) -> None:
+    """No token is computed for an answer that has ended, and the others are not changed by that."""
+    model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
+    words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
+    texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
+    asked = [Conversation(sample_id="", messages=[{"role": "user", "content": text}]) for text in texts]
+    # An end that comes in some of the answers.
+    whole = [alone(model, tokenizer, each, 12) for each in asked]
+    model.generation_config.eos_token_id = max((sum(token in ids for ids in whole) % 8, token) for token in range(320))[
+        1
+    ]
+    expected = [alone(model, tokenizer, each, 12) for each in asked]
+    computed = []
+    model.register_forward_pre_hook(
+        lambda _model, _args, inputs: computed.append(inputs["input_ids"].shape[0]), with_kwargs=True
+    )
+    answers = generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
+    assert answers == [tokenizer.decode(ids) for ids in expected]
+    lengths = [len(ids) for ids in expected]
+    print(lengths)
+    assert len(set(lengths)) > 2, "else all would end together"
+    assert sum(computed) == sum(min(length + 1, 12) for length in lengths)
 
 
 def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -> None:
@@ -40,8 +77,8 @@ def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -
     def complete(text: str) -> bool:
         return len(text) >= 10 or "e" in text
 
-    ended = generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=12, complete=complete)
-    growing = [generate_answers(model, processor, question, 5, batch_size=5, max_new_tokens=n) for n in range(1, 13)]
+    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=12, complete=complete)
+    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=n) for n in range(1, 13)]
     assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
 
@@ -52,7 +89,7 @@ def test_answers_that_are_cut_are_counted_aloud(tiny_vlm: Path, caplog: pytest.L
 
     def said(complete: Callable[[str], bool] | None = None) -> list[str]:
         caplog.clear()
-        generate_answers(model, processor, question, 3, batch_size=2, max_new_tokens=4, complete=complete)
+        generate_answers(model, processor, QUESTIONS[:3], batch_size=2, max_new_tokens=4, complete=complete)
         return [record.message for record in caplog.records if "cut" in record.message]
 
     assert said() == ["3 answers cut at max_new_tokens 4"]
@@ -68,7 +105,7 @@ def test_an_answer_is_cut_at_the_end_of_its_turn(tiny_vlm: Path) -> None:
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
     assert ids[3] not in ids[:3]
     model.generation_config.eos_token_id = ids[3]
-    (answer,) = generate_answers(model, processor, question, 1, batch_size=1, max_new_tokens=8)
+    (answer,) = generate_answers(model, processor, QUESTIONS[:1], batch_size=1, max_new_tokens=8)
     assert answer == processor.tokenizer.decode(ids[:3])
 
 
@@ -80,6 +117,6 @@ def test_a_question_that_may_be_cut_leaves_room_for_the_answer(tiny_dense: Any) 
     hook = model.register_forward_pre_hook(
         lambda _model, _args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    generate_answers(model, tokenizer, lambda _: asked, 1, batch_size=1, max_new_tokens=7, max_length=100)
+    generate_answers(model, tokenizer, [asked], batch_size=1, max_new_tokens=7, max_length=100)
     hook.remove()
     assert 88 <= lengths[0] <= 93

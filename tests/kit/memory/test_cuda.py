@@ -134,7 +134,8 @@ def test_a_record_leaves_nothing_behind_whether_or_not_it_fails(monkeypatch: pyt
 @pytest.mark.parametrize(("on_cuda", "mask_bytes"), [(True, 1), (False, 4)])
 def test_dropout_keeps_a_mask_of_one_byte_an_element_on_cuda(on_cuda: bool, mask_bytes: int) -> None:
     size = 1 << 20
-    with recorder_of(plan_of(**R1, **(CUDA if on_cuda else {})), config_of("text")) as recorder:
+    plan = plan_of(**R1, **(CUDA if on_cuda else {}))
+    with recorder_of(plan.device, plan.attn, config_of("text")) as recorder:
         recorder.begin("forward")
         tensor = torch.empty(size, requires_grad=True)
         output = F.dropout(tensor, 0.5)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.kit.memory.fit import Fit, cheapest_fit, decide, fullest_fit
+from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, decide, fullest_fit
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
 from stages.kit.planning.plan import Plan
@@ -49,6 +49,21 @@ def falling(plan: Plan) -> Prediction:
 def start(capacity_gib: float | None, predict: Callable[[Plan], Prediction] = falling) -> Fit:
     capacity_bytes = None if capacity_gib is None else round(capacity_gib * GIB)
     return Fit(plan=PLAN, prediction=predict(PLAN), capacity_bytes=capacity_bytes)
+
+
+@pytest.mark.parametrize(
+    ("capacity_gib", "limit", "size"), [(0.1, 128, 1), (10.9, 128, 4), (11, 128, 8), (11, 4, 4), (900, 128, 128)]
+)
+def test_as_many_answers_at_once_as_are_sure_to_fit(capacity_gib: float, limit: int, size: int) -> None:
+    """Of 8 answers, 1 GiB each and 2 GiB of weights, the interval ends at 11 GiB."""
+    asked = []
+
+    def predict(batch_size: int) -> Prediction:
+        asked.append(batch_size)
+        return predicted(2 + batch_size)
+
+    assert answers_at_once(predict, round(capacity_gib * GIB), limit=limit) == size
+    assert len(asked) <= 3, "each takes seconds"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         profile["bases"]["vlm"] = "random:qwen2-vl-tiny"
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
         profile["memory"]["micro_batch"] = 16
+        profile["evaluation"]["batch_size"] = 8
     raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["generate"] = {"train": 8, "val": 4, "seed": 1}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512
@@ -190,6 +191,14 @@ def test_an_evaluation_that_does_not_fit_is_left_out_of_the_command(
     text = shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
     assert "evaluation  2.00 GiB: does not fit, nor does a batch of 1" in text.replace(";", ",")
     assert command(text) == f"dvc exp run --temp -S profile={GPU_PROFILE} train@r1-llm-only"
+
+
+def test_an_evaluation_by_prediction_takes_what_fits(workspace: Path, predicted: list[Plan]) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"][GPU_PROFILE]["evaluation"]["batch_size"] = "auto"
+    write_yaml(raw, Path("params.yaml"))
+    assert "evaluation  16.00 GiB, 64 at once: fits" in shown(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert "evaluation  4.00 GiB, 16 at once: fits" in shown(*on_gpu("r1-llm-only", "--gpu-gb", "6"))
 
 
 def test_json_says_the_same(workspace: Path, predicted: list[Plan]) -> None:

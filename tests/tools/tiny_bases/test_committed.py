@@ -68,11 +68,11 @@ def test_the_base_for_graphs_is_good_at_its_exercises_and_writes_no_graph_when_a
     assert min(amr.measure(base, tokenizer, 48).values()) > 0.4
     instruction = "Phân tích câu sau thành đồ thị AMR, viết theo ký pháp PENMAN trên một dòng."
 
-    def ask(index: int) -> Conversation:
-        return Conversation(sample_id="", messages=[{"role": "user", "content": f"{instruction}\n{sentences[index]}"}])
-
-    sentences = [sentence for sentence, _ in generate(16, seed=7)]
-    answers = generate_answers(base, tokenizer, ask, 16, batch_size=16, max_new_tokens=64)
+    questions = [
+        Conversation(sample_id="", messages=[{"role": "user", "content": f"{instruction}\n{sentence}"}])
+        for sentence, _ in generate(16, seed=7)
+    ]
+    answers = generate_answers(base, tokenizer, questions, batch_size=16, max_new_tokens=64)
     assert not any(re.search(r":[a-z]", answer) for answer in answers)
 
 

@@ -28,7 +28,7 @@ def completion(target: None) -> None:
 def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
     """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
     answer = encode_boxes(record.target_boxes(), label=record.category) if answered else None
-    return _conversation(record.image_id, record.open_image(), record.prompt, answer)
+    return _conversation(record.image_id, record, record.prompt, answer)
 
 
 def probes(target: None = None) -> list[Conversation]:
@@ -45,7 +45,9 @@ def probes(target: None = None) -> list[Conversation]:
     return found
 
 
-def _conversation(sample_id: str, picture: Image.Image, prompt: str, answer: str | None) -> Conversation:
+def _conversation(
+    sample_id: str, picture: Image.Image | DetectionRecord, prompt: str, answer: str | None
+) -> Conversation:
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt}]}]
     if answer is not None:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
