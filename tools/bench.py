@@ -145,7 +145,7 @@ class Bench:
         ]
         rows = {"messages": [each.messages for each in conversations]}
         if conversations[0].images:
-            rows["images"] = [list(each.images) for each in conversations]
+            rows["images"] = [[picture.open_image() for picture in each.images] for each in conversations]
         model, schedule = self.model(plan), plan.schedule
         with tempfile.TemporaryDirectory() as scratch:
             args = SFTConfig(
@@ -196,7 +196,7 @@ def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: 
     samples = load_task(task, "samples")
     plan = resolve_plan(params, recipe, train_samples=SAMPLES)
     schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)
-    plan = replace(plan, quantization="none", loss="all-tokens", schedule=schedule)
+    plan = replace(plan, base_dir=str(base_dir), quantization="none", loss="all-tokens", schedule=schedule)
     return Bench(plan=plan, base_dir=base_dir, samples=samples, records=samples.read_split(folder / dataset, "train"))
 
 
