@@ -42,8 +42,16 @@ from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCo
 from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
-from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, same_inputs, weight_digests
+from stages.kit.models.probes import (
+    changed_modules,
+    probe_logits,
+    relative_deviation,
+    same_inputs,
+    weight_checksums,
+    weight_digests,
+)
 from stages.kit.models.processors import load_processor
+from stages.kit.models.shards import MAX_SHARD_SIZE
 from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.record import read_record
@@ -78,12 +86,12 @@ def main(recipe: str, attempt: int) -> None:
     memory = MemoryLog(device)
     base = load(base_dir)
     memory.loaded()
-    before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
+    before, base_logits = weight_checksums(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
     adapted_logits = probe_logits(adapted, processor, probes)
 
     with published(run_dir / "merged") as merged_dir:
-        merge_trained(adapted).save_pretrained(merged_dir, safe_serialization=True)
+        merge_trained(adapted).save_pretrained(merged_dir, safe_serialization=True, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(merged_dir)
         del base, adapted
 
@@ -91,8 +99,7 @@ def main(recipe: str, attempt: int) -> None:
         memory.loaded()
         merged_logits = probe_logits(merged, processor, probes)
         deviation = relative_deviation(merged_logits, adapted_logits, base_logits)
-        after = weight_digests(merged)
-        changed = changed_modules(before, after)
+        changed = changed_modules(before, weight_checksums(merged))
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
         processor_parity = same_inputs(load_processor(merged_dir, None), processor, probes)
         if not params.leaves_weights(recipe):
@@ -106,7 +113,7 @@ def main(recipe: str, attempt: int) -> None:
         certificate = Certificate(
             recipe=recipe,
             merged_digest=lineage.digest,
-            weights_digest=combined_digest(after),
+            weights_digest=combined_digest(weight_digests(merged)),
             logit_deviation=deviation,
             tolerance=TOLERANCE[plan.precision],
             probes=len(probes),

@@ -29,7 +29,7 @@ from torch.distributed.run import main as torchrun
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.core.lineage import short, verified_lineage, write_lineage
+from stages.core.lineage import read_lineage, short, verified_lineage, write_lineage
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
@@ -85,7 +85,9 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
         expand_segments()
     seed_everything(plan.seed)
     maker = made_by(plan.base_dir.removeprefix("data/"))
-    base_lineage = verified_lineage(Path(plan.base_dir), fix=f"dvc repro -f -s {maker}")
+    # Once for all processes: where the files were changed, the first one ends, and with it the others.
+    read_base = verified_lineage if is_first_process() else read_lineage
+    base_lineage = read_base(Path(plan.base_dir), fix=f"dvc repro -f -s {maker}")
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
     # What a person may have to fix is looked at before the weights, which can take minutes to load.

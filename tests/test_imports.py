@@ -104,3 +104,10 @@ def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}
     reads_params |= {"cython_runtime"}  # ruamel's parser in C
     assert installed <= {"click", "psutil", "stages", *reads_params}
+
+
+def test_a_process_ends_without_looking_for_garbage_in_all_that_it_imported() -> None:
+    # Of the functions that are called in the end, the first comes last.
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import stages"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(result.stdout) > 1000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from stages.core.documents import damaged, problems
 from stages.core.errors import UserError
+from stages.core.threads import map_largest_first
 
 LINEAGE_FILE = "lineage.json"
 
@@ -95,7 +96,7 @@ def folder_digest(folder: Path) -> str:
     files = digested_files(folder)
     if not files:
         raise UserError(f"{folder} is missing or empty")
-    return combined_digest({path.relative_to(folder).as_posix(): file_digest(path) for path in files})
+    return combined_digest({path.relative_to(folder).as_posix(): found for path, found in file_digests(files).items()})
 
 
 def digested_files(folder: Path) -> list[Path]:
@@ -107,6 +108,11 @@ def file_digest(path: Path) -> str:
     """SHA-256 of what it holds."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
+    """The same of many files, read at once."""
+    return map_largest_first(file_digest, {path: path.stat().st_size for path in paths})
 
 
 def combined_digest(files: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from stages.kit.launcher.machine import usable_cores
+from stages.core.threads import usable_cores
 
 CHUNK_BYTES = 2**20
 

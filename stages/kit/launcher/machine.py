@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stages.core.cpu import arithmetic, cpu_model
 from stages.core.provenance import Machine
+from stages.core.threads import usable_cores
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
@@ -53,11 +54,6 @@ def cuda_of_torch() -> str | None:
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     found = re.search(r"^cuda\b[^=]*= *'([^']+)'", path.read_text(encoding="utf-8"), re.MULTILINE) if path else None
     return found[1] if found else None
-
-
-def usable_cores() -> int:
-    """What torch counts when it decides on its threads."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def triton_dir(image: tuple[str, str] | None, repository_dir: Path) -> Path:

@@ -73,7 +73,7 @@ def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
     """
     if not (workspace_dir / "dvc.yaml").exists():
         return []
-    yaml = YAML(typ="safe", pure=True)
+    yaml = YAML(typ="safe")
     entries = yaml.load(workspace_dir / "dvc.yaml")["stages"]
     params = yaml.load(workspace_dir / "params.yaml")
     return [stage for name, entry in entries.items() for stage in _instances(name, entry, params)]

@@ -201,12 +201,13 @@ def _rebuild(stage: str) -> str:
 
 def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Table:
     try:
-        present = pq.read_schema(path).names
-        if missing := [name for name in columns if name not in present]:
-            raise UserError(
-                f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {_rebuild(stage)}"
-            )
-        table = pq.read_table(path, columns=list(dict.fromkeys(columns)))
+        with pq.ParquetFile(path) as file:  # pq.read_table imports pandas
+            present = file.schema_arrow.names
+            if missing := [name for name in columns if name not in present]:
+                raise UserError(
+                    f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {_rebuild(stage)}"
+                )
+            table = file.read(columns=list(dict.fromkeys(columns)))
         table.validate(full=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None

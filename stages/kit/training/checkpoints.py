@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stages.core.errors import UserError
-from stages.core.lineage import file_digest
+from stages.core.lineage import file_digest, file_digests
 from stages.core.publish import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
@@ -74,7 +74,7 @@ class Checkpoints:
         Removes surplus checkpoints, the oldest first. Raises OSError where a file is missing, or the disk is full.
         """
         aside = self.aside(step)
-        files = {name: file_digest(aside / name) for name in sorted(names)}
+        files = {path.name: digest for path, digest in file_digests(aside / name for name in sorted(names)).items()}
         size_bytes = sum((aside / name).stat().st_size for name in files)
         (aside / MANIFEST).write_text(json.dumps({"sha256": files}, indent=2) + "\n", encoding="utf-8")
         for path in (*(aside / name for name in files), aside / MANIFEST, aside):
