@@ -29,7 +29,7 @@ from torch.distributed.run import main as torchrun
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.core.lineage import read_lineage, short, verified_lineage, write_lineage
+from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
@@ -84,10 +84,7 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
     if plan.expandable_segments and plan.device.kind == "cuda":
         expand_segments()
     seed_everything(plan.seed)
-    maker = made_by(plan.base_dir.removeprefix("data/"))
-    # Once for all processes: where the files were changed, the first one ends, and with it the others.
-    read_base = verified_lineage if is_first_process() else read_lineage
-    base_lineage = read_base(Path(plan.base_dir), fix=f"dvc repro -f -s {maker}")
+    base_lineage = read_base(plan.base_dir)
     log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
 
     # What a person may have to fix is looked at before the weights, which can take minutes to load.
@@ -204,6 +201,13 @@ def run_one_process_a_device(plan: Plan, attempt: int, other: str | None) -> Non
         if ended_by := codes & {128 + number for number in ENDING}:
             sys.exit(max(ended_by))
         raise
+
+
+def read_base(base_dir: str) -> Lineage:
+    """The base's lineage. The first process compares it with the files, and where they differ ends, and the others with
+    it. Raises UserError."""
+    read = verified_lineage if is_first_process() else read_lineage
+    return read(Path(base_dir), fix=f"dvc repro -f -s {made_by(base_dir.removeprefix('data/'))}")
 
 
 def is_first_process() -> bool:
