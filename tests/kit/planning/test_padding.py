@@ -29,7 +29,7 @@ VLM = load_config(ROOT / "data/tiny/qwen2-vl")
         (replace(GPU, attn="eager"), "auto", VLM, False, "eager"),
         (replace(GPU, precision="fp16"), "auto", VLM, False, "not every GPU for fp16"),
         (replace(GPU, precision="fp16"), "on", VLM, True, "memory.padding_free"),
-        (PLAN, "auto", VLM, False, "on a CPU"),
+        (PLAN, "auto", VLM, False, "of a CPU"),
         (PLAN, "on", VLM, True, "memory.padding_free"),
         (GPU, "on", Qwen2_5_VLConfig(), False, "no test shows that a qwen2_5_vl"),
         (GPU, "on", Qwen2Config(use_sliding_window=True, max_window_layers=2), False, "sliding_attention"),
