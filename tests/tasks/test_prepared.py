@@ -52,7 +52,8 @@ class Prepared:
         module, target = load_task(self.task, "samples"), "full" if self.task == "amr" else None
         found = module.read_split(self.folder, "val")
         for each in found:
-            module.conversation(each, answered=True, target=target)
+            for picture in module.conversation(each, answered=True, target=target).images:
+                picture.open_image()
         return len(found)
 
     def refusal(self, content: bytes) -> str:
