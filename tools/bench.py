@@ -213,7 +213,7 @@ def results(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[Resu
         ("texts without padding", partial(step_seconds, lambda: texts.training(packed))),
         ("padded", partial(step_seconds, lambda: texts.training(texts.plan))),
     )
-    size, count = 16, 32
+    size, count = 128, 64
     for name, bench in (("pictures", pictures), ("texts", texts)):
         yield compared(
             f"answers to {count} {name}",

@@ -20,7 +20,7 @@ from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.models.load import load_config, see_only
 from stages.kit.models.processors import Processor, encode, load_processor
 from stages.kit.models.trained import load_certified
-from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size
+from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size, read_at_once
 from stages.kit.planning.prediction import Prediction
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,9 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     question = encode(processor, [questions[longest]], padding_side="left", max_length=room)
 
     def predict(size: int) -> Prediction:
-        batch = repeated(question, size)
-        return predict_answers(inference, config, batch, calibration, max_new_tokens=settings.max_new_tokens)
+        batch = repeated(question, read_at_once(size))
+        limits = {"batch_size": size, "max_new_tokens": settings.max_new_tokens}
+        return predict_answers(inference, config, batch, calibration, **limits)
 
     # All of them at once, or the next larger power of two.
     batch_size = answers_at_once(predict, capacity, limit=min(AT_ONCE, 2 * len(questions) - 1))

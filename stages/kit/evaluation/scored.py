@@ -12,6 +12,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
+from stages.kit.planning.ladder import read_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,10 @@ def score_answers(
     answer_s = time.monotonic() - started
     weighed: dict[str, Any] = {}
     if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
-        limits: dict[str, Any] = {"batch_size": answerer.batch_size, "max_length": answerer.settings.max_length}
+        limits: dict[str, Any] = {
+            "batch_size": read_at_once(answerer.batch_size),
+            "max_length": answerer.settings.max_length,
+        }
         answered = [samples.conversation(record, answered=True, target=target) for record in records]
         weighed = {
             "likelihoods": answer_log_likelihoods(

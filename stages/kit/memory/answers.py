@@ -24,24 +24,33 @@ class Inference:
 
 
 def record_answers(
-    inference: Inference, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], *, max_new_tokens: int
+    inference: Inference,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
 ) -> Recording:
-    """One pass over the prompts, as `generate` begins: it keeps keys and values, and one logit each. As a last moment
-    of the same phase, the last token of the longest answers.
+    """One pass over the last questions of a batch, which keeps keys and values, and one logit each, while the other
+    answers are all about to end. As a last moment of the same phase, the last token of answers that are all of full
+    length.
 
-    By then the cache holds prompt and answer, and for an instant one layer's keys twice, as each token is appended
+    By then the cache holds questions and answers, and for an instant one layer's keys twice, as each token is appended
     (transformers' DynamicCache).
 
-    No answer of the batch ends before the others do.
-
-    batch: of the longest prompts, without labels.
+    batch: of the longest questions, without labels, as many as are read at once. batch_size: answers at once.
     """
+    text, prompts, itemsize = config.get_text_config(), batch["input_ids"], DTYPES[inference.precision].itemsize
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    keys_of_an_answer = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # in a layer
     with recorder_of(inference.device, inference.attn, config) as recorder:
         inputs = {name: emptied(tensor) for name, tensor in batch.items()}
         model = new_model(config, precision=inference.precision).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")
         recorder.begin("forward")
+        others = batch_size - len(prompts)
+        recorder.add(2 * text.num_hidden_layers * others * keys_of_an_answer, "activations")
         with torch.inference_mode():
             output = model(**inputs, use_cache=True, logits_to_keep=1)
         recording = recorder.finish()
@@ -50,15 +59,11 @@ def record_answers(
     for storage in recording.storages:
         if storage.budget != "weights" and storage.died is None:
             storage.died = end
-    text, prompts, itemsize = config.get_text_config(), batch["input_ids"], DTYPES[inference.precision].itemsize
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    keys_of_a_layer = (
-        prompts.shape[0] * (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize
-    )
-    # `generate` chooses among fp32 logits, of which it keeps a copy.
-    logits = len(prompts) * text.vocab_size * (itemsize + 2 * torch.float32.itemsize)
+    # The likeliest is chosen among fp32 logits.
+    logits = batch_size * text.vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
+    keys = (2 * text.num_hidden_layers + 1) * batch_size * keys_of_an_answer
     recording.storages += [
-        Storage((2 * text.num_hidden_layers + 1) * keys_of_a_layer, "activations", born=end + 1),
+        Storage(keys, "activations", born=end + 1),
         Storage(logits, "logits", born=end + 2),
     ]
     return recording

@@ -27,6 +27,7 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
+from stages.kit.planning.ladder import read_at_once
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.training.collators import FEATURES, packed
@@ -64,10 +65,11 @@ class MemoryPredictor:
 
     def answers(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
         """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
-        batch = self.batch_of(micro_batch=batch_size)
+        batch = self.batch_of(micro_batch=read_at_once(batch_size))
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
         inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
-        return predict_answers(inference, self.config, prompts, self.calibration, max_new_tokens=max_new_tokens)
+        limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
+        return predict_answers(inference, self.config, prompts, self.calibration, **limits)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
@@ -150,13 +152,14 @@ def predict_answers(
     batch: Mapping[str, torch.Tensor],
     calibration: Calibration,
     *,
+    batch_size: int,
     max_new_tokens: int,
 ) -> Prediction:
     """What answering takes.
 
-    batch: the longest prompts of an evaluation's batch.
+    batch: the longest questions, as many as are read at once. batch_size: answers at once.
     """
-    recording = record_answers(inference, config, batch, max_new_tokens=max_new_tokens)
+    recording = record_answers(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
     phases = recording.peaks()
     phases["load"] = _loaded(phases["load"])
     peaks = Peaks(phases, *_allocator_shares(recording, expandable=False))

@@ -69,6 +69,11 @@ def lowered_batch_size(batch_size: int, attempt: int) -> int | None:
     return batch_size >> attempt or None
 
 
+def read_at_once(batch_size: int) -> int:
+    """Of an evaluation's batch, the questions that are read in one pass."""
+    return max(1, batch_size // 8)
+
+
 def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
     """What each rung of an evaluation changes. With `auto` the stage itself knows where it ends."""
     if batch_size == "auto":

@@ -13,6 +13,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import Processor, encode, load_processor, tokenizer_of
+from stages.kit.planning.ladder import read_at_once
 
 
 def question(index: int) -> Conversation:
@@ -36,7 +37,7 @@ def alone(model: PreTrainedModel, processor: Processor, asked: Conversation, max
     return list(takewhile(lambda token: token not in ends, row[0, length:].tolist()))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [1, 3, 16, 24, 56])
 def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
     processor = load_processor(tiny_vlm, None)
@@ -45,29 +46,32 @@ def test_batches_answer_as_one_by_one(tiny_vlm: Path, batch_size: int) -> None:
     assert generate_answers(model, processor, QUESTIONS, batch_size=batch_size, max_new_tokens=12) == expected
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 24, 72])
 def test_an_answer_leaves_the_batch_as_soon_as_it_has_ended(tiny_dense: Any, batch_size: int) -> None:
-    """No token is computed for an answer that has ended, and the others are not changed by that."""
+    """No token is computed for an answer that has ended; nor is any answer changed by others that come and leave."""
     model, tokenizer = copy.deepcopy(tiny_dense[0]), tiny_dense[1]
     words = ["What", "was", "said", "about", "the", "budget", "It", "agreed"]
     texts = (" ".join(words[(index * step) % len(words)] for index in range(3 + step * 5 % 11)) for step in range(9))
     asked = [Conversation(sample_id="", messages=[{"role": "user", "content": text}]) for text in texts]
     # An end that comes in some of the answers.
     whole = [alone(model, tokenizer, each, 12) for each in asked]
-    model.generation_config.eos_token_id = max((sum(token in ids for ids in whole) % 8, token) for token in range(320))[
-        1
-    ]
+    counts = {token: sum(token in ids for ids in whole) for token in range(320)}
+    model.generation_config.eos_token_id = max(counts, key=lambda token: (counts[token] % 8, token))
     expected = [alone(model, tokenizer, each, 12) for each in asked]
-    computed = []
+    passes: list[tuple[int, int]] = []  # rows and tokens
     model.register_forward_pre_hook(
-        lambda _model, _args, inputs: computed.append(inputs["input_ids"].shape[0]), with_kwargs=True
+        lambda _model, _args, inputs: passes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
     answers = generate_answers(model, tokenizer, asked, batch_size=batch_size, max_new_tokens=12)
     assert answers == [tokenizer.decode(ids) for ids in expected]
     lengths = [len(ids) for ids in expected]
-    print(lengths)
     assert len(set(lengths)) > 2, "else all would end together"
-    assert sum(computed) == sum(min(length + 1, 12) for length in lengths)
+    assert sum(rows for rows, _ in passes) == sum(min(length + 1, 12) for length in lengths)
+    reads = [number for number, (_, tokens) in enumerate(passes) if tokens > 1]
+    steps = [rows for number, (rows, _) in enumerate(passes) if number not in reads]
+    assert all(rows <= batch_size for rows in steps)
+    waiting = [rows for number, (rows, _) in enumerate(passes[: reads[-1]]) if number not in reads]
+    assert all(rows > batch_size - read_at_once(batch_size) for rows in waiting), "a place was left empty"
 
 
 def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -> None:
@@ -77,8 +81,8 @@ def test_each_answer_of_a_batch_ends_as_soon_as_it_is_complete(tiny_vlm: Path) -
     def complete(text: str) -> bool:
         return len(text) >= 10 or "e" in text
 
-    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=12, complete=complete)
-    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=5, max_new_tokens=n) for n in range(1, 13)]
+    ended = generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=12, complete=complete)
+    growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)]
     assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
 
