@@ -52,8 +52,8 @@ class Prepared:
         module, target = load_task(self.task, "samples"), "full" if self.task == "amr" else None
         found = module.read_split(self.folder, "val")
         for each in found:
-            for picture in module.conversation(each, answered=True, target=target).images:
-                picture.open_image()
+            for shown in module.conversation(each, answered=True, target=target).images:
+                shown.open_image()
         return len(found)
 
     def refusal(self, content: bytes) -> str:

@@ -26,7 +26,7 @@ QUANTIZATION_COST = (
 )
 """Introduces the table of merges out of 4 bits."""
 
-_NOT_SETTINGS = {"recipe", "trainable"}
+_NOT_SETTINGS = {"recipe", "trainable", "features_bytes"}
 _MEMORY_KINDS = {
     "cpu_allocated": "tensors on the CPU",
     "cuda_allocated": "tensors on the GPU",
