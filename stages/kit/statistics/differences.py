@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import nctdtrinc, stdtr, stdtrit
+from scipy.special import gammaincinv, nctdtrinc, stdtr, stdtrit
 
 from stages.kit.statistics.intervals import Floats, Interval, Statistic, bootstrap, sample_mean
 
@@ -84,9 +84,15 @@ class Spread:
         sizes = []
         for variance, freedom in self.errors(num_seeds):
             finite = min(freedom, 1e6)
-            needed = float(nctdtrinc(finite, 1 - POWER, float(stdtrit(finite, 1 - alpha / 2))))
-            sizes.append(needed * math.sqrt(variance))
+            sizes.append(_noncentrality(finite, float(stdtrit(finite, 1 - alpha / 2))) * math.sqrt(variance))
         return max(sizes)
+
+
+def _noncentrality(freedom: float, critical: float) -> float:
+    """Of the t distribution that exceeds the critical value in `POWER` of all draws."""
+    if critical > 100:  # its numerator's own spread of 1 hardly counts, and scipy's inverse may take hours
+        return critical * math.sqrt(2 * float(gammaincinv(freedom / 2, POWER)) / freedom)
+    return float(nctdtrinc(freedom, 1 - POWER, critical))
 
 
 @dataclass(frozen=True, kw_only=True)

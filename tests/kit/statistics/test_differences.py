@@ -6,7 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import scipy.stats
+from scipy.special import stdtrit
 
+from stages.kit.statistics import differences
 from stages.kit.statistics.differences import Difference, as_family, difference, holm, score
 from stages.kit.statistics.intervals import Floats, Interval, corpus_f1, perplexity
 
@@ -240,3 +242,17 @@ def test_nonsense_is_refused() -> None:
         difference(np.zeros((1, 0)), np.zeros((1, 0)))
     with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite"):
         difference(np.array([[0.1, np.nan, 0.2]]), np.zeros((1, 3)))
+
+
+def test_far_critical_values_have_a_detectable_difference_too() -> None:
+    """Less than one degree of freedom, as the variance of few samples and two seeds may leave: scipy's inverse does not
+    end there. Where both can be computed they agree."""
+    for freedom in (0.41, 0.39):
+        critical = float(stdtrit(freedom, 1 - 0.025 / 11))
+        found = differences._noncentrality(freedom, critical)
+        draws = np.random.default_rng(0)
+        scales = np.sqrt(draws.chisquare(freedom, 200_000) / freedom)
+        exceeded = (draws.normal(found, 1, 200_000) / scales) > critical
+        assert float(exceeded.mean()) == pytest.approx(differences.POWER, abs=0.01)
+    by_scipy, by_limit = differences._noncentrality(1, 99.9), differences._noncentrality(1, 100.1)
+    assert by_limit / by_scipy == pytest.approx(100.1 / 99.9, rel=1e-3)
