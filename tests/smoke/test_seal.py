@@ -261,9 +261,9 @@ def test_what_a_running_stage_may_do_is_what_the_engine_says_of_it(start: Start,
     assert "size=4g" in host["Tmpfs"]["/tmp"]
     assert told["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
     writable = {mount["Destination"] for mount in told["Mounts"] if mount["RW"]}
-    checkpoints = playground / ".bakeoff/checkpoints/r1-llm-only"
     outputs = ("data/runs/r1-llm-only", "data/report/detection/memory/r1-llm-only")
-    assert writable == {*(str(playground / output) for output in outputs), str(checkpoints), "/run/bakeoff/ready"}
+    kept = (".bakeoff/checkpoints/r1-llm-only", ".bakeoff/features")
+    assert writable == {*(str(playground / path) for path in (*outputs, *kept)), "/run/bakeoff/ready"}
     everything = json.dumps(told)
     assert not any(secret in everything for secret in SECRETS.values())
 
