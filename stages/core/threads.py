@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:
-    """What `work` makes of each item, by item, in the order of `sizes`; raises what it raises of one of them.
+    """The result of `work` for each item, by item, in the order of `sizes`; raises what it raises of one of them.
 
     Large items first: started last, one of them would keep the other threads waiting.
     """

@@ -155,7 +155,7 @@ def predict_answers(
     batch_size: int,
     max_new_tokens: int,
 ) -> Prediction:
-    """What answering takes.
+    """Memory of answering.
 
     batch: the longest questions, as many as are read at once. batch_size: answers at once.
     """
