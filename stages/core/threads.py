@@ -23,5 +23,5 @@ def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K,
 
 
 def usable_cores() -> int:
-    """What torch counts when it decides on its threads."""
+    """Cores that this process may use, as torch counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -125,12 +125,12 @@ class _Rows:
     """Answers under way, one a row."""
 
     numbers: list[int]
-    """Of their questions."""
+    """By row, the number of its question."""
     cache: DynamicCache
     mask: torch.Tensor
     """(B, T), 0 where a row is padded, on the left."""
     positions: torch.Tensor
-    """Of the last tokens: (B, 1), or (axes, B, 1)."""
+    """Positions of the last tokens: (B, 1), or (axes, B, 1)."""
     tokens: torch.Tensor
     """(B, 1): the last ones, which are not in the cache yet."""
 
@@ -181,7 +181,7 @@ class _Rows:
 def _read(model: PreTrainedModel, numbers: list[int], inputs: dict[str, torch.Tensor]) -> _Rows:
     """The questions, and the first token of each answer."""
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    # What a checkpoint's generation_config.json says about sampling or penalties plays no part.
+    # Sampling and penalties of a checkpoint's generation_config.json are ignored.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     output, prepared = model.generate(**inputs, **greedy, max_new_tokens=1, pad_token_id=0, custom_generate=_first_pass)
     cache = prepared["past_key_values"]

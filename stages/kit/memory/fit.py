@@ -95,7 +95,7 @@ def fullest_fit(fit: Fit, predict: Predict) -> Fit:
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
-    """What is to be run: the plan; with `auto` the cheapest change of it that fits; with `fill` the fastest, if any.
+    """The plan to run: as it is; with `auto` the cheapest change of it that fits; with `fill` the fastest, if any.
 
     how: memory.fit. Raises UserError with the budget where nothing of that fits.
     """

@@ -77,9 +77,9 @@ class MemoryPredictor:
         return replace(plan, trainable=asdict(count_trainable(model)))
 
     def with_features(self, plan: Plan, limit_gb: float) -> Plan:
-        """The plan with what its frozen vision tower and projector say of the pictures kept on disk, within a limit.
+        """The plan, with features of pictures kept on disk where vision tower and projector are frozen.
 
-        Not where a tower is sharded: its processes would have to compute each picture together.
+        limit_gb: of their size. Not where a tower is sharded: its processes would compute each picture together.
         """
         frozen = "vision" not in plan.parts.trained() and "projector" not in plan.parts.trained()
         longest = self.batch_of(micro_batch=1)
@@ -215,7 +215,7 @@ def _peaks(plan: Plan, recording: Recording) -> Peaks:
 
 
 def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
-    """What torch's allocator hands out, and what it takes from the device, relative to what is asked of it."""
+    """Bytes that torch's allocator hands out, and that it takes from the device, relative to those asked of it."""
     if not recording.cuda or not recording.storages:
         return 1.0, 1.0
     asked = max(peak.total() for peak in recording.peaks().values())

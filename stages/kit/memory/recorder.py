@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> Iterator[Recorder]:
-    """What is done within it is recorded as the device would do it, without weights."""
+    """Records what is done within it, as the device would do it, without weights."""
     on_cuda = device.kind == "cuda"
     with ExitStack() as stack:
         if on_cuda:
