@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor
+from stages.kit.planning.faster import made_faster
 from stages.kit.planning.memory_record import write_memory_record
-from stages.kit.planning.padding import without_padding
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
@@ -55,9 +54,9 @@ def main(recipe: str) -> None:
     predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
     plan = predict.with_features(predict.counted(plan), memory.features_gb)
-    padding_free, why = without_padding(plan, memory.padding_free, config)
-    plan = replace(plan, padding_free=padding_free)
-    log.info("micro-batches are %s, %s", "without padding" if padding_free else "padded", why)
+    plan, chosen = made_faster(plan, memory, config)
+    for line in chosen:
+        log.info("%s", line)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
     fit = decide(fit, predict, memory.fit)
     settings = params.active.evaluation

@@ -40,6 +40,7 @@ from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.load import expand_segments, load_config, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.placement import balanced_gpus, process_mesh, shard
@@ -51,7 +52,7 @@ from stages.kit.training.checkpoints import checkpoints_dir, digest_of, kept_che
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import features_dir, kept_features, use_features
 from stages.kit.training.fingerprint import identity_of
-from stages.kit.training.fused_loss import prepare_fused_loss
+from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
 from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
 from stages.kit.training.record import TrainingRecord, write_record, write_trace
@@ -109,6 +110,7 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     repository = Path(os.environ.get("DVC_ROOT", "."))
 
+    require_fused_kernels(plan, loss_kernels)
     memory = MemoryLog(plan.device, plan.placement)
     model = load_for_training(plan)
     memory.loaded()
@@ -120,6 +122,7 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
             checkpoints_dir(repository, recipe), identity, keep=params.checkpoints.keep, owner=is_first_process()
         ) as checkpoints,
         kept_features(features_dir(repository), plan, identity) as features,
+        fused_kernels(model, used=plan.fused_kernels),
         published(run_dir / "training", keep=is_first_process()) as training_dir,
         published(run_dir / "trained", keep=is_first_process()) as trained_dir,
         tempfile.TemporaryDirectory() as scratch,

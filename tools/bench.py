@@ -39,6 +39,7 @@ from stages.core.params.schema import DeviceParams, GenerateParams, Params
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.load import load_model
 from stages.kit.models.parts import apply_recipe, lora_config
 from stages.kit.models.processors import load_processor
@@ -129,7 +130,10 @@ class Bench:
             options: dict[str, Any] = {"callbacks": [], "scratch_dir": Path(scratch), "report_to": "none"}
             trainer = make_trainer(plan, model=model, processor=processor, collator=collator, **options)
             trainer.remove_callback(trainer.rehearsal)
-            with kept_features(features or Path(scratch), plan, {}) as folder:
+            with (
+                fused_kernels(model, used=plan.fused_kernels),
+                kept_features(features or Path(scratch), plan, {}) as folder,
+            ):
                 if folder is not None:
                     use_features(trainer, collator, folder, limit_gb=1000)
                 yield trainer
@@ -213,6 +217,13 @@ def results(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[Resu
         ("texts without padding", partial(step_seconds, lambda: texts.training(packed))),
         ("padded", partial(step_seconds, lambda: texts.training(texts.plan))),
     )
+    if texts.plan.device.kind == "cuda":
+        fused = replace(texts.plan, fused_kernels=True)
+        yield compared(
+            "a step",
+            ("Liger's kernels", partial(step_seconds, lambda: texts.training(fused))),
+            ("torch's", partial(step_seconds, lambda: texts.training(texts.plan))),
+        )
     size, count = 128, 64
     for name, bench in (("pictures", pictures), ("texts", texts)):
         yield compared(

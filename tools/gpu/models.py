@@ -16,12 +16,13 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParams
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.memory.step import one_batch_trainer
+from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config, new_model, resolve_attention
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.plan import Plan, Schedule
-from stages.kit.training.fused_loss import prepare_fused_loss
+from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
 from stages.kit.training.trainer import RecipeTrainer
 from tools.gpu.device import Kind
 from tools.gpu.pieces import Recipe, Setting
@@ -72,6 +73,7 @@ def plan_of(setting: Setting, device: Kind) -> Plan:
         quantization=setting.quantization,
         may_quantize=False,
         attn=setting.attn,
+        fused_kernels=setting.fused_kernels and device == "cuda",
         gradient_checkpointing=setting.checkpointing,
         optimizer=setting.optimizer,
         dataloader_workers=0,
@@ -108,8 +110,10 @@ def random_trainer(
 
     Raises UserError where the loss would not run the kernels that are predicted.
     """
-    if plan.device.kind == "cuda" and prepare_fused_loss(plan.device) != "triton":
+    loss_kernels = prepare_fused_loss(plan.device)
+    if plan.device.kind == "cuda" and loss_kernels != "triton":
         raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
+    require_fused_kernels(plan, loss_kernels)
     model = random_model(plan, config)
     gc.collect()
     if plan.device.kind == "cuda":
@@ -117,7 +121,7 @@ def random_trainer(
     adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     schedule = replace(plan.schedule, num_steps=num_steps, train_samples=plan.schedule.effective_batch * num_steps)
     plan = replace(plan, schedule=schedule)
-    with tempfile.TemporaryDirectory() as scratch_dir:
+    with tempfile.TemporaryDirectory() as scratch_dir, fused_kernels(adapted, used=plan.fused_kernels):
         yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch, Path(scratch_dir))
 
 

@@ -143,6 +143,7 @@ class Setting:
     checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch_fused"
     attn: Attention = "sdpa"
+    fused_kernels: bool = True
     max_length: int = 2048
     max_pixels: int = 1003520
 
@@ -153,6 +154,7 @@ class Setting:
             *(self.geometry, self.recipe, self.quantization, self.precision),
             *(f"x{self.micro_batch} of {self.max_length:,}", self.optimizer, self.attn),
             "" if self.checkpointing else "not checkpointed",
+            "" if self.fused_kernels else "torch's kernels",
         )
         return " ".join(word for word in words if word not in ("", "none", "adamw_torch_fused", "sdpa"))
 
@@ -166,6 +168,7 @@ SETTINGS: dict[Kind, tuple[Setting, ...]] = {
         Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2),
         Setting("qwen2-vl-7b", "r2", micro_batch=2),
         Setting("qwen2-vl-7b", "r4", **_NF4, micro_batch=2),
+        Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2, fused_kernels=False),
         Setting("qwen2-vl-7b", "r1", micro_batch=2, attn="flash_attention_2"),
         # A picture of 1 MP is 1,280 tokens; question and answer have some hundred more.
         Setting("qwen2-vl-2b", "r1", **_NF4, micro_batch=4, max_length=1408),
@@ -182,6 +185,7 @@ SETTINGS: dict[Kind, tuple[Setting, ...]] = {
         Setting("qwen2.5-7b", "lora", micro_batch=1, max_length=256),
         # As others publish it: full sequences of 4,096 tokens.
         Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096),
+        Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096, fused_kernels=False),
         Setting("qwen2.5-7b", "lora", **_NF4, checkpointing=False),
         Setting("qwen1.5-moe-a2.7b", "attention-lora"),
         Setting("qwen1.5-moe-a2.7b", "full"),

@@ -21,9 +21,9 @@ from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor
 from stages.kit.planning.disk import DiskUse, disk_use
+from stages.kit.planning.faster import made_faster
 from stages.kit.planning.ladder import lowered_batch_size, settings
 from stages.kit.planning.memory_record import in_gib
-from stages.kit.planning.padding import without_padding
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
 from stages.kit.training.collators import ConversationCollator
@@ -108,8 +108,7 @@ class Previews:
         # The base of a recipe that continues another is not made yet.
         plan = predictor.counted(replace(plan, base_dir=str(base.config_dir)))
         plan = predictor.with_features(plan, params.active.memory.features_gb)
-        padding_free, _ = without_padding(plan, params.active.memory.padding_free, config)
-        plan = replace(plan, padding_free=padding_free)
+        plan, _ = made_faster(plan, params.active.memory, config)
         return Preview(plan=plan, base=base, predictor=predictor, disk=disk_use(plan, params), batch=batch)
 
     def _judge(self, name: str, memory_gb: float | None) -> Judged:

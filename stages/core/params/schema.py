@@ -17,6 +17,7 @@ PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
 Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
+Kernels = Literal["auto", "off"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -108,6 +109,8 @@ class MemoryParams:
     padding_free: PaddingFree = "auto"
     """Whether the samples of a micro-batch lie behind one another in one row, without padding: where that is faster, or
     wherever it computes the same."""
+    kernels: Kernels = "auto"
+    """Whether norms, gated products and rotations run by Liger's kernels on a GPU, which round differently."""
     gradient_checkpointing: bool = False
     optimizer: Optimizer = "adamw_torch"
     expandable_segments: bool = False

@@ -18,10 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.memory.cuda import MULTIPROCESSORS
 from stages.kit.memory.recorder import Recorder, emptied, recorder_of
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
+from stages.kit.memory.stand_in_kernels import stand_in_kernels
 from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.load import DTYPES, new_model, resolve_attention
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.placement import local, shard
@@ -65,6 +68,8 @@ def record_step(
 
             model = quantize_nf4(model, here.precision)
         model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+        stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
+        stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.device.kind == "cuda" else 1))
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())
             shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))

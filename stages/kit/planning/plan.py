@@ -78,6 +78,8 @@ class Plan:
     attn: Attention
     padding_free: bool = False
     """Whether the samples of a micro-batch lie behind one another in one row, without padding (planning/padding.py)."""
+    fused_kernels: bool = False
+    """Whether norms, gated products and rotations run by Liger's kernels (models/fused_kernels.py)."""
     gradient_checkpointing: bool
     optimizer: Optimizer
     expandable_segments: bool = False

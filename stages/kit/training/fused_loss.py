@@ -1,4 +1,5 @@
-"""TRL's fused loss on GPUs: its kernels are launched where their tensors lie, and a compiler is not needed.
+"""TRL's fused loss on GPUs: its kernels are launched where their tensors lie, and a compiler is not needed. A plan's
+fused kernels, which are Triton's too, do need one.
 
 On CUDA the loss scores tiles of logits by Triton's kernels (trl/kernels/chunked_logprob.py). Triton launches a kernel
 on the current device, wherever its tensors lie, and needs a C compiler for the code that launches it.
@@ -15,7 +16,11 @@ import torch
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
+from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.kit.models.fused_kernels import refuse_wrong_kernels
+from stages.kit.models.load import DTYPES, local_device
+from stages.kit.planning.plan import Plan
 from stages.kit.training.compiler import compiler_problem
 
 log = logging.getLogger("stages")
@@ -38,6 +43,17 @@ def prepare_fused_loss(device: DeviceParams) -> LossKernels:
         return "torch"
     launch_where_tensors_are()
     return "triton"
+
+
+def require_fused_kernels(plan: Plan, loss_kernels: LossKernels) -> None:
+    """Raises UserError where the plan is for Liger's kernels and they do not run here, or compute something else."""
+    if plan.fused_kernels and loss_kernels != "triton":
+        raise UserError(
+            "the plan is for Liger's kernels, which Triton compiles; the log says above what that lacks. Install it, "
+            f"or plan without: profiles.{plan.profile}.memory.kernels: off"
+        )
+    if plan.fused_kernels:
+        refuse_wrong_kernels(local_device(plan.device), DTYPES[plan.precision])
 
 
 def driver_problem() -> str | None:

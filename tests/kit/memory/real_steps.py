@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from stages.core.params.schema import DeviceParams, LoraParams
 from stages.kit.memory.step import forget_accelerator, from_features
 from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.placement import local, process_mesh, shard, whole
 from stages.kit.models.trained import trained_tensors
@@ -139,7 +140,7 @@ def measured_bytes(model_name: str, plan: Plan, scratch_dir: Path, mesh: DeviceM
             module.set_custom_all_gather(PlainAllGather())
             module.set_custom_reduce_scatter(PlainReduceScatter())
     held = [*map(local, trainer.model.parameters()), *trainer.model.buffers(), *quantization_tensors(trainer.model)]
-    with cpu_peak([*batch.values(), *held]) as peak:
+    with fused_kernels(trainer.model, used=plan.fused_kernels), cpu_peak([*batch.values(), *held]) as peak:
         trainer.train()
     return peak.size_bytes
 

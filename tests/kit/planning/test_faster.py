@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2M
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.models.load import load_config
+from stages.kit.planning.faster import with_fused_kernels, without_padding
 from stages.kit.planning.ladder import rungs
-from stages.kit.planning.padding import without_padding
 from stages.kit.planning.plan import Plan, resolve_plan
 from tests import ROOT
 
@@ -43,5 +43,24 @@ def test_a_plan_says_whether_it_pads_and_why(
     assert why in said
 
 
-def test_it_stays_so_on_every_rung_of_the_ladder() -> None:
-    assert all(plan.padding_free for plan in rungs(replace(GPU, padding_free=True)))
+@pytest.mark.parametrize(
+    ("plan", "wanted", "config", "chosen", "why"),
+    [
+        (GPU, "auto", VLM, True, "is a GPU"),
+        (GPU, "off", VLM, False, "memory.kernels"),
+        (PLAN, "auto", VLM, False, "need a GPU"),
+        (GPU, "auto", Qwen2_5_VLConfig(), False, "no test shows that a qwen2_5_vl"),
+    ],
+)
+def test_a_plan_says_which_kernels_it_takes_and_why(
+    plan: Plan, wanted: Any, config: PreTrainedConfig, chosen: bool, why: str
+) -> None:
+    found, said = with_fused_kernels(plan, wanted, config)
+    assert found == chosen
+    assert why in said
+
+
+def test_they_stay_so_on_every_rung_of_the_ladder() -> None:
+    lower = list(rungs(replace(GPU, padding_free=True, fused_kernels=True)))
+    assert len(lower) > 1
+    assert all(plan.padding_free and plan.fused_kernels for plan in lower)

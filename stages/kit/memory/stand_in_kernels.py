@@ -1,0 +1,89 @@
+"""What stands in for Liger's kernels where a step is recorded: the same tensors, kept as long, and nothing computed.
+
+Without a GPU neither Triton nor Liger need be installed. From liger_kernel/ops/{rms_norm,swiglu,rope}.py, 0.8.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from stages.kit.models import fused_kernels
+
+
+@contextmanager
+def stand_in_kernels(multiprocessors: int) -> Iterator[None]:
+    """Within it, models that are to compute by fused kernels allocate what those would.
+
+    multiprocessors: of the GPU; as many sums of a norm's weight are added up at once.
+    """
+
+    def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, _eps: float) -> torch.Tensor:
+        return _RMSNorm.apply(hidden, weight, multiprocessors)
+
+    with patch.multiple(fused_kernels, rms_norm=rms_norm, gated=_Gated.apply, rotated=_rotated):
+        yield
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        factors = torch.empty(hidden.shape[:-1], dtype=torch.float32, device=hidden.device)
+        ctx.save_for_backward(hidden, weight, factors)
+        ctx.multiprocessors = multiprocessors
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _hidden, weight, _factors = ctx.saved_tensors
+        by_hidden, by_weight = torch.empty_like(gradient.contiguous()), None
+        if ctx.needs_input_grad[1]:
+            sums = torch.empty(ctx.multiprocessors, len(weight), dtype=torch.float32, device=weight.device)
+            by_weight = sums.sum(dim=0).to(weight.dtype)
+        return by_hidden, by_weight, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _in_place(query), _in_place(key)
+
+    @staticmethod
+    @once_differentiable
+    def backward(_ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _in_place(by_query), _in_place(by_key), None, None
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Rotated.apply(query, key, cos, sin)
+
+
+def _in_place(states: torch.Tensor) -> torch.Tensor:
+    """(B, heads, L, D), a view of what a projection left, or of a copy where that was none."""
+    return states.transpose(1, 2).contiguous().transpose(1, 2)
