@@ -185,14 +185,18 @@ def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
 def run_one_process_a_device(plan: Plan, attempt: int, other: str | None) -> None:
     """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
-    Raises OutOfMemory where a worker did. Where the kernel killed one, this ends as a killed process does; also where
-    they were asked to end, once they have saved their work.
+    Over several nodes this runs on each of them, and whoever starts it there says by torchrun's own variables which
+    node it is and where the first one is. Raises UserError where nobody did, OutOfMemory where a worker did. Where the
+    kernel killed one, this ends as a killed process does; also where they were asked to end, once they have saved.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_S)  # torchrun's own, 30 s, may not suffice to save
     asked = ",".join(number.name for number in handled_signals())
+    if plan.device.nodes > 1 and not {"PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"} <= os.environ.keys():
+        raise UserError(f"a training over {plan.device.nodes} nodes is started on each of them: BAKEOFF_PLACE=slurm")
+    nodes = ["--standalone"] if plan.device.nodes == 1 else [f"--nnodes={plan.device.nodes}"]
     worker = ["stages.train", plan.recipe, "--attempt", str(attempt), *(["--same-as", other] if other else [])]
     try:
-        torchrun(["--standalone", f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
+        torchrun([*nodes, f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
     except SignalException as request:
         sys.exit(128 + request.sigval)
     except ChildFailedError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -349,6 +350,29 @@ def test_two_processes_share_the_effective_batch(workspace: Path, placement: str
         torch.testing.assert_close(tensor, alone[name], rtol=0, atol=2e-5)
     assert verified_lineage(run_dir / "trained", fix="").name == recipe
     done("merge", recipe)
+
+    raw["profiles"]["tiny"]["device"] |= {"count": 1, "nodes": 2}
+    write_params(raw)
+    done("plan", recipe)
+    assert "a training over 2 nodes is started on each of them" in refused("train", recipe)
+    before = (run_dir / "trained" / weights).read_bytes()
+    (run_dir / "trained" / weights).unlink()
+    environment |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [
+        subprocess.Popen(command, env={**environment, "PET_NODE_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    logs = [node.communicate()[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], logs
+    assert [log.count(f"trained {recipe}") for log in logs] == [1, 0]
+    assert (run_dir / "trained" / weights).read_bytes() == before
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        port: int = listening.getsockname()[1]
+        return port
 
 
 @pytest.fixture

@@ -121,8 +121,9 @@ def _profile_problems(here: str, profile: ProfileParams) -> Problems:
         yield f"{here}.memory.optimizer", "an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
     if memory.placement == "sharded" and memory.quantization != "none":
         yield f"{here}.memory.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
-    if (device.count > 1) != (memory.placement != "single"):
-        yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}"
+    if (device.total > 1) != (memory.placement != "single") or (device.nodes > 1 and memory.placement == "balanced"):
+        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
+        yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}{nodes}"
     if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
         yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room to ask"
     if evaluation.batch_size == "auto" and device.kind == "cuda" and device.memory_gb is None:

@@ -36,13 +36,20 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
     count: Annotated[int, Field(ge=1, le=256)] = 1
-    """How many devices one training run uses, each by a process of its own where training is spread."""
+    """How many devices of a machine one training run uses, each by a process of its own where training is spread."""
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """On how many machines, each with `count` of them (docs/cluster.md)."""
     memory_gb: Rate | None = None
     """Memory of one device in GB. None on a CPU: this machine's own counts then. The processes of a CPU share it."""
 
+    @property
+    def total(self) -> int:
+        """Devices of all machines."""
+        return self.count * self.nodes
+
     def one(self) -> DeviceParams:
         """A single one of them: what merging and evaluation use."""
-        return replace(self, count=1)
+        return replace(self, count=1, nodes=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -166,7 +166,7 @@ def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
     if cheapest.prediction.total_bytes - shared_out > cheapest.capacity_bytes:
         return None  # what every process needs for itself is too much already
     for count in MORE_DEVICES:
-        if count > plan.device.count and (over_more := sharded_over(plan, count)) is not None:
+        if count > plan.device.total and (over_more := sharded_over(plan, count)) is not None:
             fit = replace(cheapest, plan=over_more, prediction=predict(over_more), changes=())
             if fit.verdict == "fits":
                 return fit

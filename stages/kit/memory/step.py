@@ -72,7 +72,7 @@ def record_step(
         stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.device.kind == "cuda" else 1))
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())
-            shard(model, here, stack.enter_context(pretended_processes(plan.device.count)))
+            shard(model, here, stack.enter_context(pretended_processes(plan.device.total)))
         trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
         _label_parameters(model, recorder)
         if gpus is not None:

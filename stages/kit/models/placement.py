@@ -63,7 +63,7 @@ def gpu_of(name: str, gpus: Mapping[str, int]) -> int | None:
 
 def process_mesh(plan: Plan) -> DeviceMesh:
     """All processes of the training, in a row. Starts their group where there is none yet."""
-    return init_device_mesh(plan.device.kind, (plan.device.count,))
+    return init_device_mesh(plan.device.kind, (plan.device.total,))
 
 
 def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> None:

@@ -84,7 +84,7 @@ def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
 
 def settings(plan: Plan) -> dict[str, str]:
     """What the ladder may change, as text."""
-    placement = {"placement": f"{plan.placement} over {plan.device.count}"} if plan.placement in DATA_PARALLEL else {}
+    placement = {"placement": f"{plan.placement} over {plan.device.total}"} if plan.placement in DATA_PARALLEL else {}
     return placement | {
         "micro_batch": str(plan.schedule.micro_batch),
         "grad_accumulation": str(plan.schedule.grad_accumulation),
@@ -110,7 +110,7 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
     if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
         return None
     schedule = replace(plan.schedule, grad_accumulation=plan.schedule.effective_batch // at_once)
-    device = replace(plan.device, count=count)
+    device = replace(plan.device, count=count, nodes=1)
     return replace(plan, placement="sharded", device=device, schedule=schedule, features_bytes=0)
 
 

@@ -144,7 +144,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
 def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
-    replicas = profile.device.count if memory.placement in DATA_PARALLEL else 1
+    replicas = profile.device.total if memory.placement in DATA_PARALLEL else 1
     at_once = memory.micro_batch * replicas
     if recipe.effective_batch % at_once:
         raise UserError(
