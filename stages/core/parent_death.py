@@ -31,16 +31,17 @@ def end_with_parent() -> Callable[[], None] | None:
     return ask
 
 
-def end_with_own_parent(parent: int | None = None) -> None:
+def end_with_own_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
     """The same for this process and whoever started it. Does nothing where unsupported.
 
     parent: its process id, where somebody saw it earlier: if it is another's child by now, this process ends.
+    number: the signal that this process gets.
     """
     prctl = _prctl()
     if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(_PR_SET_PDEATHSIG, number)
         if parent is not None and os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
 
 def _prctl() -> Callable[[int, int], int] | None:

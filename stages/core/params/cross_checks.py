@@ -18,6 +18,12 @@ from stages.core.params.schema import (
     recipe_of,
 )
 
+OWN_JOB_OPTIONS = (
+    *("array", "batch", "bcast", "chdir", "error", "export", "get-user-env", "input", "job-name", "no-requeue"),
+    *("open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
+)
+"""Of sbatch: what a job is found by, runs and writes to."""
+
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and what is wrong there."""
 
@@ -53,6 +59,12 @@ def _top_problems(params: Params) -> Problems:
         yield "profile", f"no profile is called {params.profile!r}{nearest(params.profile, params.profiles)}"
     if params.scored == "selection" and not params.data.selection:
         yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
+    for kind in ("cpu", "gpu"):
+        for option in getattr(params.slurm, kind).options:
+            name = option.removeprefix("--").partition("=")[0]
+            # sbatch takes the beginning of an option's name for it.
+            if any(own.startswith(name) or name.startswith(own) for own in OWN_JOB_OPTIONS):
+                yield f"slurm.{kind}.options", f"{option} is for the launcher to set, or not to be set"
 
 
 def _unknown_names(here: str, subject: RecipeParams | BaselineParams, params: Params) -> Problems:

@@ -28,6 +28,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 """No dots: DVC takes the path to a parameter apart at them. Folders are called so, which may not be much longer."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
+SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
+"""Of a partition or an account; several partitions, apart by commas."""
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -161,6 +163,8 @@ class ProfileParams:
     learning_rate_scale: Rate = 1.0
     """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    place: Literal["here", "slurm"] = "here"
+    """Where its stages run: on this machine, or each as a job of Slurm. BAKEOFF_PLACE comes first."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -337,6 +341,34 @@ class CheckpointParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class JobParams:
+    """What a job asks Slurm for, beside the GPUs and processor cores, which follow from the profile."""
+
+    partition: SlurmName | None = None
+    """Null: Slurm's default; likewise `account` and `minutes`."""
+    account: SlurmName | None = None
+    minutes: Positive | None = None
+    """Limit of one job. A training that takes longer takes several."""
+    memory_gb: Rate | None = None
+    """Of the host. Null: what the recipe's plan says."""
+    options: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]*$")], ...] = ()
+    """More of sbatch's long options, e.g. `--constraint=a100`; they win over those of the fields above."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class SlurmParams:
+    """Jobs of Slurm. No result depends on them."""
+
+    cpu: JobParams = Field(default_factory=JobParams)
+    """Of stages without a GPU."""
+    gpu: JobParams = Field(default_factory=JobParams)
+    """Of stages with one."""
+    save_seconds: Annotated[int, Field(ge=1, le=65535)] = 180
+    """How long before its time is over a training is asked to save; Slurm may ask a minute earlier. At most Slurm's
+    own limit."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class Params:
     profile: Name
     seed: Seed = 42
@@ -347,6 +379,7 @@ class Params:
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)
     models: ModelParams = Field(default_factory=ModelParams)
+    slurm: SlurmParams = Field(default_factory=SlurmParams)
     baselines: dict[Name, BaselineParams]
     recipes: dict[Name, RecipeParams]
     builds: dict[Name, BuildParams] = Field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,8 +18,19 @@ KEPT_LINES = 30
 """Lines remembered, of the last commands; several may run side by side."""
 
 
-def dvc_process(pid: int) -> tuple[str, list[str]]:
-    """(what tells a process from every other one of this machine, its command line); empty where that is unknown."""
+DVC_VARIABLE = "BAKEOFF_DVC"
+"""In a job, what `dvc_process` found on the machine that it was submitted from."""
+
+
+def dvc_process(caller: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(what tells the dvc that runs the launcher from every other process, its command line); empty where unknown.
+
+    caller: the launcher's environment.
+    """
+    if DVC_VARIABLE in caller:
+        process, command_line = json.loads(caller[DVC_VARIABLE])
+        return process, command_line
+    pid = caller_pid()
     try:
         process = psutil.Process(pid)
         return f"{pid} {process.create_time():.2f}", process.cmdline()

@@ -2,17 +2,18 @@
 
 DVC names the stage that it runs in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its commands unquoted, so
 one from a stranger's params.yaml would be run by its shell.
-Reads BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the environment that the stage is to inherit parts
-of. Its exit code is the stage's, or the engine's own where that could not start it (125 to 127). A stage that ran out
-of memory is started anew, one rung of its ladder further down; any other failure is final. Imports nothing heavy: every
-stage waits for it.
+Reads BAKEOFF_PLACE (default: the profile's), BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the
+environment that the stage is to inherit parts of. Its exit code is the stage's, or the engine's own where that could
+not start it (125 to 127). A stage that ran out of memory is started anew, one rung of its ladder further down; any
+other failure is final. Imports nothing heavy: every stage waits for it.
 """
 
 import os
 import re
+import signal
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import click
 from stages.core.dvc_cache import cache_dir
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.load import load_params
-from stages.core.params.schema import DeviceParams, Params
+from stages.core.params.schema import Params
 from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
@@ -30,9 +31,12 @@ from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time,
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import triton_dir
+from stages.kit.launcher.needs import gpus_wanted, hub_cache, kept_dirs, repository_dir, source_dir, source_of
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, stage_of_command
+from stages.kit.launcher.places import runs_in_slurm, stage_job
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
+from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
@@ -48,24 +52,29 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
-    if "DVC_STAGE" not in os.environ:
-        sys.exit(launch(stage, args, command_line=(), say_once=say))
-    # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
-    # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
-    end_with_own_parent(caller_pid())
-    process, command_line = dvc_process(caller_pid())
+    by_dvc, in_job = "DVC_STAGE" in os.environ, JOB_VARIABLE in os.environ
+    if by_dvc and not in_job:
+        # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
+        # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
+        end_with_own_parent(caller_pid())
+    process, command_line = dvc_process(os.environ) if by_dvc else ("", [])
+    args = args or item_of(os.environ.get("DVC_STAGE", ""))
 
     def say_once(line: str) -> None:
-        if first_time(process, line, repository_dir(os.environ) / ".bakeoff/said"):
+        if not by_dvc or first_time(process, line, repository_dir(os.environ, WORKSPACE_DIR) / ".bakeoff/said"):
             say(line)
 
-    try:
-        args = args or item_of(os.environ["DVC_STAGE"])
-        code = launch(stage, args, command_line=command_line, say_once=say_once)
-    except UserError as error:
-        error.show()
-        code = error.exit_code
-    if code != 0 and (back := params_left(command_line, os.environ, WORKSPACE_DIR)):
+    def run() -> int:
+        try:
+            return launch(stage, args, command_line=command_line, say_once=say_once)
+        except UserError as error:
+            error.show()
+            return error.exit_code
+
+    if in_job:
+        sys.exit(run_inside_job(stage, args, run, workspace_dir=WORKSPACE_DIR, say=say))
+    code = run()
+    if by_dvc and code != 0 and (back := params_left(command_line, os.environ, WORKSPACE_DIR)):
         say(back)
     sys.exit(code)
 
@@ -76,11 +85,17 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     command_line: of the DVC that runs the stage; empty without one.
     say_once: says what is the same for all stages of one command.
     """
-    name, by_dvc, repository = args[0] if args else "", "DVC_STAGE" in os.environ, repository_dir(os.environ)
+    name, by_dvc, repository = (
+        args[0] if args else "",
+        "DVC_STAGE" in os.environ,
+        repository_dir(os.environ, WORKSPACE_DIR),
+    )
     refuse_links_out(repository, (".bakeoff/gpus",))
     name_open_paths(repository, say_once)
     params = load_params(WORKSPACE_DIR / "params.yaml")
-    device, visible = params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if runs_in_slurm(stage, os.environ, params):
+        return run_as_job(stage, args, params)
+    in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
     engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
     engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=device.kind, say=say_once)
     refuse_online_tracking(stage, engine, params)
@@ -92,7 +107,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     if declared is not None:
         refuse_undeclared(declared, stage, name, params)
     source = source_of(stage, name, params)
-    if source and by_dvc:
+    if source and by_dvc and not in_job:  # the job that downloads has no GPU, and others will
         in_container = engine.image is not None
         refuse_download_without_gpus(
             source, params, stages, command_line=command_line, in_container=in_container, visible=visible
@@ -102,7 +117,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
             gpus_wanted(stage, device),
-            locks_dir=repository / ".bakeoff/gpus",
+            # Slurm gives each of its GPUs to one job; a lock would not be seen on every network file system.
+            locks_dir=None if in_job else repository / ".bakeoff/gpus",
             holder=" ".join((stage, *args)),
             visible=visible,
             say=say,
@@ -118,7 +134,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             args=args,
             declared=declared,
             workspace_dir=WORKSPACE_DIR,
-            source_dir=source_dir(source),
+            source_dir=source_dir(source, WORKSPACE_DIR),
             network=source.startswith("hub:"),
             kept_dirs=(*own_dirs.values(), *kept_dirs(stage, name, params, repository)),
             gpus=tuple(gpu.uuid for gpu in gpus),
@@ -138,6 +154,33 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
+
+
+def run_as_job(stage: str, args: tuple[str, ...], params: Params) -> int:
+    """Run a stage as a job of Slurm, whose launcher does what follows, and return its exit code.
+
+    Raises UserError where it cannot run, or is not to be waited for in vain.
+    """
+    name, by_dvc = args[0] if args else "", "DVC_STAGE" in os.environ
+    stages = declared_stages(WORKSPACE_DIR)
+    declared = stage_of_command(stages, stage, args)
+    assert declared is not None
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
+    refuse_undeclared(declared, stage, name, params)
+    job = stage_job(
+        stage,
+        args,
+        declared,
+        params,
+        inputs=recorded_inputs(WORKSPACE_DIR, stages, declared),
+        workspace_dir=WORKSPACE_DIR,
+        caller=os.environ,
+        say=say,
+    )
+    if by_dvc:
+        # The end of dvc is no request to end the job.
+        end_with_own_parent(caller_pid(), signal.SIGHUP)
+    return job.run()
 
 
 def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:
@@ -229,7 +272,7 @@ def refuse_full_disk(stage: str, name: str, params: Params) -> None:
     plan = read_plan(name, runs_dir=runs_dir)
     if not plan.trainable:
         return
-    use, saved_dir = disk_use(plan, params), checkpoints_dir(repository_dir(os.environ), name)
+    use, saved_dir = disk_use(plan, params), checkpoints_dir(repository_dir(os.environ, WORKSPACE_DIR), name)
     if stage == "merge":
         needed = use.merged_bytes
         kept = needed * use.keeps_merged
@@ -296,48 +339,6 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
 
 def say(line: str) -> None:
     click.echo(f"launcher: {line}", err=True)
-
-
-def gpus_wanted(stage: str, device: DeviceParams) -> int:
-    """Training takes the devices of the profile, what holds one model for inference takes one of them."""
-    if device.kind == "cpu":
-        return 0
-    return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
-
-
-def source_of(stage: str, name: str, params: Params) -> str:
-    """Where base and prepare take their data from; "" for the other stages, and for a name the stage will refuse."""
-    profile = params.active
-    if stage == "prepare" and name in profile.datasets:
-        return profile.datasets[name].source
-    return profile.bases.get(name, "") if stage == "base" else ""
-
-
-def source_dir(source: str) -> Path | None:
-    kind, _, where = source.partition(":")
-    return Path(os.path.normpath(WORKSPACE_DIR / where)) if kind == "folder" else None
-
-
-def hub_cache(caller: Mapping[str, str]) -> Path:
-    """As huggingface_hub chooses it (huggingface_hub/constants.py)."""
-    cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
-
-
-def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[Path, ...]:
-    """Folders that a training writes to beside its outputs; none for the other stages, and for a name it will refuse.
-
-    Weights & Biases keeps runs in the second one, as stages/kit/training/progress.py says.
-    """
-    if stage != "train" or name not in params.recipes:
-        return ()
-    tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb else ()
-    return (checkpoints_dir(repository, name), repository / ".bakeoff/features", *tracked)
-
-
-def repository_dir(caller: Mapping[str, str]) -> Path:
-    """Of the person, also where DVC runs an experiment in a clone that it throws away."""
-    return Path(caller.get("DVC_ROOT") or WORKSPACE_DIR)
 
 
 if __name__ == "__main__":

@@ -45,13 +45,14 @@ class Survey:
 def leased_gpus(
     count: int,
     *,
-    locks_dir: Path,
+    locks_dir: Path | None,
     holder: str,
     visible: str | None,
     say: Callable[[str], None],
 ) -> Iterator[tuple[Gpu, ...]]:
     """`count` empty GPUs that no other stage gets meanwhile; waits for those that other stages hold.
 
+    locks_dir: where the leases are. None where a batch system leases, and `visible` has what it gave.
     holder: who leases, e.g. "train r1-llm-only", for other people's messages.
     visible: the caller's CUDA_VISIBLE_DEVICES; the GPUs come in its order. None: all of them.
     say: gets one line that names who is waited for, and another one when that changes.
@@ -64,12 +65,15 @@ def leased_gpus(
     if count == 0:
         yield ()
         return
-    locks_dir.mkdir(parents=True, exist_ok=True)
+    if locks_dir is not None:
+        locks_dir.mkdir(parents=True, exist_ok=True)
     said = ""
     occupied_since: dict[str, float] = {}
     with ExitStack() as leases:
 
         def attempt() -> Survey:
+            if locks_dir is None:
+                return _survey(leasable(read_gpus(), visible=visible, count=count, holder=holder), None)
             # All or nothing, one stage at a time: two that want two GPUs never hold one each.
             with (locks_dir / "leasing").open("a") as leasing:
                 fcntl.flock(leasing, fcntl.LOCK_EX)
@@ -126,16 +130,17 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
     )
 
 
-def _survey(gpus: Sequence[Gpu], locks_dir: Path) -> Survey:
+def _survey(gpus: Sequence[Gpu], locks_dir: Path | None) -> Survey:
     """To be called by the one process that may lease now."""
     survey = Survey()
     for gpu in gpus:
-        try:
-            _locked(gpu, locks_dir).close()
-        except BlockingIOError:
-            survey.leased.append((gpu, (locks_dir / gpu.uuid).read_text()))
-        else:
-            (survey.free if gpu.is_empty else survey.occupied).append(gpu)
+        if locks_dir is not None:
+            try:
+                _locked(gpu, locks_dir).close()
+            except BlockingIOError:
+                survey.leased.append((gpu, (locks_dir / gpu.uuid).read_text()))
+                continue
+        (survey.free if gpu.is_empty else survey.occupied).append(gpu)
     return survey
 
 

@@ -62,7 +62,7 @@ class Outputs:
         """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
         temporary = (self.view_dir, self.written_dir, self.ready_path)
         for path in temporary:
-            _remove(path)  # what a killed launcher left
+            remove(path)  # what a killed launcher left
         try:
             self.view_dir.mkdir(parents=True)
             for folder in self.folders:
@@ -72,7 +72,7 @@ class Outputs:
             yield
         finally:
             for path in temporary:
-                _remove(path)
+                remove(path)
 
     def take(self, inputs: list[Path]) -> None:
         """Move the outputs to their places; what lay there is replaced.
@@ -85,7 +85,7 @@ class Outputs:
             # Moved away, it would pass for an output.
             if not os.path.lexists(place):
                 raise UserError(f"the stage moved its input {self._shown(place)}; none of its outputs is taken")
-            _remove(place)
+            remove(place)
         if strays := sorted(self._strays(inputs)):
             shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
             raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
@@ -98,7 +98,7 @@ class Outputs:
                 # Nothing that runs as somebody else (setuid), nothing that its owner cannot read, move and remove, and
                 # nothing open to more people than `allowed`: in a container another umask holds.
                 path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
-            _remove(place)
+            remove(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(written, place)
 
@@ -133,7 +133,7 @@ def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
             )
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Whatever it is, if it is; a link itself, and not where it leads."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
