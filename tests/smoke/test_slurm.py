@@ -1,0 +1,383 @@
+"""Stages as jobs of a real Slurm: `.ci/with-slurm .venv/bin/python -m pytest -m engine tests/smoke/test_slurm.py`.
+
+The stage of most tests runs until it is told to end, so that each moment can be waited for.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from tests import ROOT
+from tests.documents import write_yaml
+from tests.kit.launcher.small_checkout import CALLER, commit, run, small_checkout
+from tests.smoke.conftest import wait_until
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        "SLURM_CONF" not in os.environ or not shutil.which("sbatch"),
+        reason="no Slurm is up; start one with .ci/with-slurm COMMAND",
+    ),
+]
+
+# Ends when there is a file `go`; asked to end, it saves like a training, unless OMP_FORGETS is set.
+STAGE = """
+import os, pathlib, signal, sys, time
+
+def note(text):
+    with open("notes", "a") as file:
+        print(text, file=file)
+
+def asked(number, frame):
+    note(f"asked by {signal.Signals(number).name}")
+    if "OMP_FORGETS" not in os.environ:
+        saved = pathlib.Path(".bakeoff/checkpoints/r1-llm-only/x")
+        (saved / f"step-{len(list(saved.glob('*'))):06d}").mkdir(parents=True)
+    sys.exit(128 + number)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, asked)
+note(f"begin {os.environ.get('HF_TOKEN')} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+print("the stage speaks", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+if os.path.exists("fail"):
+    sys.exit(7)
+seed = pathlib.Path("params.yaml").read_text().split("seed: ")[1].split()[0]
+pathlib.Path("data/trained").mkdir()
+pathlib.Path("data/trained/weights").write_text(f"of seed {seed}")
+note("end")
+"""
+
+PIPELINE = """
+stages:
+  train:
+    cmd: exec docker/run train r1-llm-only
+    params: [seed]
+    outs: [data/trained, data/provenance/train.json]
+"""
+
+ENVIRONMENT = CALLER | {
+    "BAKEOFF_PLACE": "slurm",
+    "SLURM_CONF": os.environ.get("SLURM_CONF", ""),
+    "HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Every test leaves no job, whatever it does. In place of the fixture that looks for containers."""
+    yield
+    left = jobs()
+    for number in left:
+        subprocess.run(["scancel", number], check=True)
+    wait_until(lambda: jobs() == {})
+    assert left == {}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, train=STAGE)
+    set_params(workspace)
+    with (workspace / ".gitignore").open("a") as ignored:
+        ignored.write("/go\n/fail\n")
+    run(workspace, "git", "init", "--quiet")
+    run(workspace, "dvc", "init", "--quiet")
+    commit(workspace)
+    return workspace
+
+
+def set_params(workspace: Path, *, profile: str = "tiny", seed: int = 42, **slurm: Any) -> None:
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    job = {"memory_gb": 1.0, **{name: value for name, value in slurm.items() if name != "save_seconds"}}
+    raw["slurm"] = {"cpu": job, "gpu": job, "save_seconds": slurm.get("save_seconds", 180)}
+    write_yaml(raw | {"profile": profile, "seed": seed}, workspace / "params.yaml")
+
+
+def jobs() -> dict[str, str]:
+    """State of each job of this cluster that has not ended, by its number."""
+    lines = subprocess.run(["squeue", "--noheader", "--format=%i %T"], check=True, capture_output=True, text=True)
+    return dict(line.split() for line in lines.stdout.splitlines())  # type: ignore[misc]
+
+
+def num_ended(workspace: Path) -> int:
+    """How often jobs of this workspace have come to an end, or back into the queue, by Slurm's own log."""
+    log = Path(ENVIRONMENT["SLURM_CONF"]).with_name("log") / "jobs"
+    return sum(f"WorkDir={workspace} " in line for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+class Command:
+    """`dvc repro`, typed in the workspace."""
+
+    def __init__(self, workspace: Path, *arguments: str, **environment: str) -> None:
+        self.path = workspace.with_name(f"said-{time.monotonic_ns()}")
+        self.workspace = workspace
+        with self.path.open("wb") as said:
+            self.process = subprocess.Popen(
+                ["dvc", *(arguments or ("repro", "train"))],
+                cwd=workspace,
+                env=ENVIRONMENT | environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.path.read_text()
+
+    def until(self, said: str) -> re.Match[str]:
+        """Wait until it, or its launcher, which may outlive it, has said this."""
+        wait_until(lambda: re.search(said, self.said) is not None, lambda: self.said)
+        found = re.search(said, self.said)
+        assert found, self.said
+        return found
+
+    def ended(self) -> int:
+        return self.process.wait(timeout=120)
+
+    def launcher(self) -> psutil.Process:
+        (launcher,) = psutil.Process(self.process.pid).children()
+        return launcher
+
+    def kill(self) -> None:
+        """SIGKILL to dvc and to the launcher that waits."""
+        launcher = self.launcher()
+        self.process.kill()
+        launcher.kill()
+        self.process.wait()
+
+
+def notes(workspace: Path) -> list[str]:
+    path = workspace / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def let_end(workspace: Path) -> None:
+    (workspace / "go").touch()
+
+
+def trained(workspace: Path) -> str:
+    return (workspace / "data/trained/weights").read_text()
+
+
+def occupied(workspace: Path) -> str:
+    """The number of a job that has both nodes."""
+    sleep = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 300"]
+    number = subprocess.run(sleep, check=True, capture_output=True, text=True).stdout.strip()
+    wait_until(lambda: jobs()[number] == "RUNNING")
+    return number
+
+
+def test_a_job_shows_what_it_prints_and_its_outputs_are_kept_by_dvc(workspace: Path) -> None:
+    command = Command(workspace)
+    command.until("the stage speaks")
+    ((number, state),) = jobs().items()
+    assert state == "RUNNING"
+    shown = subprocess.run(["scontrol", "show", "job", number], check=True, capture_output=True, text=True).stdout
+    script = subprocess.run(["scontrol", "write", "batch_script", number, "-"], check=True, capture_output=True)
+    assert "docker/run train r1-llm-only" in script.stdout.decode()
+    assert "hf_smoke" not in shown + script.stdout.decode()
+    let_end(workspace)
+    assert command.ended() == 0, command.said
+    assert notes(workspace) == ["begin None None", "end"]
+    assert trained(workspace) == "of seed 42"
+    assert '"engine": "process"' in (workspace / "data/provenance/train.json").read_text()
+    assert {path.name for path in (workspace / "data/.outputs").rglob("*")} == {"train", "lock", "waiter"}
+    assert "up to date" in run(workspace, "dvc", "status", "train")
+    assert "up to date" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+
+
+def test_a_failed_stage_has_its_own_exit_code_and_the_same_command_runs_it_again(workspace: Path) -> None:
+    let_end(workspace)
+    (workspace / "fail").touch()
+    said = run(workspace, "docker/run", "train", "r1-llm-only", code=7, **ENVIRONMENT)
+    assert "the stage speaks" in said
+    (workspace / "fail").unlink()
+    run(workspace, "docker/run", "train", "r1-llm-only", **ENVIRONMENT)
+    assert trained(workspace) == "of seed 42"
+
+
+@pytest.mark.parametrize("phase", ["pending", "running", "ended"])
+def test_killed_with_dvc_a_launcher_finds_its_job_again_and_submits_no_second_one(workspace: Path, phase: str) -> None:
+    first_in_queue = occupied(workspace) if phase == "pending" else None
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until("waits in the queue" if first_in_queue else "the stage speaks")
+    command.kill()
+    if phase == "ended":
+        let_end(workspace)
+        wait_until(lambda: jobs() == {})
+        assert not (workspace / "data/trained").exists(), "put aside, where dvc does not remove it"
+    again = Command(workspace)
+    again.until({"ended": "takes what its job left"}.get(phase, f"takes up job {number}, {phase}"))
+    if first_in_queue:
+        subprocess.run(["scancel", first_in_queue], check=True)
+    let_end(workspace)
+    assert again.ended() == 0, again.said
+    assert "the stage speaks" in again.said
+    assert trained(workspace) == "of seed 42"
+    assert notes(workspace) == ["begin None None", "end"]
+    wait_until(lambda: num_ended(workspace) == 1)
+    assert "up to date" in run(workspace, "dvc", "status", "train")
+
+
+def test_outputs_that_dvc_removed_while_a_job_ended_are_made_again(workspace: Path) -> None:
+    command = Command(workspace)
+    command.until("the stage speaks")
+    command.kill()
+    let_end(workspace)
+    wait_until(lambda: jobs() == {})
+    (aside,) = (workspace / "data/.outputs/train").glob("job-*/end.json")
+    aside.write_text('{"code": 0, "outputs": ["data/provenance/train.json"]}')
+    said = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert "it runs again" in said
+    assert notes(workspace).count("end") == 2
+    assert trained(workspace) == "of seed 42"
+
+
+def test_a_closed_terminal_and_the_end_of_dvc_leave_the_job_running(workspace: Path) -> None:
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until("the stage speaks")
+    os.killpg(command.process.pid, signal.SIGHUP)
+    command.until(f"leaves job {number} to itself; the same command takes it up")
+    command.ended()
+    second = Command(workspace)
+    second.until(f"takes up job {number}, running")
+    second.process.terminate()  # dvc alone
+    second.until(f"leaves job {number} to itself")
+    second.ended()
+    third = Command(workspace)
+    third.until(f"takes up job {number}, running")
+    os.killpg(third.process.pid, signal.SIGTERM)  # as a reboot does
+    third.until(f"leaves job {number} to itself")
+    let_end(workspace)
+    assert run(workspace, "dvc", "repro", "train", **ENVIRONMENT).count("launcher: take") == 1
+    assert notes(workspace) == ["begin None None", "end"]
+
+
+def test_ctrl_c_has_the_stage_save_and_the_same_command_goes_on(workspace: Path) -> None:
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until("the stage speaks")
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.ended() != 0
+    assert f"asks job {number} to save its work and end" in command.said
+    assert notes(workspace) == ["begin None None", "asked by SIGTERM"]
+    wait_until(lambda: jobs() == {})
+    let_end(workspace)
+    assert "takes" not in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert trained(workspace) == "of seed 42"
+
+
+def test_ctrl_c_withdraws_a_job_that_waits_and_ends_one_that_ignores_it(workspace: Path) -> None:
+    before = occupied(workspace)
+    waiting = Command(workspace)
+    waiting.until("waits in the queue: (Resources|Priority)\n")
+    waiting.launcher().send_signal(signal.SIGINT)
+    assert waiting.ended() != 0
+    assert "was waiting in the queue, and is withdrawn" in waiting.said
+    assert set(jobs()) == {before}
+    subprocess.run(["scancel", before], check=True)
+    (workspace / "stages/train.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)"
+    )
+    deaf = Command(workspace)
+    deaf.until("deaf")
+    deaf.launcher().send_signal(signal.SIGINT)
+    deaf.until("asks job")
+    time.sleep(2)  # two within this time are one request
+    deaf.launcher().send_signal(signal.SIGINT)
+    deaf.until(r"ends job \d+")
+    assert deaf.ended() != 0
+    wait_until(lambda: jobs() == {})
+
+
+def test_a_changed_setting_cancels_the_job_that_runs_without_it(workspace: Path) -> None:
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until("the stage speaks")
+    command.kill()
+    set_params(workspace, seed=7)
+    let_end(workspace)
+    said = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert f"job {number} is of other inputs, settings or code: cancelled" in said
+    assert trained(workspace) == "of seed 7"
+
+
+def test_when_the_time_of_its_job_is_over_a_training_goes_on_in_the_queue(workspace: Path) -> None:
+    """Slurm's own limit of a minute, and its signal before that."""
+    set_params(workspace, partition="short", minutes=1, save_seconds=50)
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until(f"launcher: job {number} goes back into the queue, and on from there when it is its turn")
+    wait_until(lambda: notes(workspace).count("begin None None") == 2)
+    let_end(workspace)
+    assert command.ended() == 0, command.said
+    assert notes(workspace) == ["begin None None", "asked by SIGUSR1", "begin None None", "end"]
+    assert trained(workspace) == "of seed 42"
+
+
+def test_a_training_that_saves_nothing_in_its_time_is_not_started_for_ever(workspace: Path) -> None:
+    set_params(workspace, partition="short", save_seconds=50)
+    command = Command(workspace, OMP_FORGETS="1")
+    assert command.ended() != 0
+    assert "the time of its job was over before it had saved anything new; give it more" in command.said
+    assert notes(workspace) == ["begin None None", "asked by SIGUSR1"]
+
+
+def test_a_requeued_job_goes_on_and_its_launcher_waits(workspace: Path) -> None:
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until("the stage speaks")
+    subprocess.run(["scontrol", "requeue", number], check=True)
+    wait_until(lambda: notes(workspace).count("begin None None") == 2)
+    let_end(workspace)
+    assert command.ended() == 0, command.said
+    assert trained(workspace) == "of seed 42"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "said"),
+    [
+        ({"options": ["--gres=gpu:3"]}, "Slurm takes no such job: .*node configuration is not available"),
+        ({"partition": "nowhere"}, "Slurm takes no such job: .*invalid partition"),
+        (
+            {"partition": "short", "minutes": 5},
+            "would never start: PartitionTimeLimit, says Slurm, so it was withdrawn",
+        ),
+    ],
+)
+def test_an_impossible_job_is_refused_with_slurms_reason(workspace: Path, slurm: dict[str, Any], said: str) -> None:
+    set_params(workspace, **slurm)
+    assert re.search(said, run(workspace, "docker/run", "train", "r1-llm-only", code=1, **ENVIRONMENT))
+    assert jobs() == {}
+
+
+def test_a_job_that_somebody_holds_or_cancels_is_named(workspace: Path) -> None:
+    set_params(workspace, options=["--hold"])
+    command = Command(workspace)
+    number = command.until(r"launcher: job (\d+)")[1]
+    command.until(f"job {number} waits in the queue: JobHeldUser; see what that means to")
+    subprocess.run(["scontrol", "release", number], check=True)
+    command.until("the stage speaks")
+    subprocess.run(["scancel", number], check=True)
+    assert command.ended() != 0
+    assert f"job {number} of train has ended without a result: CANCELLED" in command.said
+
+
+def test_a_mistyped_place_is_refused(workspace: Path) -> None:
+    said = run(workspace, "docker/run", "train", "r1-llm-only", code=1, BAKEOFF_PLACE="slrum")
+    assert "BAKEOFF_PLACE is 'slrum'; the places are here, slurm" in said
