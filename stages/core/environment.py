@@ -68,11 +68,14 @@ PASSED_WITH_NETWORK = (
 OF_THE_NODE = frozenset({"TMPDIR", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
 """What a batch system sets on the node where a job runs."""
 
-PASSED_TO_JOB = frozenset({"BAKEOFF_ENGINE", "DOCKER_HOST", "CONTAINER_HOST", "VIRTUAL_ENV", "SLURM_CONF"})
-"""What the launcher itself reads there, beside what a stage may get."""
-
-SUBMISSION_PREFIX = "SBATCH_"
-"""A person's own defaults for Slurm's sbatch."""
+PASSED_TO_JOB = frozenset(
+    {
+        *("BAKEOFF_ENGINE", "DOCKER_HOST", "CONTAINER_HOST", "VIRTUAL_ENV", "SLURM_CONF"),
+        # A person's own defaults, for sbatch itself.
+        *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
+    }
+)
+"""What sbatch, and the launcher in the job, read beside what a stage may get."""
 
 TRACKING_STAGES = frozenset({"train"})
 TRACKING_PREFIX = "WANDB_"
@@ -145,7 +148,6 @@ def container_environment(
 def job_environment(stage: str, caller: Mapping[str, str], *, network: bool) -> dict[str, str]:
     """What a launcher that runs in a job gets of the environment of whoever submits it."""
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE | PASSED_TO_JOB, network=network)
-    passed |= {name: value for name, value in caller.items() if name.startswith(SUBMISSION_PREFIX)}
     return {name: value for name, value in passed.items() if name not in OF_THE_NODE}
 
 

@@ -68,7 +68,7 @@ stages:
     outs: [data/trained, data/provenance/train.json]
 """
 
-ENVIRONMENT = CALLER | {
+ENVIRONMENT: dict[str, Any] = CALLER | {
     "BAKEOFF_PLACE": "slurm",
     "SLURM_CONF": os.environ.get("SLURM_CONF", ""),
     "HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke",
@@ -108,7 +108,7 @@ def set_params(workspace: Path, *, profile: str = "tiny", seed: int = 42, **slur
 def jobs() -> dict[str, str]:
     """State of each job of this cluster that has not ended, by its number."""
     lines = subprocess.run(["squeue", "--noheader", "--format=%i %T"], check=True, capture_output=True, text=True)
-    return dict(line.split() for line in lines.stdout.splitlines())  # type: ignore[misc]
+    return dict(line.split() for line in lines.stdout.splitlines())
 
 
 def num_ended(workspace: Path) -> int:

@@ -5,6 +5,8 @@ Writes  to a temporary folder, which stays only where something was WRONG
 Run     make faults N=50 SEED=1
         python -m tools.faults --seed 1 --only 17    one of them again
 
+With BAKEOFF_PLACE=slurm: kills of launchers that wait for jobs, and of jobs (.ci/with-slurm make faults).
+
 Each fault is drawn from the seed and its number, and drawn again where it comes too late. After it the same command is
 run again, or the one that a message names. Ends with 1 where an outcome is WRONG.
 """
@@ -28,6 +30,7 @@ import click
 
 from tools.faults.judge import NeverCame, Outcome, Wrong
 from tools.faults.kinds import FULL_DISK, KINDS, Trial
+from tools.faults.slurm_kinds import SLURM_KINDS
 from tools.faults.workspaces import Reference, build_reference
 
 TRIES = 5
@@ -43,8 +46,11 @@ OWN_MOUNTS = "BAKEOFF_FAULTS_OWN_MOUNTS"
 def main(count: int, seed: int, only: int | None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter_own_mounts()
-    kinds = list(KINDS)
-    if OWN_MOUNTS not in os.environ:
+    in_slurm = os.environ.get("BAKEOFF_PLACE") == "slurm"
+    kinds = list(SLURM_KINDS if in_slurm else KINDS)
+    if in_slurm and "SLURM_CONF" not in os.environ:
+        raise click.ClickException("BAKEOFF_PLACE is slurm, and SLURM_CONF names none; .ci/with-slurm starts one")
+    if not in_slurm and OWN_MOUNTS not in os.environ:
         kinds.remove(FULL_DISK)
         click.echo("LEFT OUT: full disks; they need root, or `unshare --mount --map-root-user`")
     root = Path(tempfile.mkdtemp(prefix="bakeoff-faults-")).resolve()  # processes are found by their folder
@@ -81,7 +87,7 @@ def inflict(reference: Reference, folder: Path, kind: str, seed: int, number: in
     began, outcome, why = time.monotonic(), Outcome.NEVER_CAME, ""
     for _ in range(TRIES):
         try:
-            outcome = KINDS[kind](trial)
+            outcome = (KINDS | SLURM_KINDS)[kind](trial)
         except NeverCame:
             pass
         except Wrong as error:

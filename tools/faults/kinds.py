@@ -119,7 +119,7 @@ def end_at_a_moment(trial: Trial, *, number: signal.Signals, clock_set_back: boo
     if clock_set_back:
         workspace.withdraw_order()
         _from_the_future(trial.folder)
-    return _try_again(trial, stage, ended, came=clock_set_back or ended.code != 0)
+    return try_again(trial, stage, ended, came=clock_set_back or ended.code != 0)
 
 
 def _from_the_future(folder: Path) -> None:
@@ -142,7 +142,7 @@ def kill_before_a_change(
     trial.moment = f"{'launcher' if above else role}, before {change} ({number})"
     workspace.order(role=role, number=number, act="kill", above=above)
     ended = workspace.dvc("repro", stage)
-    return _try_again(trial, stage, ended, came=workspace.withdraw_order(), whole=role != "dvc")
+    return try_again(trial, stage, ended, came=workspace.withdraw_order(), whole=role != "dvc")
 
 
 def damage_the_newest_checkpoint(trial: Trial) -> Outcome:
@@ -173,7 +173,7 @@ def cut_off_the_lock(trial: Trial) -> Outcome:
     path = trial.folder / "dvc.lock"
     path.write_bytes(content := cut(path.read_bytes(), trial.draw))
     trial.moment = f"after {len(content)} bytes"
-    return _try_again(trial, TARGET, workspace.verify(), came=True)
+    return try_again(trial, TARGET, workspace.verify(), came=True)
 
 
 def two_at_once(trial: Trial) -> Outcome:
@@ -193,10 +193,10 @@ def two_at_once(trial: Trial) -> Outcome:
             raise Wrong(f"`{ended.command}` ended with {ended.code}, and not for the lock: {ended.output[-300:]}")
     if all(ended.code for ended in both):
         raise Wrong("neither of the two ended well")
-    return _try_again(trial, stage, both[0], came=True)
+    return try_again(trial, stage, both[0], came=True)
 
 
-def _try_again(trial: Trial, stage: str, first: Ended, *, came: bool, whole: bool = False) -> Outcome:
+def try_again(trial: Trial, stage: str, first: Ended, *, came: bool, whole: bool = False) -> Outcome:
     """Run the same command again. whole: after the fault each output has to be complete or absent.
 
     Raises NeverCame where the fault came too late.
@@ -251,7 +251,7 @@ def fill_the_disk(trial: Trial) -> Outcome:
         first = workspace.dvc("repro", stage, meanwhile=meanwhile)
         leave(None)
         try:
-            return _try_again(trial, stage, first, came=waited or first.code != 0 or NOT_SAVED in first.output)
+            return try_again(trial, stage, first, came=waited or first.code != 0 or NOT_SAVED in first.output)
         except Wrong:  # a copy to look at, as the disk is removed
             shutil.copytree(trial.folder, trial.folder.with_name(f"{trial.folder.name}.kept"), symlinks=True)
             raise

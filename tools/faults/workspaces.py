@@ -22,6 +22,7 @@ import psutil
 from click import ClickException
 from ruamel.yaml import YAML
 
+from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE
 from tools.faults import moment
 
 ROOT = Path(__file__).parents[2]
@@ -143,10 +144,13 @@ class Workspace:
                 continue
 
     def process_of(self, role: str) -> psutil.Process | None:
-        """The running dvc, launcher or stage."""
+        """The running dvc, launcher or stage; "job": the launcher in a job, which one that waits has submitted."""
         for process in self.processes():
             with suppress(psutil.Error):
-                if moment.role_of(process.cmdline()) == role:
+                found = moment.role_of(process.cmdline())
+                if found == "launcher" and JOB_VARIABLE in process.environ():
+                    found = "job"
+                if found == role:
                     return process
         return None
 

@@ -22,7 +22,7 @@ from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.signals import handled_signals
-from stages.kit.launcher.launch import source_of
+from stages.kit.launcher.needs import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.provenance_recorder import SEEN_BY_STAGES

@@ -19,15 +19,8 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.launch import (
-    gpus_wanted,
-    hub_cache,
-    kept_dirs,
-    refuse_undeclared,
-    same_training,
-    source_dir,
-    source_of,
-)
+from stages.kit.launcher.launch import refuse_undeclared, same_training
+from stages.kit.launcher.needs import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
 from stages.kit.launcher.outputs import refuse_links_out
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.planning.plan import resolve_plan, write_plan
@@ -217,10 +210,10 @@ def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -
     assert source_of("prepare", "nutrition-tables", params) == "generated"
     assert source_of("train", "r1-llm-only", params) == ""
     assert source_of("base", "no such", params) == ""
-    assert source_dir("folder:data/tiny/../photos") == ROOT / "data/photos"
-    assert source_dir("folder:/photos") == Path("/photos")
-    assert source_dir("generated") is None
-    assert source_dir("random:qwen2-vl-7b") is None
+    assert source_dir("folder:data/tiny/../photos", ROOT) == ROOT / "data/photos"
+    assert source_dir("folder:/photos", ROOT) == Path("/photos")
+    assert source_dir("generated", ROOT) is None
+    assert source_dir("random:qwen2-vl-7b", ROOT) is None
 
 
 def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from stages.core.signals import ENDING
@@ -58,5 +59,8 @@ def run_inside_job(
 
 def newest_checkpoint(recipe_dir: Path | None) -> tuple[int, Path] | None:
     """The time and the folder of the checkpoint that was written last; None for none."""
-    found = recipe_dir.glob("*/step-*") if recipe_dir else ()
-    return max(((path.stat().st_mtime_ns, path) for path in found), default=None)
+    found: list[tuple[int, Path]] = []
+    for path in recipe_dir.glob("*/step-*") if recipe_dir else ():
+        with suppress(FileNotFoundError):  # another training of the recipe has removed it
+            found.append((path.stat().st_mtime_ns, path))
+    return max(found, default=None)

@@ -62,6 +62,10 @@ class JobDir:
     def outputs_dir(self) -> Path:
         return self.folder / "outputs"
 
+    @property
+    def taken_dir(self) -> Path:
+        return self.folder / "taken"
+
     def end(self) -> End | None:
         """None where the job has not ended, or without writing it."""
         try:
@@ -96,20 +100,27 @@ class JobDir:
                 continue
         return whole
 
-    def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> bool:
-        """Move outputs to their places; what lay there is replaced. Whether this launcher, and no other, did so."""
-        taken = self.folder / "taken"
+    def is_taken(self) -> bool:
+        """Whether a launcher has begun to publish the outputs, and was killed before it had done so."""
+        return self.taken_dir.exists()
+
+    def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
+        """Move outputs to their places; what lay there is replaced.
+
+        Raises UserError where another launcher does so, on a file system that shows it no locks of this one.
+        """
+        taken = self.taken_dir
         try:
             self.outputs_dir.rename(taken)
-        except OSError:  # somebody else has, or was killed while it did
-            return False
+        except OSError:
+            message = f"another launcher has taken the outputs in {self.folder}; type the same command again"
+            raise UserError(message) from None
         for out in outputs:
             place = workspace_dir / out
             if (taken / out).exists():  # DVC names what is missing
                 remove(place)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 (taken / out).rename(place)
-        return True
 
     def forget(self) -> None:
         """Its job is over, and nothing of it is needed any more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -100,8 +101,11 @@ class StageJob:
         Raises UserError where Slurm does not take the job, would never start it, or ended it.
         """
         with forwarded_signals() as signals, waiting_alone(self.declared, self.workspace_dir) as lock:
-            own = self._end_others()
-            while True:
+            own = self._end_others(signals)
+            if own is None and self.dir.is_taken():
+                self.say("a launcher was killed while it took what the job left; it runs again")
+                self.dir.forget()
+            while not signals.received:
                 submitted = own is None and self.dir.end() is None
                 if submitted:
                     self._submit(lock)
@@ -112,38 +116,41 @@ class StageJob:
                     self.say("takes what its job left, which ended while nobody waited")
                 end = self._follow(signals)
                 if end is None:
-                    return 128 + (signals.received or [signal.SIGHUP])[-1]
+                    break
                 if end.code != 0:
                     self._out_of_the_queue()
                     self.dir.forget()
                     return end.code
                 lost = not submitted and set(end.outputs) != set(self.declared.outs)
-                if not lost and self.dir.publish(self.workspace_dir, self.declared.outs):
+                if not lost:
+                    self.dir.publish(self.workspace_dir, self.declared.outs)
                     self.dir.forget()
                     return 0
                 self.say("dvc has removed outputs of the job while it ended; it runs again")
                 self._out_of_the_queue()
                 self.dir.forget()
                 own = None
+            return 128 + (signals.received or [signal.SIGHUP])[-1]
 
-    def _end_others(self) -> QueuedJob | None:
+    def _end_others(self, signals: ForwardedSignals) -> QueuedJob | None:
         """Cancel the jobs of the stage that are to do something else, and wait for their end; returns the own one."""
         cancelled: set[str] = set()
-        while True:
+        while not signals.received:
             found = {job.name.rpartition("-")[2]: job for job in queued_jobs() if self._is_of_stage(job)}
             own = found.pop(self.fingerprint, None)
             for job in found.values():
                 if job.number not in cancelled:
                     self.say(f"job {job.number} is of other inputs, settings or code: cancelled")
-                    cancel(job.number)
                     cancelled.add(job.number)
+                    with suppress(Unanswered):  # it has just ended
+                        cancel(job.number)
             if not found and (own is None or own.state != ENDING_STATE):
-                break
+                for other in job_dirs(self.declared, self.workspace_dir):
+                    if other != self.dir:
+                        other.forget()
+                return own
             time.sleep(ASK_S[0])
-        for other in job_dirs(self.declared, self.workspace_dir):
-            if other != self.dir:
-                other.forget()
-        return own
+        return None
 
     def _is_of_stage(self, job: QueuedJob) -> bool:
         return job.name.rpartition("-")[0] == self._names
@@ -151,13 +158,13 @@ class StageJob:
     def _submit(self, lock: TextIO) -> None:
         self.dir.renew()
         self._shown_bytes = 0
+        log_path = str(self.dir.log_path).replace("%", "%%")  # as in %j, the job's number
         options = [
-            *("--requeue", "--open-mode=append", f"--output={self.dir.log_path}", f"--chdir={self.workspace_dir}"),
+            *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
             f"--signal=B:{TIME_IS_UP.name.removeprefix('SIG')}@{self.save_seconds}",
             *self.options,
         ]
-        words = " ".join(self.command)
-        script = f"#!/bin/bash\n# A stage of Bakeoff. Cancelled by: scancel $SLURM_JOB_ID\nexec {words}\n"
+        script = f"#!/bin/bash\nexec {shlex.join(self.command)}\n"
         environment = {**self.environment, JOB_VARIABLE: str(self.dir.folder)}
         self.number = submit(script, self.name, options, environment=environment, lock=lock)
         self.say(f"job {self.number}")
@@ -272,7 +279,7 @@ class StageJob:
 
     def _ask_to_end(self) -> None:
         """At first so that it can save its work; a second time, or when it takes too long, at once."""
-        with suppress(Unanswered):
+        try:
             if self._asked_at is None:
                 if self._send_end():
                     self.say(
@@ -286,6 +293,8 @@ class StageJob:
                 self.say(f"ends job {self.number}")
                 cancel(self.number)
                 self._asked_at = time.monotonic()
+        except Unanswered as error:
+            self.say(f"job {self.number} was not asked to end: {error.message}")
 
     def _send_end(self) -> bool:
         """Whether it runs, and is asked; one that waits is withdrawn."""
