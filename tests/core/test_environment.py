@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stages.core import cpu
 from stages.core.cpu import AVX2
-from stages.core.environment import SET, container_environment, stage_environment
+from stages.core.environment import SET, container_environment, job_environment, stage_environment
 from stages.kit.launcher.stage_run import STAGES
 
 SECRETS = {
@@ -44,6 +44,25 @@ def test_a_secret_reaches_only_what_it_is_for(stage: str, network: bool) -> None
     if stage == "train":
         expected = expected | {"WANDB_API_KEY"}
     assert SECRETS.keys() & on_machine(stage, SECRETS, network=network).keys() == expected
+
+
+def test_a_job_gets_what_its_stage_may_get_and_nothing_of_the_machine_that_it_was_submitted_from() -> None:
+    caller = {
+        **SECRETS,
+        "PATH": "/bin",
+        "DVC_STAGE": "train@r1",
+        "BAKEOFF_ENGINE": "docker",
+        "SBATCH_PARTITION": "gpu",
+        "TMPDIR": "/tmp/me",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "BAKEOFF_PLACE": "slurm",
+        "SLURM_JOB_ID": "1",
+        "SBATCH_WAIT": "1",
+    }
+    passed = {"PATH", "DVC_STAGE", "BAKEOFF_ENGINE", "SBATCH_PARTITION"}
+    assert job_environment("plan", caller, network=False).keys() == passed
+    assert job_environment("train", caller, network=False).keys() == passed | {"WANDB_API_KEY"}
+    assert job_environment("base", caller, network=True).keys() == passed | {"HF_TOKEN", "HTTPS_PROXY"}
 
 
 @pytest.mark.parametrize("environment", [on_machine, in_container])

@@ -82,6 +82,8 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
             {"recipes.r3-stage1.base": "runs/r3-stage2/merged"},
             "recipes.r3-stage1.base: forms a cycle: r3-stage1 -> r3-stage2 -> r3-stage1",
         ),
+        ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x is for the launcher to set"),
+        ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x is for the launcher to set"),
         # Of a recipe
         ({f"{R1}.parts": {}}, f"{R1}.parts: every part is frozen"),
         ({f"{R1}.lora": None}, f"{R1}.lora: missing, though parts ask for it"),

@@ -130,6 +130,20 @@ def test_what_cuda_visible_devices_does_not_give_is_refused(machine: Machine, vi
     assert message in machine.refused(1, gpu(0), gpu(1), gpu(2), visible=visible)
 
 
+def test_gpus_that_a_batch_system_gave_are_taken_without_a_lease_where_nobody_computes_on_them(
+    machine: Machine,
+) -> None:
+    def given(visible: str, *gpus: Gpu) -> AbstractContextManager[tuple[Gpu, ...]]:
+        machine.gpus = list(gpus)
+        return leased_gpus(1, locks_dir=None, holder="train r1", visible=visible, say=machine.said.append)
+
+    with given("1", gpu(0), gpu(1)) as gpus, given("1", gpu(0), gpu(1)) as again:  # two nodes, each with its own GPU 1
+        assert indices(gpus) == indices(again) == [1]
+    with pytest.raises(UserError, match="by processes that hold no lease"), given("0", occupied(0), gpu(1)):
+        pass
+    assert not (machine.folder / "gpus").exists()
+
+
 def test_gpus_that_no_stage_can_have_are_named_with_the_reason(machine: Machine) -> None:
     assert "train r1 wants 2 GPUs, and this machine has none" in machine.refused(2)
     lost = Gpu(index=2, uuid="", name="not answering", obstacle="GPU is lost")

@@ -238,7 +238,8 @@ class StageJob:
         """Raises UserError where the job has ended without a word, and none can be on its way."""
         job = described(self.number)
         state, code = job.get("JobState", "unknown to Slurm"), job.get("ExitCode", "")
-        by_itself = state in ("COMPLETED", "FAILED", "unknown to Slurm") and code.endswith((":0", ""))
+        # It writes how it ended, unless a signal killed it: that is the second number.
+        by_itself = state in ("COMPLETED", "FAILED", "unknown to Slurm") and code.partition(":")[2] in ("", "0")
         if state in ("PENDING", "RUNNING", ENDING_STATE) or (by_itself and gone_s < APPEARS_S):
             return
         printed = self.dir.log_path.exists()
