@@ -1,4 +1,4 @@
-"""A whole small pipeline as jobs of Slurm, a training among them whose time is over before it is done."""
+"""A whole small pipeline as jobs of Slurm, a training among them whose time is over before it is done; experiments."""
 
 import os
 import re
@@ -11,15 +11,50 @@ from pathlib import Path
 import pytest
 
 from stages.kit.launcher.pipeline import declared_stages
-from tests.smoke.test_slurm import jobs, pytestmark  # noqa: F401 - skipped where that is
+from tests.kit.launcher.small_checkout import commit, run
+from tests.smoke.conftest import wait_until
+from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, Command, jobs, let_end, make_workspace
 from tools.faults.judge import require_same_end
 from tools.faults.workspaces import CHAIN, TARGET, build_reference, copy_folder, workspace_in
+
+pytestmark = NEEDS_SLURM
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    assert jobs() == {}
+    wait_until(lambda: jobs() == {})
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return make_workspace(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["--temp", "--queue"])
+def test_experiments_in_a_clone_and_in_the_queue_run_as_jobs(workspace: Path, how: str) -> None:
+    let_end(workspace)
+    run(workspace, "git", "add", "--force", "go")  # for the clone to have it
+    commit(workspace)
+    said = run(workspace, "dvc", "exp", "run", how, "--name", "seven", "-S", "seed=7", "train", **ENVIRONMENT)
+    if how == "--queue":
+        run(workspace, "dvc", "queue", "start", **ENVIRONMENT)
+        wait_until(lambda: any(word in run(workspace, "dvc", "queue", "status") for word in ("Success", "Failed")))
+        said = run(workspace, "dvc", "queue", "logs", "seven")
+    assert "launcher: job " in said
+    run(workspace, "dvc", "exp", "apply", "seven")
+    assert (workspace / "data/trained/weights").read_text() == "of seed 7"
+
+
+def test_a_job_that_nothing_would_find_again_is_asked_to_end(workspace: Path) -> None:
+    """DVC makes another clone for the next experiment."""
+    command = Command(workspace, "exp", "run", "--temp", "-S", "seed=7", "train")
+    number = command.until(r"launcher: job (\d+)")
+    command.until("the stage speaks")
+    command.process.kill()
+    command.until(f"asks job {number} to save its work and end, as nothing would find it again")
+    command.ended()
+    wait_until(lambda: jobs() == {})
 
 
 @pytest.mark.timeout(900)
@@ -28,21 +63,21 @@ def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(tmp_p
     plain = workspace_in(tmp_path / "in jobs", reference.environment)
     copy_folder(reference.before_dir(CHAIN[0]), plain.folder)
     slurm = {"BAKEOFF_PLACE": "slurm", "SLURM_CONF": os.environ["SLURM_CONF"]}
-    workspace = replace(plain, environment={**plain.environment, **slurm})
+    in_jobs = replace(plain, environment={**plain.environment, **slurm})
 
     def meanwhile(process: "subprocess.Popen[bytes]") -> None:
         """What Slurm does before the time is over, at the first checkpoint."""
-        while not any((workspace.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):
+        while not any((in_jobs.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):
             assert process.poll() is None
             time.sleep(0.02)
         (number,) = jobs()
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
 
-    ended = workspace.dvc("repro", TARGET, meanwhile=meanwhile)
+    ended = in_jobs.dvc("repro", TARGET, meanwhile=meanwhile)
     assert ended.code == 0, ended.output
     assert "goes back into the queue" in ended.output
     assert "goes on from step" in ended.output
     assert len(re.findall(r"launcher: job \d+\n", ended.output)) == len(CHAIN) - 1, "all but check"
-    written = [out for stage in declared_stages(workspace.folder) if stage.name in CHAIN for out in stage.written]
-    require_same_end(workspace.folder, reference.finished_dir, written)
-    assert workspace.dvc("status", "-q", TARGET).code == 0
+    written = [out for stage in declared_stages(in_jobs.folder) if stage.name in CHAIN for out in stage.written]
+    require_same_end(in_jobs.folder, reference.finished_dir, written)
+    assert in_jobs.dvc("status", "-q", TARGET).code == 0
