@@ -217,22 +217,23 @@ def test_a_changed_setting_cancels_the_job_that_runs_without_it(workspace: Path)
 
 def test_when_the_time_of_its_job_is_over_a_training_goes_on_in_the_queue(workspace: Path) -> None:
     """Slurm's own limit of a minute, and its signal before that."""
-    set_params(workspace, partition="short", minutes=1, save_seconds=50)
+    set_params(workspace, partition="short", minutes=1, save_seconds=58)
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until(f"launcher: job {number} goes back into the queue, and on from there when it is its turn")
     wait_until(lambda: notes(workspace).count("begin None None") == 2)
     let_end(workspace)
     assert command.ended() == 0, command.said
-    assert notes(workspace) == ["begin None None", "asked by SIGUSR1", "begin None None", "end"]
+    assert notes(workspace)[:3] == ["begin None None", "asked by SIGUSR1", "begin None None"]
+    assert notes(workspace).count("end") == 1
     assert trained(workspace) == "of seed 42"
 
 
 def test_a_training_that_saves_nothing_in_its_time_is_not_started_for_ever(workspace: Path) -> None:
-    set_params(workspace, partition="short", save_seconds=50)
+    set_params(workspace, partition="short", save_seconds=58)
     command = Command(workspace, OMP_FORGETS="1")
     assert command.ended() != 0
-    assert "the time of its job was over before it had saved anything new; give it more" in command.said
+    assert "the time of its job was over before it had saved anything new; give it more" in command.said, command.said
     assert notes(workspace) == ["begin None None", "asked by SIGUSR1"]
 
 
