@@ -40,7 +40,7 @@ PASSED = DEVICES | frozenset(
 NUMERIC_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "PYTORCH_")
 """Threads and kernels. None of these families holds a secret."""
 
-PASSED_PREFIXES = ("LC_", *NUMERIC_PREFIXES)
+PASSED_PREFIXES = ("LC_", "GLOO_", *NUMERIC_PREFIXES)
 
 PROXIES = frozenset(
     {

@@ -9,13 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
+from stages.core.lineage import folder_digest
 from stages.kit.launcher.pipeline import declared_stages
+from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run
 from tests.smoke.conftest import wait_until
 from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, Command, jobs, let_end, make_workspace
 from tools.faults.judge import require_same_end
-from tools.faults.workspaces import CHAIN, TARGET, build_reference, copy_folder, workspace_in
+from tools.faults.workspaces import (
+    CHAIN,
+    RECIPE,
+    TARGET,
+    Meanwhile,
+    Reference,
+    Workspace,
+    build_reference,
+    copy_folder,
+    workspace_in,
+)
 
 pytestmark = NEEDS_SLURM
 
@@ -57,28 +70,68 @@ def test_a_job_that_nothing_would_find_again_is_asked_to_end(workspace: Path) ->
     wait_until(lambda: jobs() == {})
 
 
-@pytest.mark.timeout(900)
-def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(tmp_path: Path) -> None:
-    reference = build_reference(tmp_path / "reference")
-    plain = workspace_in(tmp_path / "in jobs", reference.environment)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return build_reference(tmp_path_factory.mktemp("reference"))
+
+
+def in_jobs(folder: Path, reference: Reference, **environment: str) -> Workspace:
+    """A workspace as it was before the first stage, whose stages run as jobs."""
+    plain = workspace_in(folder, reference.environment)
     copy_folder(reference.before_dir(CHAIN[0]), plain.folder)
     slurm = {"BAKEOFF_PLACE": "slurm", "SLURM_CONF": os.environ["SLURM_CONF"]}
-    in_jobs = replace(plain, environment={**plain.environment, **slurm})
+    return replace(plain, environment={**plain.environment, **slurm, **environment})
+
+
+def time_is_up(workspace: Workspace, *whom: str) -> Meanwhile:
+    """What Slurm does before the time is over, at the first checkpoint. whom: scancel's option."""
 
     def meanwhile(process: "subprocess.Popen[bytes]") -> None:
-        """What Slurm does before the time is over, at the first checkpoint."""
-        while not any((in_jobs.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):
+        while not any((workspace.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):
             assert process.poll() is None
             time.sleep(0.02)
         (number,) = jobs()
-        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+        subprocess.run(["scancel", *whom, "--signal=USR1", number], check=True)
 
-    ended = in_jobs.dvc("repro", TARGET, meanwhile=meanwhile)
+    return meanwhile
+
+
+@pytest.mark.timeout(900)
+def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(
+    reference: Reference, tmp_path: Path
+) -> None:
+    workspace = in_jobs(tmp_path / "in jobs", reference)
+    ended = workspace.dvc("repro", TARGET, meanwhile=time_is_up(workspace, "--batch"))
     assert ended.code == 0, ended.output
     train = ended.output.partition("> exec docker/run train")[2].partition("Running stage")[0]
     assert "goes back into the queue" in train, train
     assert "goes on from step" in train, train
     assert len(re.findall(r"launcher: job \d+\n", ended.output)) == len(CHAIN) - 1, "all but check"
-    written = [out for stage in declared_stages(in_jobs.folder) if stage.name in CHAIN for out in stage.written]
-    require_same_end(in_jobs.folder, reference.finished_dir, written)
-    assert in_jobs.dvc("status", "-q", TARGET).code == 0
+    written = [out for stage in declared_stages(workspace.folder) if stage.name in CHAIN for out in stage.written]
+    require_same_end(workspace.folder, reference.finished_dir, written)
+    assert workspace.dvc("status", "-q", TARGET).code == 0
+
+
+@pytest.mark.timeout(900)
+def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two_jobs(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """Both nodes are this machine, whose name may be known by an address of a network card."""
+    over_nodes = in_jobs(tmp_path / "two nodes", reference, GLOO_SOCKET_IFNAME="lo")
+    alone = workspace_in(tmp_path / "two processes", reference.environment)
+    copy_folder(reference.before_dir(CHAIN[0]), alone.folder)
+    trained = {}
+    for workspace, device in ((over_nodes, {"nodes": 2}), (alone, {"count": 2})):
+        path = workspace.folder / "params.yaml"
+        params = YAML(typ="safe").load(path)
+        profile = params["profiles"][params["profile"]]
+        profile["device"] |= device
+        profile["memory"]["placement"] = "ddp"
+        write_yaml(params, path)
+        meanwhile = time_is_up(workspace) if workspace is over_nodes else None
+        ended = workspace.dvc("repro", f"train@{RECIPE}", meanwhile=meanwhile)
+        assert ended.code == 0, ended.output
+        assert ("goes on from step" in ended.output) == (workspace is over_nodes)
+        run_dir = workspace.folder / "data/runs" / RECIPE
+        trained[workspace.folder] = folder_digest(run_dir / "trained"), (run_dir / "training/trace.csv").read_bytes()
+    assert trained[over_nodes.folder] == trained[alone.folder]

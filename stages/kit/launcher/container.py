@@ -28,13 +28,13 @@ def run_sealed(stage_run: StageRun, run: Callable[[list[Mount], Path], int]) -> 
     it writes to the file that is given.
     """
     assert stage_run.declared is not None
-    outputs = Outputs(stage_run.declared, stage_run.workspace_dir)
+    outputs = Outputs(stage_run.declared, stage_run.workspace_dir, node=stage_run.node)
     try:
         with outputs.aside():
             found = mounts(stage_run, stage_run.declared, outputs)
             places = make_places(found, outputs)
             code = run(found, outputs.ready_path)
-            if code == 0:
+            if code == 0 and stage_run.node == 0:
                 outputs.take(places)
             return Ended(code=code, machine=_machine(outputs.ready_path))
     except OSError as error:  # no space, no permission, a read-only file system

@@ -130,6 +130,8 @@ class ContainerEngine:
         assert stage_run.declared is not None
         stage = stage_run.declared.name
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
+        # Across nodes processes have to reach each other.
+        network = "host" if stage_run.num_nodes > 1 else "bridge" if stage_run.network else "none"
         terminal = stage_run.terminal and sys.stdout.isatty()
         # What the caller set is passed by name alone: a value would show in the machine's list of processes.
         passed, given = variables(stage_run, terminal=terminal)
@@ -138,7 +140,7 @@ class ContainerEngine:
             *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
             *("--label", f"bakeoff.workspace={stage_run.workspace_dir}", "--pull", "never", "--log-driver", "none"),
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
-            *("--network", "bridge" if stage_run.network else "none", *HARDENING),
+            *("--network", network, *HARDENING),
             # Processes that train together look each other up by this name, also without a network.
             *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
             *(_podman_options(stage_run.gpus) if self.client.is_podman else self._docker_options(stage_run.gpus)),

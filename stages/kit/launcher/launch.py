@@ -37,6 +37,7 @@ from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of
 from stages.kit.launcher.places import runs_in_slurm, stage_job
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
+from stages.kit.launcher.slurm.nodes import node_of, nodes_of, rendezvous
 from stages.kit.launcher.stage_run import STAGES, Ended, StageRun
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
@@ -112,7 +113,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         refuse_download_without_gpus(
             source, params, stages, command_line=command_line, in_container=in_container, visible=visible
         )
-    outputs = Outputs(declared, WORKSPACE_DIR) if declared else None
+    num_nodes, node = nodes_of(stage, device), node_of(os.environ) if in_job else 0
+    outputs = Outputs(declared, WORKSPACE_DIR, node=node) if declared else None
     with (
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
@@ -129,6 +131,9 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         own_dirs = {"HF_HOME": hub_cache(os.environ)} if source.startswith("hub:") else {}
         if gpus:
             own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository)
+        variables = {variable: str(folder) for variable, folder in own_dirs.items()}
+        if num_nodes > 1 and in_job:
+            variables |= rendezvous(os.environ)
         stage_run = StageRun(
             stage=stage,
             args=args,
@@ -139,12 +144,14 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             kept_dirs=(*own_dirs.values(), *kept_dirs(stage, name, params, repository)),
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
-            variables={variable: str(folder) for variable, folder in own_dirs.items()},
+            variables=variables,
+            num_nodes=num_nodes,
+            node=node,
             terminal=sys.stderr.isatty(),
             same_as=same_training(stage, name, params, command_line=command_line),
         )
         recorder = None
-        if declared and outputs:
+        if declared and outputs and node == 0:
             inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
             recorder = ProvenanceRecorder(stage_run, declared, params, engine, inputs)
             if by_dvc:
@@ -305,6 +312,11 @@ def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> 
         return ended, 0
     what = " ".join((stage_run.stage, *stage_run.args))
     changes = ladder(stage_run, params)
+    if stage_run.num_nodes > 1:
+        raise UserError(
+            f"{what} ran out of memory on a node, and is not started anew over several; what would take less, in this "
+            f"order: {', '.join(changes) or 'nothing that keeps its result'}"
+        )
     for attempt, change in enumerate(changes, start=1):
         say(f"{what} ran out of memory; it starts anew with {change}")
         ended = engine.run(replace(stage_run, attempt=attempt))

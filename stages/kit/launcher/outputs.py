@@ -24,9 +24,10 @@ ASIDE_DIR = Path("data/.outputs")
 class Outputs:
     """Where a stage may write."""
 
-    def __init__(self, stage: DeclaredStage, workspace_dir: Path) -> None:
+    def __init__(self, stage: DeclaredStage, workspace_dir: Path, *, node: int = 0) -> None:
+        """node: which of those that the stage runs on; only the first one's outputs are to be taken."""
         self.stage, self.workspace_dir = stage, workspace_dir
-        run_dir = workspace_dir / ASIDE_DIR / stage.name
+        run_dir = workspace_dir / ASIDE_DIR / stage.name / (f"node-{node}" if node else "")
         self.lock_path = run_dir / "lock"
         """Locked (flock) for as long as the launcher lives."""
         self.ready_path = run_dir / "ready"

@@ -17,6 +17,7 @@ from stages.kit.launcher.needs import gpus_wanted, repository_dir, source_of
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.provenance_recorder import code_digest, used_params
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE
+from stages.kit.launcher.slurm.nodes import nodes_of
 from stages.kit.launcher.slurm.resources import job_options
 from stages.kit.launcher.slurm.waiter import StageJob, digest
 
@@ -71,6 +72,7 @@ def stage_job(
             stage, name, params, num_gpus=gpus_wanted(stage, params.active.device), workspace_dir=workspace_dir
         ),
         save_seconds=params.slurm.save_seconds,
+        num_nodes=nodes_of(stage, params.active.device),
         environment=environment,
         comes_back=repository_dir(caller, workspace_dir).resolve() == workspace_dir,
         is_orphan=lambda: by_dvc and os.getppid() != caller_pid(),

@@ -38,6 +38,10 @@ class StageRun:
     """Whether a person watches the stage's output on one."""
     same_as: str = ""
     """Another recipe with the same plan, whose training the stage may take over; "" for none."""
+    num_nodes: int = 1
+    """On how many machines it runs at once."""
+    node: int = 0
+    """Which of them this is; only what the first one's makes is kept."""
     attempt: int = 0
     """How often it ran out of memory so far; tells the stage how much to give up."""
 

@@ -78,9 +78,9 @@ def described(number: str) -> dict[str, str]:
         return {}
 
 
-def ask_to_end(number: str) -> None:
-    """SIGTERM to the job's own process alone, which passes it on."""
-    _ask("scancel", "--quiet", "--batch", "--signal=TERM", number)
+def ask_to_end(number: str, *, alone: bool) -> None:
+    """SIGTERM to the job's own process, which passes it on; or, not alone, to what it has started on its nodes."""
+    _ask("scancel", "--quiet", *(("--batch",) if alone else ()), "--signal=TERM", number)
 
 
 def cancel(number: str) -> None:

@@ -17,6 +17,7 @@ from stages.kit.launcher.needs import repository_dir
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.launcher.slurm.client import described, requeue
 from stages.kit.launcher.slurm.job_dir import JobDir
+from stages.kit.launcher.slurm.nodes import node_of
 from stages.kit.training.checkpoints import checkpoints_dir
 
 JOB_VARIABLE = "BAKEOFF_JOB"
@@ -35,6 +36,8 @@ def run_inside_job(
     saves_in = checkpoints_dir(repository_dir(os.environ, workspace_dir), args[0]) if stage == "train" else None
     if job.end() is not None:  # put back into the queue as it ended
         return 0
+    if node_of(os.environ) > 0:
+        return run()
     saved_before = newest_checkpoint(saves_in)
     code = run()
     if code - 128 in ENDING and not job.cancel_path.exists():

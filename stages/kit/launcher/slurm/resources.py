@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
+from stages.kit.launcher.slurm.nodes import nodes_of
 from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.kit.planning.memory_record import GIB, read_memory_record
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
@@ -28,8 +29,9 @@ def job_options(stage: str, name: str, params: Params, *, num_gpus: int, workspa
     asked = params.slurm.gpu if num_gpus else params.slurm.cpu
     devices = profile.device.count if stage == "train" else 1
     gib = asked.memory_gb * 1e9 / GIB if asked.memory_gb else host_gib(stage, name, workspace_dir)
+    cores = devices * (CORES_PER_DEVICE + profile.dataloader_workers)
     options = [
-        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={devices * (CORES_PER_DEVICE + profile.dataloader_workers)}"),
+        *(f"--nodes={nodes_of(stage, profile.device)}", "--ntasks-per-node=1", f"--cpus-per-task={cores}"),
         f"--mem={max(1, round(gib * 1024))}M",
     ]
     if num_gpus:

@@ -67,6 +67,8 @@ class StageJob:
     options: list[str]
     """sbatch's, for the resources."""
     save_seconds: int
+    num_nodes: int
+    """On each of them a launcher is started."""
     environment: Mapping[str, str]
     """The whole environment of the launcher in the job."""
     comes_back: bool
@@ -161,10 +163,12 @@ class StageJob:
         log_path = str(self.dir.log_path).replace("%", "%%")  # as in %j, the job's number
         options = [
             *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
-            f"--signal=B:{TIME_IS_UP.name.removeprefix('SIG')}@{self.save_seconds}",
+            f"--signal={'B:' if self.num_nodes == 1 else ''}{TIME_IS_UP.name.removeprefix('SIG')}@{self.save_seconds}",
             *self.options,
         ]
-        script = f"#!/bin/bash\nexec {shlex.join(self.command)}\n"
+        # One launcher alone is the job's own process. srun would answer a signal by killing what it has started.
+        srun = 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" ' if self.num_nodes > 1 else ""
+        script = f"#!/bin/bash\nexec {srun}{shlex.join(self.command)}\n"
         environment = {**self.environment, JOB_VARIABLE: str(self.dir.folder)}
         self.number = submit(script, self.name, options, environment=environment, lock=lock)
         self.say(f"job {self.number}")
@@ -301,7 +305,10 @@ class StageJob:
         """Whether it runs, and is asked; one that waits is withdrawn."""
         self.dir.cancel_path.touch()
         waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
-        (cancel if waits else ask_to_end)(self.number)
+        if waits:
+            cancel(self.number)
+        else:
+            ask_to_end(self.number, alone=self.num_nodes == 1)
         return not waits
 
 
