@@ -1,7 +1,7 @@
 """A workspace in which stages run in real containers, and a second one for stages that misbehave.
 
-ENGINE chooses docker or podman, else it is the first that there is. Its image of this checkout has to be there: `make
-smoke` sees to it.
+ENGINE chooses docker, podman or apptainer, else it is the first that there is. Its image of this checkout has to be
+there: `make smoke` sees to it.
 """
 
 import os
@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
 from stages.core.params.load import load_params
+from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
 
-ENGINE = os.environ.get("ENGINE") or ("docker" if shutil.which("docker") else "podman")
+ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
 
 SECRETS = {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke", "AWS_SECRET_ACCESS_KEY": "awssmokesmokesmokesmoke"}
 
@@ -32,8 +35,18 @@ def client(*args: str) -> str:
 
 def containers(below: Path) -> list[str]:
     """The stages' containers, running or not, of workspaces below a folder: the machine may have others."""
+    if ENGINE == "apptainer":  # it keeps no list: their first processes, to which their workspaces are mounted
+        return [str(process.pid) for process in psutil.process_iter() if is_first_process(process, below)]
     listed = client("ps", "--all", "--format", "{{.ID}} {{.Labels}}").splitlines()
     return [line.split(" ", 1)[0] for line in listed if f"bakeoff.workspace={below}" in line.replace(":", "=")]
+
+
+def is_first_process(process: psutil.Process, below: Path) -> bool:
+    """Whether it is the first process of a container whose workspace lies below a folder."""
+    with suppress(psutil.Error, OSError):
+        mounted = Path(f"/proc/{process.pid}/mountinfo").read_text(encoding="utf-8")
+        return process.cmdline()[1:3] == ["-m", "stages.kit.launcher.inside"] and f" {below}" in mounted
+    return False
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -7,18 +7,16 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
 
 from stages.core.environment import TMP_DIR
 from stages.core.signals import GRACE_S
-from stages.kit.launcher.container import NotUsable, run_sealed, variables
+from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.mounts import Mount
-from stages.kit.launcher.process import forwarded_signals
+from stages.kit.launcher.outputs import Outputs
 from stages.kit.launcher.stage_run import Ended, StageRun
 
 HARDENING = (
@@ -31,9 +29,6 @@ HARDENING = (
     *("--shm-size", "4g", "--tmpfs", f"{TMP_DIR}:rw,exec,nosuid,nodev,size=4g,mode=1777"),
     *("--ulimit", "core=0"),
 )
-
-READY_S = 10.0
-"""How long a signal waits for the sign that the container handles it; a stage could remove that."""
 
 CALLER = f"{os.getuid()}:{os.getgid()}"
 """What the stage writes belongs to the caller."""
@@ -124,9 +119,9 @@ class ContainerEngine:
         The signals that ask to end go on to the stage, which decides how. When the launcher is killed, the first
         process of the container notices, and ends the stage.
         """
-        return run_sealed(stage_run, lambda found, ready_path: self._run(stage_run, found, ready_path))
+        return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
 
-    def _run(self, stage_run: StageRun, found: list[Mount], ready_path: Path) -> int:
+    def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         assert stage_run.declared is not None
         stage = stage_run.declared.name
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
@@ -146,35 +141,18 @@ class ContainerEngine:
             *(_podman_options(stage_run.gpus) if self.client.is_podman else self._docker_options(stage_run.gpus)),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
-            *(self.image_id, "python", "-m", "stages.kit.launcher.inside", *stage_run.command),
+            *(self.image_id, *INSIDE, *stage_run.command),
         ]
-        with forwarded_signals() as signals:
-            # Of its own process group: a Ctrl-C then reaches the stage once, from here.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-            signals.forward_to(
-                lambda number: Thread(
-                    target=self._signal, args=(name, number, process, ready_path), daemon=True
-                ).start()
-            )
-            code = process.wait()
+
+        def send(number: int, _client: object) -> bool:
+            return self.client.answers("kill", "--signal", str(int(number)), name)
+
+        def end() -> None:
             # The client may end before its container: killed, or with its terminal.
-            if code != 0 and self.client.answers("kill", "--signal", "TERM", name):
+            if self.client.answers("kill", "--signal", "TERM", name):
                 self.client.ask("wait", name)
-        return signals.code_of_stage(code) if code >= 0 else 128 - code
 
-    def _signal(self, name: str, number: int, process: subprocess.Popen[bytes], ready_path: Path) -> None:
-        """Signal the container as soon as it is there and its first process handles signals.
-
-        process: the client that shows what the stage prints.
-        """
-        patience_ends = time.monotonic() + READY_S
-        while process.poll() is None:
-            ready = ready_path.exists() and ready_path.stat().st_size > 0
-            if (ready or time.monotonic() > patience_ends) and self.client.answers(
-                "kill", "--signal", str(int(number)), name
-            ):
-                return
-            time.sleep(0.05)
+        return run_client(command, outputs.ready_path, send=send, failed=end)
 
     def _docker_options(self, gpus: tuple[str, ...]) -> list[str]:
         # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.

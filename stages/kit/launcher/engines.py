@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from stages.core.errors import UserError
+from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.process import ProcessEngine
@@ -33,6 +34,7 @@ class Engine(Protocol):
 CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
     "docker": partial(ContainerEngine.find, "docker"),
     "podman": partial(ContainerEngine.find, "podman"),
+    "apptainer": ApptainerEngine.find,
 }
 """In the order in which `auto` tries them: each takes (workspace, cpu or cuda), and raises NotUsable."""
 

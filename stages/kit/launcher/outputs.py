@@ -38,6 +38,8 @@ class Outputs:
         """The workspace as the stage sees it: empty files and folders, on which all else is mounted."""
         self.written_dir = run_dir / "written"
         """The files that the stage writes, under their paths in the workspace."""
+        self.scratch_dir = run_dir / "scratch"
+        """For an engine that keeps /tmp on a disk."""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -61,11 +63,12 @@ class Outputs:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Empty folders for the outputs of a stage that runs alone, removed in the end whatever becomes of it."""
-        temporary = (self.view_dir, self.written_dir, self.ready_path)
+        temporary = (self.view_dir, self.written_dir, self.scratch_dir, self.ready_path)
         for path in temporary:
             remove(path)  # what a killed launcher left
         try:
             self.view_dir.mkdir(parents=True)
+            self.scratch_dir.mkdir()
             for folder in self.folders:
                 (self.written_dir / folder).mkdir(parents=True)
             self.lock_path.touch()

@@ -1,0 +1,141 @@
+"""The engine apptainer: a stage is a fresh, sealed container of a SIF, started without a daemon and without root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.core.environment import TMP_DIR
+from stages.core.errors import UserError
+from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
+from stages.kit.launcher.images import image_references
+from stages.kit.launcher.mounts import Mount
+from stages.kit.launcher.outputs import Outputs
+from stages.kit.launcher.stage_run import Ended, StageRun
+
+IMAGES_DIR = Path(".bakeoff/images")
+
+SEAL = (
+    # No namespace, folder or variable of the host; nothing of what a cluster's apptainer.conf adds; no evaluation of
+    # variables by a shell; and for root, who would keep them, no privileges.
+    *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs", "--no-eval", "--no-privs"),
+    # Processes that train together look each other up by this name, also without a network.
+    *("--hostname", "localhost"),
+)
+
+OWN_FAILURE = 255
+"""Apptainer's exit code where it could not start the container."""
+
+CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
+"""Where Apptainer keeps its own files; all its other variables are options, and could undo the seal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApptainerEngine:
+    reference: str
+    """As that of the image of docker and podman, made from the hash of what both are built from."""
+    sif_path: Path
+    digest: str
+
+    name = "apptainer"
+
+    @classmethod
+    def find(cls, workspace_dir: Path, target: str) -> ApptainerEngine:
+        """The engine, with the SIF of this checkout. Raises NotUsable where one of them is missing."""
+        if not shutil.which("apptainer"):
+            raise NotUsable("apptainer is not installed")
+        references = image_references(workspace_dir, target)
+        folders = images_dirs(workspace_dir)
+        for reference in references:
+            for folder in folders:
+                if (path := sif_path(folder, reference)).is_file():
+                    return cls(reference=reference, sif_path=path, digest=recorded_digest(path))
+        others = sorted(path.name for folder in folders for path in folder.glob(f"{target}-*.sif"))
+        raise NotUsable(
+            f"apptainer has no image {sif_path(folders[0], references[0])}"
+            + (f" (there is {others[-1]}, built from other locks)" if others else "")
+            + f"; build it with: make image ENGINE=apptainer TARGET={target}"
+        )
+
+    @property
+    def image(self) -> tuple[str, str]:
+        return self.reference, self.digest
+
+    def run(self, stage_run: StageRun) -> Ended:
+        """Run the stage to its end.
+
+        The signals that ask to end go on to the stage, which decides how. When the launcher is killed, the first
+        process of the container notices, and ends the stage; when Apptainer is killed, the stage is too.
+        """
+        return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
+
+    def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
+        passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
+        given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+        command = [
+            *("apptainer", "--silent", "exec", *SEAL),
+            *(() if stage_run.network else ("--net", "--network", "none")),
+            *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
+            *(("--nv",) if stage_run.gpus else ()),
+            *(option for mount in found for option in ("--mount", mount.option())),
+            # Apptainer names a home of its own choice.
+            *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
+        ]
+
+        def send(number: int, client: subprocess.Popen[bytes]) -> bool:
+            client.send_signal(number)
+            return True
+
+        environment = client_environment(passed, given, os.environ)
+        code = run_client(command, outputs.ready_path, environment=environment, send=send)
+        if code == OWN_FAILURE and outputs.ready_path.stat().st_size == 0:
+            raise UserError(
+                "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
+                f"installation with setuid, and a whole image: sha256sum --check {digest_path(self.sif_path).name}, in "
+                f"{self.sif_path.parent}. Without a container: BAKEOFF_ENGINE=process"
+            )
+        return code
+
+
+def images_dirs(workspace_dir: Path) -> tuple[Path, ...]:
+    """Where images lie: in the checkout, or beside the .venv that docker/run found for a clone or a git worktree."""
+    return tuple(dict.fromkeys(folder / IMAGES_DIR for folder in (workspace_dir, Path(sys.prefix).parent)))
+
+
+def sif_path(folder: Path, reference: str) -> Path:
+    """Of `bakeoff:cpu-3f9c0d12ab34`: `cpu-3f9c0d12ab34.sif`."""
+    return folder / f"{reference.rpartition(':')[2]}.sif"
+
+
+def digest_path(sif: Path) -> Path:
+    """As sha256sum writes it: reading gigabytes would take longer than some stages."""
+    return sif.with_name(f"{sif.name}.sha256")
+
+
+def recorded_digest(sif: Path) -> str:
+    """Raises NotUsable where it is not recorded."""
+    path = digest_path(sif)
+    if not path.is_file():
+        raise NotUsable(
+            f"{path} is missing; copy it with the image, or: cd '{path.parent}' && sha256sum {sif.name} > {path.name}"
+        )
+    return f"sha256:{path.read_text(encoding='utf-8').split()[0]}"
+
+
+def client_environment(passed: list[str], given: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:
+    """The environment of Apptainer's client. Values for the container go by variables, which no other account can see.
+
+    passed: names of the caller's variables that the container gets; given: what it gets beside them.
+    """
+    own = {
+        name: value
+        for name, value in caller.items()
+        if name in CALLERS_SETTINGS or not name.startswith(("APPTAINER", "SINGULARITY"))
+    }
+    inside = {name: caller[name] for name in passed if name in caller} | dict(given)
+    return own | {f"APPTAINERENV_{name}": value for name, value in inside.items() if name != "HOME"}
