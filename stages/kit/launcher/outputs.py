@@ -68,7 +68,7 @@ class Outputs:
             remove(path)  # what a killed launcher left
         try:
             self.view_dir.mkdir(parents=True)
-            self.scratch_dir.mkdir()
+            self.scratch_dir.mkdir(mode=0o700)
             for folder in self.folders:
                 (self.written_dir / folder).mkdir(parents=True)
             self.lock_path.touch()

@@ -240,7 +240,11 @@ def test_a_stage_runs_once_at_a_time_also_as_a_process(start: Start, workspace: 
 @pytest.mark.parametrize(
     ("args", "environment", "said"),
     [
-        (("train", "exit", "0"), {"BAKEOFF_ENGINE": "lxc"}, "'lxc'; the engines are docker, podman, process, auto"),
+        (
+            ("train", "exit", "0"),
+            {"BAKEOFF_ENGINE": "lxc"},
+            "'lxc'; the engines are docker, podman, apptainer, process",
+        ),
         (("trian", "r1"), {}, "'trian' is not one of 'check', 'base', 'prepare', 'plan', 'train'"),
         (("train", "exit", "0"), {"VIRTUAL_ENV": ""}, "make setup"),
     ],
