@@ -140,6 +140,30 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
+@pytest.fixture
+def limit_memory(tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Gives a running container 256 MB. Apptainer, which has no such limit, as Slurm would: by a cgroup."""
+    if ENGINE != "apptainer":
+        yield lambda container: client("update", "--memory", "256m", "--memory-swap", "256m", container) and None
+        return
+    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if not root.exists():
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    if not os.access(root, os.W_OK):
+        pytest.skip("memory is limited by cgroups, which only root can make")
+    group = root / f"bakeoff-{tmp_path.name}"
+
+    def limit_memory(container: str) -> None:
+        group.mkdir()
+        (group / limit).write_text("256M")
+        first = psutil.Process(int(container))
+        for process in (first, *first.children(recursive=True)):
+            (group / "cgroup.procs").write_text(str(process.pid))
+
+    yield limit_memory
+    group.rmdir()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every test leaves no container, whatever it does."""

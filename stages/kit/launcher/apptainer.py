@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.mounts import Mount
 from stages.kit.launcher.outputs import Outputs
+from stages.kit.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
 
 IMAGES_DIR = Path(".bakeoff/images")
@@ -23,10 +26,17 @@ IMAGES_DIR = Path(".bakeoff/images")
 SEAL = (
     # No namespace, folder or variable of the host; nothing of what a cluster's apptainer.conf adds; no evaluation of
     # variables by a shell; and for root, who would keep them, no privileges.
-    *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs", "--no-eval", "--no-privs"),
+    *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs,sys", "--no-eval", "--no-privs"),
     # Processes that train together look each other up by this name, also without a network.
     *("--hostname", "localhost"),
 )
+
+KERNEL_SETTINGS = (
+    *(f"/proc/{name}" for name in ("acpi", "bus", "fs", "irq", "mtrr", "scsi", "sys", "sysrq-trigger")),
+    *("/sys/bus", "/sys/class", "/sys/devices"),
+)
+"""Seen read-only, where they exist: root may write there without a capability, and change the machine around the
+container. NCCL and torch read the machine's topology in the last three; nothing else of /sys is there."""
 
 OWN_FAILURE = 255
 """Apptainer's exit code where it could not start the container."""
@@ -77,22 +87,31 @@ class ApptainerEngine:
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
         given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+        (empty_dir := outputs.scratch_dir / "empty").mkdir()
         command = [
             *("apptainer", "--silent", "exec", *SEAL),
             *(() if stage_run.network else ("--net", "--network", "none")),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
-            *(option for mount in found for option in ("--mount", mount.option())),
+            *(option for mount in (*kernel_settings(empty_dir), *found) for option in ("--mount", mount.option())),
             # Apptainer names a home of its own choice.
             *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
         ]
+        killed_before = oom_kills(MACHINE_COUNTERS)
 
         def send(number: int, client: subprocess.Popen[bytes]) -> bool:
             client.send_signal(number)
             return True
 
         environment = client_environment(passed, given, os.environ)
-        code = run_client(command, outputs.ready_path, environment=environment, send=send)
+        code = run_client(
+            command,
+            outputs.ready_path,
+            environment=environment,
+            send=send,
+            # It has no cgroup of its own whose counters could say.
+            failed=lambda code: as_out_of_memory(code, killed_before),
+        )
         if code == OWN_FAILURE and outputs.ready_path.stat().st_size == 0:
             raise UserError(
                 "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
@@ -125,6 +144,14 @@ def recorded_digest(sif: Path) -> str:
             f"{path} is missing; copy it with the image, or: cd '{path.parent}' && sha256sum {sif.name} > {path.name}"
         )
     return f"sha256:{path.read_text(encoding='utf-8').split()[0]}"
+
+
+def kernel_settings(empty_dir: Path) -> list[Mount]:
+    """What is mounted inside them (binfmt_misc in /proc/sys) would stay writable: an empty folder is seen there."""
+    found = [Mount(path, path) for path in map(Path, KERNEL_SETTINGS) if path.exists()]
+    mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
+    inside = sorted(path for path in mounted if any(mount.source in path.parents for mount in found))
+    return [*found, *(Mount(empty_dir, path) for path in inside)]
 
 
 def client_environment(passed: list[str], given: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:

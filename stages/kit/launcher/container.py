@@ -56,13 +56,13 @@ def run_client(
     *,
     environment: Mapping[str, str] | None = None,
     send: Callable[[int, subprocess.Popen[bytes]], bool],
-    failed: Callable[[], None] = lambda: None,
+    failed: Callable[[int], int],
 ) -> int:
     """Run the client of an engine, which shows what the stage prints; returns the stage's exit code.
 
     Signals that ask to end go on to the container as soon as it has written to `ready_path`, by which it says that it
     handles them. send: passes one on, given the client, and says whether the container was there to have it.
-    failed: called where the client failed, before this stops to pass signals on.
+    failed: called where the client failed, with its code (128 + n after signal n); returns that of the stage.
     """
     with forwarded_signals() as signals:
         # Of its own process group: a Ctrl-C then reaches the stage once, from here.
@@ -79,8 +79,8 @@ def run_client(
         signals.forward_to(lambda number: Thread(target=forward, args=(number,), daemon=True).start())
         code = client.wait()
         if code != 0:
-            failed()
-    return signals.code_of_stage(code) if code >= 0 else 128 - code
+            code = failed(code if code > 0 else 128 - code)
+    return signals.code_of_stage(code)
 
 
 def variables(stage_run: StageRun, *, terminal: bool) -> tuple[list[str], dict[str, str]]:

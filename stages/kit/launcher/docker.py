@@ -147,10 +147,11 @@ class ContainerEngine:
         def send(number: int, _client: object) -> bool:
             return self.client.answers("kill", "--signal", str(int(number)), name)
 
-        def end() -> None:
+        def end(code: int) -> int:
             # The client may end before its container: killed, or with its terminal.
             if self.client.answers("kill", "--signal", "TERM", name):
                 self.client.ask("wait", name)
+            return code
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
 

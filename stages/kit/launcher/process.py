@@ -86,8 +86,7 @@ class ProcessEngine:
         killed_before = oom_kills(MACHINE_COUNTERS)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
-        if code == 128 + signal.SIGKILL and oom_kills(MACHINE_COUNTERS) > killed_before:
-            code = OUT_OF_MEMORY
+        code = as_out_of_memory(code, killed_before)
         return Ended(code=signals.code_of_stage(code), machine=machine)
 
 
@@ -115,6 +114,15 @@ def run_stage(
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
+
+
+def as_out_of_memory(code: int, killed_before: int) -> int:
+    """OUT_OF_MEMORY for a stage that was killed while the kernel killed something on this machine for want of memory.
+
+    killed_before: the machine's count of that before the stage began.
+    """
+    killed = code == 128 + signal.SIGKILL and oom_kills(MACHINE_COUNTERS) > killed_before
+    return OUT_OF_MEMORY if killed else code
 
 
 def oom_kills(counters: Sequence[Path]) -> int:

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from stages.core.errors import UserError
@@ -111,6 +114,27 @@ def test_named_variables_pass_in_the_clients_environment_and_none_that_could_und
     assert environment["APPTAINERENV_BAKEOFF_IMAGE"] == "sha256:0123"
     assert environment["APPTAINER_CACHEDIR"] == "/scratch"
     assert not {"APPTAINER_BIND", "APPTAINERENV_AWS_KEY", "SINGULARITY_NV", "APPTAINERENV_HOME"} & environment.keys()
+
+
+def test_what_root_could_change_of_the_machine_is_read_only_and_what_is_mounted_there_hidden(
+    clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = [
+        SimpleNamespace(mountpoint=path) for path in ("/", "/proc", "/sys/fs/cgroup", "/proc/sys/fs/binfmt_misc")
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounted)
+    run(workspace)
+    arguments, _ = asked(clients)
+    assert ("--no-mount", "bind-paths,hostfs,sys") in set(pairwise(arguments))
+    found = [
+        value for option, value in pairwise(arguments) if option == "--mount" and re.search("target=/(proc|sys)", value)
+    ]
+    assert "type=bind,source=/proc/sys,target=/proc/sys,readonly" in found
+    assert all(value.endswith(",readonly") for value in found)
+    (hidden,) = (value for value in found if "binfmt_misc" in value)
+    assert found.index(hidden) > found.index("type=bind,source=/proc/sys,target=/proc/sys,readonly")
+    assert f"source={workspace}/data/.outputs" in hidden
+    assert not any("cgroup" in value for value in found)
 
 
 @pytest.mark.parametrize("gpus", [(), ("GPU-a", "GPU-b")])

@@ -1,0 +1,121 @@
+"""What is Apptainer's own: ordinary users, its failures, the bytes of a stage, what is built where no Docker is."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stages.kit.launcher.apptainer import ApptainerEngine, digest_path
+from tests import ROOT
+from tests.smoke.conftest import ENGINE, copy_of_checkout, environment, wait_until
+from tests.smoke.test_seal import ATTEMPT, ATTEMPTS, COMMAND, WAITING
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(ENGINE != "apptainer", reason="of Apptainer")]
+
+# Without rights, and with a user namespace to be made by Apptainer, also where root runs the tests: who has a number
+# other than 0 in a user namespace has no capability there.
+ORDINARY = ("unshare", "--map-user=1000", "--map-group=1000")
+
+
+def run(workspace: Path, stage: str, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
+    (workspace / "stages/train.py").write_text(stage)
+    return subprocess.run(
+        [*before, *COMMAND], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
+    )
+
+
+def test_an_ordinary_users_stage_may_do_as_little(playground: Path) -> None:
+    each = f"""{ATTEMPT}
+done = []
+for attempt in {[attempt for attempt, _ in ATTEMPTS]!r}:
+    try:
+        exec(attempt)
+        done.append(attempt)
+    except Exception:
+        pass
+print(os.getuid(), done, [line for line in open("/proc/self/status") if line.startswith("CapEff")])
+"""
+    result = run(playground, each, *ORDINARY)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == r"1000 [] ['CapEff:\t0000000000000000\n']"
+
+
+def test_an_ordinary_users_stage_writes_outputs_and_reads_no_variable_or_file_of_home(
+    playground: Path, tmp_path: Path
+) -> None:
+    stage = """
+import os
+os.mkdir("data/runs/r1-llm-only/trained")
+open("/tmp/scratch", "w").write("x")
+print(os.environ["HOME"], os.path.exists(os.environ["THERE"]) if "THERE" in os.environ else None)
+"""
+    result = run(playground, stage, *ORDINARY, HOME=str(tmp_path), THERE=str(tmp_path), APPTAINER_BIND=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "/tmp None\n"), result.stderr
+    assert (playground / "data/runs/r1-llm-only/trained").stat().st_uid == os.getuid()
+
+
+def test_an_ordinary_users_stage_that_is_asked_to_end_saves_first(playground: Path, tmp_path: Path) -> None:
+    (playground / "stages/train.py").write_text(WAITING)
+    log_path = tmp_path / "log"
+    with log_path.open("wb") as log:
+        launcher = subprocess.Popen(
+            [*ORDINARY, *COMMAND], cwd=playground, env=environment(), stdout=log, stderr=subprocess.STDOUT
+        )
+    wait_until(lambda: "ready" in log_path.read_text(), log_path.read_text)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 75, log_path.read_text()
+    assert log_path.read_text().count("saved on SIGTERM") == 1
+
+
+@pytest.mark.parametrize("code", [0, 3, 125, 255])
+def test_the_exit_code_is_the_stages(playground: Path, code: int) -> None:
+    result = run(playground, f"import sys; sys.exit({code})")
+    assert result.returncode == code
+    assert "could not start" not in result.stderr
+
+
+def test_refused_user_namespaces_and_a_damaged_image_are_apptainers_failure_not_the_stages(playground: Path) -> None:
+    refused = run(
+        playground,
+        "",
+        # The one that may be made is that of the ordinary user.
+        *("unshare", "--user", "--map-root-user", "sh", "-c"),
+        'echo 1 >/proc/sys/user/max_user_namespaces && exec unshare --map-user=1000 "$@"',
+        "sh",
+    )
+    engine = ApptainerEngine.find(ROOT, "cpu")
+    images = playground / ".bakeoff/images"
+    images.mkdir(parents=True)
+    try:
+        with engine.sif_path.open("rb") as whole:
+            (images / engine.sif_path.name).write_bytes(whole.read(2**20))
+        shutil.copy(digest_path(engine.sif_path), images)
+        cut = run(playground, "")
+    finally:
+        shutil.rmtree(images)
+    for result in (refused, cut):
+        assert result.returncode == 1
+        assert "apptainer could not start the container, for the reason above" in result.stderr, result.stderr
+
+
+def test_stages_give_the_bytes_that_a_process_gives(tmp_path: Path) -> None:
+    """Where the packages are the locked ones; the pipeline's weights: test_pipeline.py."""
+    digests = {}
+    for engine in ("process", "apptainer"):
+        workspace = copy_of_checkout(tmp_path / engine)
+        for stage in (("check",), ("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
+            subprocess.run(["docker/run", *stage], cwd=workspace, env=environment(BAKEOFF_ENGINE=engine), check=True)
+        files = [path for path in (workspace / "data").rglob("*") if path.is_file()]
+        digests[engine] = {
+            str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in files
+            if not path.is_relative_to(workspace / "data/.outputs") and "provenance" not in path.parts
+        }
+        records = [json.loads(path.read_text()) for path in (workspace / "data/provenance").rglob("*.json")]
+        assert {record["engine"] for record in records} == {engine}
+    assert digests["process"] == digests["apptainer"]
