@@ -141,10 +141,10 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def limit_memory(tmp_path: Path) -> Iterator[Callable[[str], None]]:
+def limit_memory(tmp_path: Path) -> Iterator[Callable[[str], object]]:
     """Gives a running container 256 MB. Apptainer, which has no such limit, as Slurm would: by a cgroup."""
     if ENGINE != "apptainer":
-        yield lambda container: client("update", "--memory", "256m", "--memory-swap", "256m", container) and None
+        yield lambda container: client("update", "--memory", "256m", "--memory-swap", "256m", container)
         return
     root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
     if not root.exists():

@@ -377,7 +377,7 @@ def test_on_a_terminal_a_stage_has_one_too(playground: Path) -> None:
 
 
 def test_a_stage_that_the_kernel_kills_for_want_of_memory_starts_anew(
-    start: Start, playground: Path, limit_memory: Callable[[str], None]
+    start: Start, playground: Path, limit_memory: Callable[[str], object]
 ) -> None:
     running = start(*COMMAND, stage=GREEDY)
     (container,) = containers(playground)

@@ -1,5 +1,6 @@
 """Makes the images that stages run in: behind `make image`, `make wheelhouse` and `make base-image`.
 
+docker and podman keep their images; Apptainer's is a file, .bakeoff/images/TARGET-HASH.sif.
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
 network in the build only for cuda: its compiler is Debian's, and flash-attn's build wants one.
 """
@@ -19,14 +20,21 @@ import click
 
 from stages.core.errors import UserError
 from stages.kit.launcher import images
+from stages.kit.launcher.apptainer import IMAGES_DIR, sif_path
 from stages.kit.launcher.docker import Client
+from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins
+from tools.image.sif import run_once, scratch_dir, sif_of_base, sif_of_image, unpack_base
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 
 MACHINES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 """Names that engines and operating systems give a machine, to those of wheels."""
+
+STAND_IN_TAR = "base.tar"
+"""Beside Apptainer's images: the files of the stand-in."""
+
 BUILD_ENVIRONMENT = {
     "DOCKER_BUILDKIT": "1",
     # A signed statement of when and where an image was built would make each build another image.
@@ -49,6 +57,11 @@ def known_machine(client: Client | None) -> str:
     if name.lower() not in MACHINES:
         raise UserError(f"containers run on {name} here; the locked packages are published for x86_64 and aarch64")
     return MACHINES[name.lower()]
+
+
+def is_apptainer(engine: str | None) -> bool:
+    """Whether Apptainer is asked for, or all that there is."""
+    return (engine or next(filter(shutil.which, CONTAINER_ENGINES), None)) == "apptainer"
 
 
 def find_client(program: str | None) -> Client:
@@ -147,29 +160,13 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
     ]
 
 
-@click.group()
-def main() -> None:
-    """Make the images that stages run in."""
-
-
-engine_option = click.option("--engine", envvar="ENGINE", help="docker or podman; not given: the first there is.")
-target_option = click.option(
-    "--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="Whose packages."
-)
-
-
-@main.command()
-@engine_option
-@target_option
-@click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
-def image(engine: str | None, target: str, max_jobs: int) -> None:
-    """Build the image of this tree, unless it is built already."""
-    client = find_client(engine)
+def build_image(client: Client, target: str, max_jobs: int) -> str:
+    """Build the image of this tree with docker or podman, unless it is there. Returns its name."""
     machine = known_machine(client)
     for reference in images.image_references(WORKSPACE_DIR, target):
         if client.image_id(reference):
             say(f"{reference} is built already")
-            return
+            return reference
     builder, command = find_builder(client)
     pins = images.read_pins(WORKSPACE_DIR)
     base = choose_base(client, pins)
@@ -182,6 +179,81 @@ def image(engine: str | None, target: str, max_jobs: int) -> None:
         raise UserError(f"{reference} was not built, for the reason above{without}")
     size = int(client.ask("image", "inspect", "--format", "{{.Size}}", reference).stdout)
     say(f"{reference} is built, {size / 1e9:.1f} GB")
+    return reference
+
+
+def make_sif(target: str, max_jobs: int) -> None:
+    """Make Apptainer's image of this tree, unless it is there.
+
+    From the image of docker or podman, which is built for it where one of them works; else of the pinned base, pulled
+    by Apptainer, or of the stand-in.
+    """
+    if not shutil.which("apptainer"):
+        raise UserError("apptainer is not installed (apptainer.org; Debian: apt install apptainer)")
+    images_dir = WORKSPACE_DIR / IMAGES_DIR
+    for reference in images.image_references(WORKSPACE_DIR, target):
+        if (path := sif_path(images_dir, reference)).is_file():
+            say(f"{path} is built already")
+            return
+    clients = [Client(name) for name in ("docker", "podman") if shutil.which(name)]
+    if client := next((client for client in clients if client.problem() is None), None):
+        reference = build_image(client, target, max_jobs)
+        path = sif_path(images_dir, reference)
+        say(f"making {path} from {client.program}'s image")
+        sif_of_image(client, reference, path)
+    else:
+        path = make_sif_of_base(target, images_dir)
+    run_once(path)
+    say(f"{path} is built, {path.stat().st_size / 1e9:.1f} GB")
+
+
+def make_sif_of_base(target: str, images_dir: Path) -> Path:
+    """The same without docker and podman. Raises UserError where there is no base, and for cuda."""
+    if target != "cpu":
+        raise UserError(
+            f"the image of {target} is built by docker or podman, as root would install its C compiler, and flash-attn "
+            f"is compiled in another image. Where one of them is: make image ENGINE=apptainer TARGET={target}. "
+            f"Then copy {IMAGES_DIR}/{target}-* here"
+        )
+    pins, machine = images.read_pins(WORKSPACE_DIR), known_machine(None)
+    with scratch_dir(images_dir) as work_dir:
+        say(f"pulling {pins.bases.python.image}")
+        base = unpack_base(pins.bases, images_dir / STAND_IN_TAR, work_dir)
+        if base is None:
+            raise UserError(
+                f"{pins.bases.python.image} cannot be pulled, for the reason above. Make a stand-in from Debian's "
+                "packages: make base-image ENGINE=apptainer"
+            )
+        build_wheelhouse(target, pins, base, machine)
+        path = sif_path(images_dir, images.image_reference(WORKSPACE_DIR, target, pins, base))
+        say(f"making {path} on {base.image}")
+        sif_of_base(WORKSPACE_DIR / "docker", wheelhouse_dir(target), path, work_dir)
+    return path
+
+
+@click.group()
+def main() -> None:
+    """Make the images that stages run in."""
+
+
+engine_option = click.option(
+    "--engine", envvar="ENGINE", help="docker, podman or apptainer; not given: the first there is."
+)
+target_option = click.option(
+    "--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="Whose packages."
+)
+
+
+@main.command()
+@engine_option
+@target_option
+@click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
+def image(engine: str | None, target: str, max_jobs: int) -> None:
+    """Build the image of this tree, unless it is built already."""
+    if is_apptainer(engine):
+        make_sif(target, max_jobs)
+    else:
+        build_image(find_client(engine), target, max_jobs)
 
 
 @main.command()
@@ -205,7 +277,7 @@ def wheelhouse(engine: str | None, target: str) -> None:
 @engine_option
 def base_image(engine: str | None) -> None:
     """Make the stand-in for the pinned base, from Debian's packages, where no registry can be reached."""
-    client = find_client(engine)
+    client = None if is_apptainer(engine) else find_client(engine)
     stand_in = images.read_pins(WORKSPACE_DIR).bases.stand_in
     suite = stand_in.reference.rpartition(":")[2]
     if not shutil.which("mmdebstrap"):
@@ -214,14 +286,18 @@ def base_image(engine: str | None) -> None:
             f"namespaces, and a mirror of Debian {suite}"
         )
     architecture = {"x86_64": "amd64", "aarch64": "arm64"}[known_machine(client)]
-    with tempfile.TemporaryDirectory() as work_dir:
+    images_dir = WORKSPACE_DIR / IMAGES_DIR
+    images_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=images_dir) as work_dir:
         root_path = Path(work_dir, "root.tar")
         command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(stand_in.packages)}"]
         command += [f"--architectures={architecture}", suite, str(root_path)]
         say(" ".join(command))
         if subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, check=False).returncode:
             raise UserError("mmdebstrap failed, for the reason above. It needs root or unprivileged user namespaces")
-        if not client.show("import", str(root_path), stand_in.reference):
+        if client is None:
+            root_path.rename(images_dir / STAND_IN_TAR)
+        elif not client.show("import", str(root_path), stand_in.reference):
             raise UserError(f"{client.program} could not import what mmdebstrap made, for the reason above")
     say(f"{stand_in.reference} is made; next: make image")
 

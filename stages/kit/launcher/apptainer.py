@@ -14,6 +14,7 @@ import psutil
 
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
+from stages.core.signals import ENDING
 from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.mounts import Mount
@@ -37,9 +38,6 @@ KERNEL_SETTINGS = (
 )
 """Seen read-only, where they exist: root may write there without a capability, and change the machine around the
 container. NCCL and torch read the machine's topology in the last three; nothing else of /sys is there."""
-
-OWN_FAILURE = 255
-"""Apptainer's exit code where it could not start the container."""
 
 CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
 """Where Apptainer keeps its own files; all its other variables are options, and could undo the seal."""
@@ -103,22 +101,19 @@ class ApptainerEngine:
             client.send_signal(number)
             return True
 
-        environment = client_environment(passed, given, os.environ)
-        code = run_client(
-            command,
-            outputs.ready_path,
-            environment=environment,
-            send=send,
+        def failed(code: int) -> int:
+            # Its own failures have codes that a stage may have too: 255, and 1 without user namespaces.
+            if outputs.ready_path.stat().st_size == 0 and code - 128 not in ENDING:
+                raise UserError(
+                    "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
+                    f"installation with setuid, and a whole image: sha256sum --check {digest_path(self.sif_path).name}, "
+                    f"in {self.sif_path.parent}. Without a container: BAKEOFF_ENGINE=process"
+                )
             # It has no cgroup of its own whose counters could say.
-            failed=lambda code: as_out_of_memory(code, killed_before),
-        )
-        if code == OWN_FAILURE and outputs.ready_path.stat().st_size == 0:
-            raise UserError(
-                "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
-                f"installation with setuid, and a whole image: sha256sum --check {digest_path(self.sif_path).name}, in "
-                f"{self.sif_path.parent}. Without a container: BAKEOFF_ENGINE=process"
-            )
-        return code
+            return as_out_of_memory(code, killed_before)
+
+        environment = client_environment(passed, given, os.environ)
+        return run_client(command, outputs.ready_path, environment=environment, send=send, failed=failed)
 
 
 def images_dirs(workspace_dir: Path) -> tuple[Path, ...]:

@@ -145,14 +145,15 @@ def test_gpus_are_seen_where_some_are_leased(clients: Path, workspace: Path, sif
     assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ",".join(gpus)
 
 
+@pytest.mark.parametrize("code", [1, 255])
 def test_apptainers_own_failure_is_told_from_a_stage_that_ends_with_the_same_code(
-    clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
+    clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setenv("FAKE_CODE", "255")
+    monkeypatch.setenv("FAKE_CODE", str(code))
     with pytest.raises(UserError, match=r"apptainer could not start the container.*user namespaces"):
         run(workspace)
     monkeypatch.setenv("FAKE_READY", "ready")
-    assert run(workspace).code == 255
+    assert run(workspace).code == code
 
 
 def test_an_image_that_is_missing_is_named_and_so_is_one_of_other_locks(clients: Path, workspace: Path) -> None:
