@@ -12,7 +12,7 @@ TASK ?= detection
 # What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
 OVER ?=
-# docker or podman, for images; not given: the first of them that there is.
+# docker, podman or apptainer, for images; not given: the first of them that there is.
 ENGINE ?=
 # Passed on to pytest, or to what measures on a GPU: make test ARGS="-k lineage -x"
 ARGS ?=
@@ -53,7 +53,7 @@ setup-tools:
 build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
 
 .PHONY: image
-image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda, ENGINE=docker|podman)
+image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda, ENGINE=docker|podman|apptainer)
 	@$(build_tool) image
 
 .PHONY: wheelhouse
@@ -135,7 +135,7 @@ calibrate: setup ## Write what a GPU says of memory into predictions, after make
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke
-smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman)
+smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
 	@TARGET=cpu $(python) -m tools.image image
 	@$(offline) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 

@@ -79,7 +79,7 @@ class Provenance:
     outputs: dict[str, str]
     """Likewise: which bytes this is the provenance of."""
     engine: str
-    """docker, podman, or process for none."""
+    """docker, podman, apptainer, or process for none."""
     image: str | None
     """Its name, which is made from all that it was built from; None without an engine."""
     image_digest: str | None

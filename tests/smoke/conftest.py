@@ -29,7 +29,7 @@ SECRETS = {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke", "AWS_SECRET_ACC
 
 
 def client(*args: str) -> str:
-    """What docker or podman prints."""
+    """What the engine's client prints."""
     return subprocess.run([ENGINE, *args], check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -9,6 +9,7 @@ import tarfile
 import pytest
 from packaging.utils import canonicalize_name
 
+from stages.kit.launcher.apptainer import SEAL, ApptainerEngine
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import cpu_torch
 from tests import ROOT
@@ -27,15 +28,23 @@ SECRET = re.compile(
 FILES_WITH_SECRETS = re.compile(r"(^|/)(\.netrc|\.git-credentials|\.pypirc|pip\.conf|uv\.toml|id_[a-z0-9]+|\.env)$")
 
 
+of_docker = pytest.mark.skipif(ENGINE == "apptainer", reason="of docker's and podman's images, which it is made from")
+
+
 @pytest.fixture(scope="module")
 def image() -> str:
+    if ENGINE == "apptainer":
+        return str(ApptainerEngine.find(ROOT, "cpu").sif_path)
     return ContainerEngine.find(ENGINE, ROOT, "cpu").image_id
 
 
 def in_image(image: str, code: str) -> str:
+    if ENGINE == "apptainer":
+        return client("--silent", "exec", *SEAL, image, "python", "-c", code)
     return client("run", "--rm", "--network", "none", "--read-only", image, "python", "-c", code)
 
 
+@of_docker
 def test_no_layer_says_a_secret_or_an_address_it_was_built_from(image: str) -> None:
     history = client("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
     config = client("image", "inspect", image)
@@ -46,6 +55,7 @@ def test_no_layer_says_a_secret_or_an_address_it_was_built_from(image: str) -> N
     assert not {name for name in environment if re.search("TOKEN|SECRET|PASSWORD|PROXY|INDEX", name, re.IGNORECASE)}
 
 
+@of_docker
 def test_no_file_is_a_secret(image: str) -> None:
     container = client("create", image)
     suspicious, count = [], 0
@@ -70,6 +80,7 @@ def test_no_file_is_a_secret(image: str) -> None:
     assert suspicious == []
 
 
+@of_docker
 def test_it_runs_as_somebody_without_rights_unless_told_otherwise(image: str) -> None:
     assert in_image(image, "import os; print(os.getuid(), os.getgid())") == "1000 1000"
 

@@ -106,8 +106,8 @@ class ApptainerEngine:
             if outputs.ready_path.stat().st_size == 0 and code - 128 not in ENDING:
                 raise UserError(
                     "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
-                    f"installation with setuid, and a whole image: sha256sum --check {digest_path(self.sif_path).name}, "
-                    f"in {self.sif_path.parent}. Without a container: BAKEOFF_ENGINE=process"
+                    f"installation with setuid, and a whole image (in {self.sif_path.parent}: sha256sum --check "
+                    f"{digest_path(self.sif_path).name}). Without a container: BAKEOFF_ENGINE=process"
                 )
             # It has no cgroup of its own whose counters could say.
             return as_out_of_memory(code, killed_before)

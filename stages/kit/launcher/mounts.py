@@ -38,7 +38,7 @@ class Mount:
     writable: bool = False
 
     def option(self) -> str:
-        """For `--mount` of docker and podman: CSV, as a path may hold a comma."""
+        """For `--mount` of docker, podman and apptainer: CSV, as a path may hold a comma."""
         fields = ["type=bind", f"source={self.source}", f"target={self.target}"]
         line = io.StringIO()
         csv.writer(line, lineterminator="").writerow([*fields, *([] if self.writable else ["readonly"])])
