@@ -88,9 +88,8 @@ def test_without_a_registry_it_is_made_of_debians_packages_where_they_are(machin
     assert code == 1
     assert "cannot be pulled, for the reason above. Make a stand-in from Debian's packages: make base-image" in said
     (machine / "empty").mkdir()
-    sif.subprocess.run(
-        ["tar", "--create", "--file", machine / "images/base.tar", "-C", machine / "empty", "."], check=True
-    )
+    with tarfile.open(machine / "images/base.tar", "w") as tar:
+        tar.add(machine / "empty", ".")
     code, said = make_image()
     assert code == 0, said
     assert (machine / f"images/{STAND_IN}.sif").is_file()
