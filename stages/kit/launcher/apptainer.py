@@ -34,10 +34,10 @@ SEAL = (
 
 KERNEL_SETTINGS = (
     *(f"/proc/{name}" for name in ("acpi", "bus", "fs", "irq", "mtrr", "scsi", "sys", "sysrq-trigger")),
-    *("/sys/bus", "/sys/class", "/sys/devices"),
+    *("/sys/bus", "/sys/class", "/sys/devices", "/sys/fs/cgroup"),
 )
 """Seen read-only, where they exist: root may write there without a capability, and change the machine around the
-container. NCCL and torch read the machine's topology in the last three; nothing else of /sys is there."""
+container. Of /sys, what torch and NCCL read of the machine's parts, and the memory that a job of Slurm's has."""
 
 CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
 """Where Apptainer keeps its own files; all its other variables are options, and could undo the seal."""
@@ -85,13 +85,12 @@ class ApptainerEngine:
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
         given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
-        (empty_dir := outputs.scratch_dir / "empty").mkdir()
         command = [
             *("apptainer", "--silent", "exec", *SEAL),
             *(() if stage_run.network else ("--net", "--network", "none")),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
-            *(option for mount in (*kernel_settings(empty_dir), *found) for option in ("--mount", mount.option())),
+            *(option for mount in (*kernel_settings(), *found) for option in ("--mount", mount.option())),
             # Apptainer names a home of its own choice.
             *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
         ]
@@ -141,12 +140,12 @@ def recorded_digest(sif: Path) -> str:
     return f"sha256:{path.read_text(encoding='utf-8').split()[0]}"
 
 
-def kernel_settings(empty_dir: Path) -> list[Mount]:
-    """What is mounted inside them (binfmt_misc in /proc/sys) would stay writable: an empty folder is seen there."""
-    found = [Mount(path, path) for path in map(Path, KERNEL_SETTINGS) if path.exists()]
+def kernel_settings() -> list[Mount]:
+    """With what is mounted inside them, as binfmt_misc in /proc/sys: it would stay writable."""
+    found = {path for path in map(Path, KERNEL_SETTINGS) if path.exists()}
     mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
-    inside = sorted(path for path in mounted if any(mount.source in path.parents for mount in found))
-    return [*found, *(Mount(empty_dir, path) for path in inside)]
+    found |= {path for path in mounted if not found.isdisjoint(path.parents)}
+    return [Mount(path, path) for path in sorted(found)]
 
 
 def client_environment(passed: list[str], given: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:
