@@ -72,6 +72,11 @@ def test_an_ordinary_users_stage_that_is_asked_to_end_saves_first(playground: Pa
     assert log_path.read_text().count("saved on SIGTERM") == 1
 
 
+def test_processes_of_a_stage_find_each_other_by_name_without_a_network(playground: Path) -> None:
+    result = run(playground, "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))")
+    assert result.stdout.split() == ["localhost", "127.0.0.1"], result.stderr
+
+
 @pytest.mark.parametrize("code", [0, 3, 125, 255])
 def test_the_exit_code_is_the_stages(playground: Path, code: int) -> None:
     result = run(playground, f"import sys; sys.exit({code})")

@@ -39,6 +39,9 @@ KERNEL_SETTINGS = (
 """Seen read-only, where they exist: root may write there without a capability, and change the machine around the
 container. Of /sys, what torch and NCCL read of the machine's parts, and the memory that a job of Slurm's has."""
 
+HOSTS_PATH = Path("/etc/hosts")
+"""An image has none, or an empty one."""
+
 CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
 """Where Apptainer keeps its own files; all its other variables are options, and could undo the seal."""
 
@@ -85,12 +88,17 @@ class ApptainerEngine:
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
         given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+        hosts_path = HOSTS_PATH
+        if not stage_run.network:
+            hosts_path = outputs.scratch_dir / "hosts"
+            hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
+        all_mounts = (*kernel_settings(), *found, Mount(hosts_path, HOSTS_PATH))
         command = [
             *("apptainer", "--silent", "exec", *SEAL),
             *(() if stage_run.network else ("--net", "--network", "none")),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
-            *(option for mount in (*kernel_settings(), *found) for option in ("--mount", mount.option())),
+            *(option for mount in all_mounts for option in ("--mount", mount.option())),
             # Apptainer names a home of its own choice.
             *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
         ]
