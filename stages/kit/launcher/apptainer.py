@@ -88,14 +88,15 @@ class ApptainerEngine:
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
         given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
-        hosts_path = HOSTS_PATH
-        if not stage_run.network:
+        # Across nodes processes have to reach each other.
+        network, hosts_path = stage_run.network or stage_run.num_nodes > 1, HOSTS_PATH
+        if not network:
             hosts_path = outputs.scratch_dir / "hosts"
             hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
         all_mounts = (*kernel_settings(), *found, Mount(hosts_path, HOSTS_PATH))
         command = [
             *("apptainer", "--silent", "exec", *SEAL),
-            *(() if stage_run.network else ("--net", "--network", "none")),
+            *(() if network else ("--net", "--network", "none")),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
             *(option for mount in all_mounts for option in ("--mount", mount.option())),

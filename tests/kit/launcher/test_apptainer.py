@@ -132,6 +132,16 @@ def test_what_root_could_change_of_the_machine_is_read_only_with_what_is_mounted
     assert not any("debug" in value for value in found)
 
 
+def test_only_across_nodes_and_where_it_downloads_a_stage_has_the_machines_network(
+    clients: Path, workspace: Path, sif: Path
+) -> None:
+    for more, alone in (({}, True), ({"num_nodes": 2}, False), ({"network": True}, False)):
+        run(workspace, **more)
+        arguments, _ = asked(clients)
+        assert ("--net" in arguments) == alone
+        assert ("type=bind,source=/etc/hosts,target=/etc/hosts,readonly" in arguments) != alone
+
+
 @pytest.mark.parametrize("gpus", [(), ("GPU-a", "GPU-b")])
 def test_gpus_are_seen_where_some_are_leased(clients: Path, workspace: Path, sif: Path, gpus: tuple[str, ...]) -> None:
     run(workspace, gpus=gpus)
