@@ -118,11 +118,11 @@ CONTAINER = {
     "HOME": TMP_DIR,
     "USER": "bakeoff",
     "LOGNAME": "bakeoff",
-    # Processes that train together meet on the only interface there is without a network.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
 }
 """What a stage finds in a container in place of the machine's."""
+
+ON_ONE_NODE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Processes that train together in a container meet on the only interface there is without a network."""
 
 
 def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
@@ -135,14 +135,15 @@ def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, t
 
 
 def container_environment(
-    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool
+    stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool, num_nodes: int = 1
 ) -> tuple[list[str], dict[str, str]]:
     """The same in a container, beside what its image sets: the caller's variables that it gets, and given ones."""
     passed = _passed(stage, caller, PASSED, network=network)
     passed.pop("WANDB_API_KEY", None)  # of no use without a network
     # docker passes the proxies of its own configuration, password included, unless told otherwise.
     proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
-    given = _given(caller, network=network, terminal=terminal) | CONTAINER | proxies
+    meeting = ON_ONE_NODE if num_nodes == 1 else {}
+    given = _given(caller, network=network, terminal=terminal) | CONTAINER | meeting | proxies
     return sorted(passed.keys() - given.keys()), given
 
 

@@ -137,3 +137,11 @@ def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) ->
 def test_progress_bars_are_for_terminals() -> None:
     assert "TQDM_DISABLE" not in on_machine("train", {})
     assert on_machine("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
+
+
+def test_processes_meet_in_their_container_alone_unless_they_are_on_several_nodes() -> None:
+    caller = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert in_container("train", caller)["GLOO_SOCKET_IFNAME"] == "lo"
+    passed, given = container_environment("train", caller, network=False, terminal=True, num_nodes=2)
+    assert "GLOO_SOCKET_IFNAME" in passed
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & given.keys()

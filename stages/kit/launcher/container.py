@@ -86,7 +86,11 @@ def run_client(
 def variables(stage_run: StageRun, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
     """(names of the caller's variables that a container gets, further variables with their values)."""
     passed, given = container_environment(
-        stage_run.stage, stage_run.caller, network=stage_run.network, terminal=terminal
+        stage_run.stage,
+        stage_run.caller,
+        network=stage_run.network,
+        terminal=terminal,
+        num_nodes=stage_run.num_nodes,
     )
     return passed, {**given, **stage_run.variables, CACHE_VARIABLE: str(cache_dir(stage_run.workspace_dir))}
 
