@@ -14,7 +14,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,15 @@ from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time,
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import triton_dir
-from stages.kit.launcher.needs import gpus_wanted, hub_cache, kept_dirs, repository_dir, source_dir, source_of
+from stages.kit.launcher.needs import (
+    gpus_wanted,
+    hub_cache,
+    kept_dirs,
+    repository_dir,
+    same_plan,
+    source_dir,
+    source_of,
+)
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, stage_of_command
 from stages.kit.launcher.places import runs_in_slurm, stage_job
@@ -198,16 +206,10 @@ def same_training(stage: str, name: str, params: Params, *, command_line: Sequen
     forced = any(re.fullmatch("--force|-[a-zA-Z]*f[a-zA-Z]*", argument) for argument in command_line)
     if stage != "train" or not command_line or forced:
         return ""
-
-    def plan_of(recipe: str) -> list[str]:
-        lines = (WORKSPACE_DIR / "data/runs" / recipe / "plan.yaml").read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if not line.startswith("recipe:")]
-
     for other in params.recipes:
         record = WORKSPACE_DIR / "data/runs" / other / "training/training.json"
-        with suppress(OSError, UnicodeDecodeError):
-            if other != name and record.is_file() and plan_of(other) == plan_of(name):
-                return other
+        if other != name and record.is_file() and same_plan(other, name, WORKSPACE_DIR):
+            return other
     return ""
 
 

@@ -1,0 +1,162 @@
+"""Run stages of dvc.yaml side by side where they do not depend on each other: `dvc repro` for several GPUs or cores.
+
+Reads   dvc.yaml, params.yaml and dvc.lock, as DVC does
+Writes  what `dvc repro TARGETS` writes; the output of each stage to .bakeoff/logs/STAGE.log
+Run     make run TASK=detection JOBS=4
+        python -m tools.run evaluate@r1-llm-only evaluate@r4-joint --jobs 2
+
+Each stage is a `dvc repro --single-item`, started when the stages that it depends on are done. When one fails, those
+that do not depend on it are finished; it ends with the exit code of the first that failed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from stages.core.errors import UserError, counted
+from stages.core.params.load import load_params
+from stages.core.params.schema import DeviceParams
+from stages.core.threads import usable_cores
+from stages.kit.launcher.gpus import read_gpus
+from stages.kit.launcher.launch import gpus_wanted, plan_of
+from stages.kit.launcher.leases import leasable
+from tools.run.schedule import Step
+from tools.run.side_by_side import Result, SideBySide, say
+
+LOGS_DIR = Path(".bakeoff/logs")
+LOCK_PATH = Path(".bakeoff/run.lock")
+
+
+@click.command(help=__doc__)
+@click.argument("targets", nargs=-1)
+@click.option("-j", "--jobs", type=click.IntRange(min=1), help="Stages at once; not given: 4, on a CPU as many cores.")
+@click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
+def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
+    device = load_params(Path("params.yaml")).active.device
+    jobs = jobs or (min(4, usable_cores()) if device.kind == "cpu" else 4)
+    with alone():
+        steps, num_up_to_date = steps_of(targets, device, force=force)
+        up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
+        say(f"{up_to_date}{counted(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
+        options = ("--force",) if force else ()
+        run = SideBySide(
+            steps=steps,
+            dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, "--single-item"),
+            environment=stage_environment(device, jobs, ("dvc", "repro", *options, *targets)),
+            logs_dir=LOGS_DIR,
+            jobs=jobs,
+            gpus=num_gpus(device),
+            apart=lambda one, other: not force and same_training(one, other),
+        )
+        result = run.run()
+    sys.exit(closing_words(steps, result))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No other run of this kind in this workspace meanwhile. Raises UserError where there is one."""
+    LOCK_PATH.parent.mkdir(exist_ok=True)
+    with LOCK_PATH.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"`make run` is at work in this workspace already (pid {lock.read()}); wait for it, or end it"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tuple[dict[str, Step], int]:
+    """(the stages that the targets need and that may have something to do, by name; how many are up to date).
+
+    As DVC reads dvc.yaml, and in the order in which `dvc repro` would run them. A stage whose inputs may yet change is
+    among them, and DVC looks again when its turn comes. Raises UserError where DVC refuses.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo, lock_repo
+    from dvc.repo.reproduce import collect_stages, get_active_graph, plan_repro
+
+    try:
+        with Repo(_wait_for_lock=True) as repo, lock_repo(repo):
+            graph = get_active_graph(repo.index.graph)
+            stages = plan_repro(graph, collect_stages(repo, targets or ["dvc.yaml"]))
+            waits_for = {stage.addressing: {other.addressing for other in graph.successors(stage)} for stage in stages}
+            commands = {stage.addressing: stage.cmd for stage in stages}
+            changed = set(waits_for) if force else set(repo.status(targets=list(waits_for)))
+    except DvcException as error:
+        raise UserError(f"DVC refuses: {error}") from None
+    steps: dict[str, Step] = {}
+    for name, others in waits_for.items():  # what a stage waits for comes before it
+        if name in changed or others & steps.keys():
+            gpus = gpus_wanted(kind_of(commands[name]), device)
+            steps[name] = Step(waits_for=frozenset(others & steps.keys()), gpus=gpus)
+    return steps, len(waits_for) - len(steps)
+
+
+def kind_of(command: str | list[str] | None) -> str:
+    """The launcher's stage in a command of dvc.yaml: evaluate in `exec docker/run evaluate`; "" for others."""
+    found = re.match(r"exec docker/run (\w+)", command) if isinstance(command, str) else None
+    return found[1] if found else ""
+
+
+def num_gpus(device: DeviceParams) -> int:
+    """GPUs that stages may lease. One where there is none: the first stage that wants it says so."""
+    if device.kind == "cpu":
+        return 0
+    try:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return len(leasable(read_gpus(), visible=visible, count=1, holder="make run"))
+    except UserError:
+        return 1
+
+
+def stage_environment(device: DeviceParams, jobs: int, command: Sequence[str]) -> dict[str, str]:
+    """The caller's environment; on a CPU stages share its cores, unless the caller says how many threads each has.
+
+    Not on a GPU: the number of threads is part of what a checkpoint is known by, and the work of hours would not be
+    gone on with by a `dvc repro`. command: the serial one, in whose place the stages are run.
+    """
+    shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if device.kind == "cpu" else {}
+    return {**shared, **os.environ, "BAKEOFF_COMMAND": shlex.join(command)}
+
+
+def same_training(one: str, other: str) -> bool:
+    """Whether both are trainings by the same plan: one takes over what the other has trained."""
+    recipes = [name.removeprefix("train@") for name in (one, other) if name.startswith("train@")]
+    try:
+        return len(recipes) == 2 and plan_of(recipes[0]) == plan_of(recipes[1])
+    except (OSError, UnicodeDecodeError):  # the stages say what is wrong
+        return False
+
+
+def closing_words(steps: dict[str, Step], result: Result) -> int:
+    """Says what came of it; returns the exit code."""
+    left = [name for name in steps if name not in result.done and name not in result.failed]
+    if result.signal is not None and (left or result.failed):
+        say("interrupted; the same command goes on from here")
+        return 128 + result.signal
+    if result.failed:
+        first = next(iter(result.failed))
+        others = [name for name in result.failed if name != first]
+        say(f"{first} failed" + (f", and then {', '.join(others)}" if others else ""))
+        if left:
+            say(f"not started, as they depend on {'it' if not others else 'them'}: {', '.join(left)}")
+        return result.failed[first]
+    return 0
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tools.run")
