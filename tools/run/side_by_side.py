@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -114,10 +114,12 @@ class SideBySide:
         result.failed[name] = code if code > 0 else 128 - code
         if signals.received:
             say(f"{name} interrupted after {took}")
+            log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # what the stage said before DVC
         else:
             say(f"{name} FAILED after {took}; the end of {self.log_path(name)}:")
-            lines = deque(printable(log).splitlines(), maxlen=SHOWN_LINES)
-            click.echo("\n".join(f"    {line}" for line in lines))
+            shown = SHOWN_LINES
+        for line in printable(log).strip().splitlines()[-shown:]:
+            click.echo(f"    {line}")
         sys.stdout.flush()
 
 

@@ -1,5 +1,6 @@
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_the_deviation_is_a_share_of_what_training_changed() -> None:
     assert relative_deviation(base, adapted, base) == pytest.approx(1)
     assert relative_deviation(half, adapted, base) == pytest.approx(0.5, rel=1e-3)
     assert not relative_deviation(base, base, base) <= 1, "nothing was trained: no certificate"
+
+
+def test_the_deviation_is_the_same_figure_by_any_number_of_threads(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.manual_seed(0)
+    base, adapted, merged = torch.randn(3, 300, 5000)
+    found = set()
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.add(relative_deviation(merged, adapted, base))
+    assert len(found) == 1
 
 
 def test_another_picture_size_breaks_processor_parity(tiny_vlm: Path, probes: list[Conversation]) -> None:
