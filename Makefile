@@ -73,6 +73,12 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)
 
+.PHONY: run
+run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=detection|amr|moe, JOBS=4, ARGS=-f)
+	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
+	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+	@$(python) -m tools.report $(TASK) --table
+
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
 	$(if $(filter-out 0,$(EXACT)),--exact) $(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)

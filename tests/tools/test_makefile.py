@@ -16,6 +16,7 @@ from tests import ROOT
             ["plan", "RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "EXACT=0", "JSON=1"],
             ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"],
         ),
+        (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
         (["lm-eval", "RUN=base-dense", "BATCH_SIZE=4"], ["base-dense", "--batch-size", "4"]),
     ],
 )
@@ -23,4 +24,5 @@ def test_make_passes_on_what_is_asked(asked: list[str], options: list[str]) -> N
     # As a make of its own, also where these tests run in `make test`.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.check_output(["make", "-n", *asked], cwd=ROOT, env=alone, text=True)
-    assert shlex.split(printed.splitlines()[-1].partition("-m tools.")[2])[1:] == options
+    command = next(line for line in printed.splitlines() if "-m tools." in line)
+    assert shlex.split(command.partition("-m tools.")[2])[1:] == options

@@ -124,12 +124,12 @@ def num_gpus(device: DeviceParams) -> int:
 
 
 def stage_environment(device: DeviceParams, jobs: int, command: Sequence[str]) -> dict[str, str]:
-    """The caller's environment; on a CPU stages share its cores, unless the caller says how many threads each has.
+    """The caller's environment; on a CPU the stages share its cores, unless the caller sets the number of threads.
 
-    Not on a GPU: the number of threads is part of what a checkpoint is known by, and the work of hours would not be
-    gone on with by a `dvc repro`. command: the serial one, in whose place the stages are run.
+    Not on a GPU: a checkpoint is known by the number of threads too, and `dvc repro` could not go on from it.
+    command: the serial one, in whose place the stages are run.
     """
-    shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if device.kind == "cpu" else {}
+    shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if device.kind == "cpu" and jobs > 1 else {}
     return {**shared, **os.environ, "BAKEOFF_COMMAND": shlex.join(command)}
 
 

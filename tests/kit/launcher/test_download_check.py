@@ -15,7 +15,7 @@ from stages.kit.launcher.download_check import fetches_only, refuse_download_wit
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.pipeline import declared_stages
 from tests import ROOT
-from tests.kit.launcher.small_checkout import run, small_checkout
+from tests.kit.launcher.small_checkout import copy_code, run, small_checkout
 
 HUB = "hub:Qwen/Qwen2-VL-7B-Instruct@eed1309"
 REPRO = ("dvc", "repro")
@@ -131,6 +131,7 @@ stages:
 def test_a_stage_of_dvcs_is_refused_before_it_starts_and_fetches_where_that_is_all(tmp_path: Path) -> None:
     fetching = "import pathlib; pathlib.Path('fetched').touch()"
     workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, base=fetching)
+    copy_code(workspace, "tools.run.__main__")
     params = (workspace / "params.yaml").read_text()
     (workspace / "params.yaml").write_text(params.replace("profile: tiny", "profile: qwen2-vl-7b-48gb"))
     run(workspace, "git", "init", "--quiet")
@@ -138,6 +139,8 @@ def test_a_stage_of_dvcs_is_refused_before_it_starts_and_fetches_where_that_is_a
     no_gpus: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": ""}  # also where these tests run on a machine with GPUs
     refused = run(workspace, "dvc", "repro", "train", code=255, **no_gpus)
     assert "To fetch only, as on a login node: dvc repro base@vlm" in refused
+    side_by_side = run(workspace, "python", "-m", "tools.run", "train", code=255, **no_gpus)
+    assert "To fetch only, as on a login node: dvc repro base@vlm" in side_by_side
     assert not (workspace / "fetched").exists()
     run(workspace, "dvc", "repro", "base@vlm", **no_gpus)
     assert (workspace / "fetched").exists()

@@ -1,0 +1,234 @@
+"""Stages side by side through DVC and the launcher, on stages that a test writes itself."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from tests.kit.launcher.small_checkout import CALLER, copy_code, small_checkout
+from tools.faults.judge import require_clean_end
+from tools.faults.workspaces import Ended, Workspace, copy_folder
+
+pytestmark = pytest.mark.pipeline
+
+PIPELINE = """
+stages:
+  check:
+    cmd: exec docker/run check
+    outs: [out/check]
+  prepare:
+    foreach: [a, b, c]
+    do:
+      cmd: exec docker/run prepare
+      deps: [out/check]
+      outs: ["out/prepare-${item}"]
+  evaluate:
+    foreach: [a, b]
+    do:
+      cmd: exec docker/run evaluate
+      deps: ["out/prepare-${item}"]
+      outs: ["out/evaluate-${item}"]
+  compare:
+    cmd: exec docker/run compare
+    deps: [out/evaluate-a, out/evaluate-b, out/prepare-c]
+    outs: [out/compare]
+"""
+
+# Notes what happens to it, and does as orders/NAME says.
+STAGE = """
+import os, signal, sys, time
+from pathlib import Path
+
+name = "-".join([Path(__file__).stem, *sys.argv[1:]])
+order = Path("orders", name)
+order = order.read_text() if order.exists() else ""
+
+def note(what):
+    with open("notes", "a") as notes:
+        print(name, what, file=notes)
+
+def on_signal(number, frame):
+    note(signal.Signals(number).name)
+    global order
+    if order == "stubborn":
+        order = "wait"
+    else:
+        print(f"{name} is saved")
+        sys.exit(128 + number)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, on_signal)
+note(f"starts with {os.environ.get('OMP_NUM_THREADS')}")
+if order == "fail":
+    print(f"the data of {name} is broken")
+    sys.exit(3)
+while order in ("wait", "stubborn"):
+    time.sleep(0.02)
+while order == "meet" and Path("notes").read_text().count("prepare") < 3:
+    time.sleep(0.02)
+Path("out").mkdir(exist_ok=True)
+Path("out", name).write_text(name)
+note("ends")
+"""
+NAMES = ["check", "prepare-a", "prepare-b", "prepare-c", "evaluate-a", "evaluate-b", "compare"]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A pipeline that has not run yet."""
+    kinds = dict.fromkeys(("check", "prepare", "evaluate", "compare"), STAGE)
+    folder = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, **kinds)
+    copy_code(folder, "tools.run.__main__")
+    for name, text in {".dvc/config": "[core]\n    no_scm = true\n", "orders/none": "", "notes": ""}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return Workspace(folder=folder, environment={**CALLER, "PYTHON": sys.executable, "LANG": "C.UTF-8"})
+
+
+def order(workspace: Workspace, **orders: str) -> None:
+    for name, what in orders.items():
+        (workspace.folder / "orders" / name.replace("_", "-")).write_text(what)
+
+
+def notes(workspace: Workspace) -> list[str]:
+    return (workspace.folder / "notes").read_text().splitlines()
+
+
+def started(workspace: Workspace) -> list[str]:
+    return [line.split()[0] for line in notes(workspace) if "starts" in line]
+
+
+def wait_for(process: subprocess.Popen[bytes], workspace: Workspace, *wanted: str) -> None:
+    while not set(wanted) <= set(notes(workspace)):
+        assert process.poll() is None, notes(workspace)
+        time.sleep(0.02)
+
+
+def side_by_side(workspace: Workspace, *arguments: str) -> Ended:
+    ended = workspace.python("-m", "tools.run", *arguments)
+    require_clean_end(ended)
+    return ended
+
+
+def lock(workspace: Workspace) -> object:
+    return YAML(typ="safe").load(workspace.folder / "dvc.lock")
+
+
+def test_what_runs_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_nothing(
+    workspace: Workspace,
+) -> None:
+    serial = Workspace(folder=workspace.folder.with_name("serial"), environment=workspace.environment)
+    copy_folder(workspace.folder, serial.folder)
+    assert serial.dvc("repro").code == 0
+    order(workspace, prepare_a="meet", prepare_b="meet", prepare_c="meet")
+    ran = side_by_side(workspace, "--jobs", "3")
+    assert ran.code == 0, ran.output
+    assert sorted(started(workspace)) == sorted(NAMES)
+    happened = [line.partition(" with ")[0] for line in notes(workspace)]
+    for before, after in (("check", "prepare-a"), ("prepare-a", "evaluate-a"), ("evaluate-b", "compare")):
+        assert happened.index(f"{before} ends") < happened.index(f"{after} starts")
+    for name in NAMES:
+        assert (workspace.folder / "out" / name).read_bytes() == (serial.folder / "out" / name).read_bytes()
+    assert lock(workspace) == lock(serial)
+    for kind in ("check", *(f"prepare@{item}" for item in "abc"), "compare"):
+        assert re.search(rf"^\d\d:\d\d:\d\d {kind} starts\n(.*\n)*\S+ {kind} done in \d+ s$", ran.output, re.MULTILINE)
+    moved = Workspace(folder=workspace.folder.with_name("it was moved"), environment=workspace.environment)
+    workspace.folder.rename(moved.folder)
+    again = side_by_side(moved, "compare", "evaluate@b")
+    assert (again.code, "7 up to date, 0 stages to run" in again.output) == (0, True), again.output
+    assert "up to date" in moved.dvc("status").output
+    forced = side_by_side(moved, "prepare@a", "--force", "--jobs", "1")
+    assert forced.code == 0, forced.output
+    assert started(moved)[len(NAMES) :] == ["check", "prepare-a"]
+
+
+def test_when_a_stage_fails_only_what_depends_on_it_is_not_run(workspace: Workspace) -> None:
+    order(workspace, prepare_b="fail")
+    failed = side_by_side(workspace)
+    assert failed.code == 255, "as of `dvc repro`"
+    assert sorted(started(workspace)) == ["check", "evaluate-a", "prepare-a", "prepare-b", "prepare-c"]
+    assert re.search(r"prepare@b FAILED after \d+ s; the end of .bakeoff/logs/prepare@b.log:", failed.output)
+    assert "    the data of prepare-b is broken\n" in failed.output
+    assert re.search(r"^\S+ prepare@b failed$", failed.output, re.MULTILINE)
+    assert re.search(r"not started, as they depend on it: (evaluate@b, compare|compare, evaluate@b)$", failed.output)
+    order(workspace, prepare_b="")
+    again = side_by_side(workspace)
+    assert (again.code, "4 up to date, 3 stages to run" in again.output) == (0, True), again.output
+    assert sorted(started(workspace)[5:]) == ["compare", "evaluate-b", "prepare-b"]
+
+
+def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace: Workspace) -> None:
+    order(workspace, prepare_a="wait", prepare_b="stubborn")
+
+    def interrupt(process: subprocess.Popen[bytes]) -> None:
+        wait_for(process, workspace, "prepare-a starts with 1", "prepare-b starts with 1")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, workspace, "prepare-a SIGINT", "prepare-b SIGINT")
+        time.sleep(2.5)  # what comes sooner is the same request
+        process.send_signal(signal.SIGTERM)
+
+    workspace = Workspace(folder=workspace.folder, environment={**workspace.environment, "OMP_NUM_THREADS": "1"})
+    ended = workspace.python("-m", "tools.run", "--jobs", "2", meanwhile=interrupt)
+    require_clean_end(ended)
+    assert ended.code == 130, ended.output
+    assert [line for line in notes(workspace) if "SIG" in line] == [
+        *("prepare-a SIGINT", "prepare-b SIGINT"),
+        "prepare-b SIGINT",
+    ]
+    assert re.search(r"prepare@a interrupted after \d+ s\n    prepare-a is saved\n", ended.output), ended.output
+    assert ended.output.endswith("interrupted; the same command goes on from here\n")
+    assert set(started(workspace)) == {"check", "prepare-a", "prepare-b"}
+    order(workspace, prepare_a="", prepare_b="")
+    assert side_by_side(workspace).code == 0
+    assert "up to date" in workspace.dvc("status").output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody learns of a parent's end")
+def test_killed_it_leaves_no_stage_running_and_beside_it_no_other_run_starts(workspace: Workspace) -> None:
+    order(workspace, prepare_a="wait", prepare_b="wait")
+    others: list[str] = []
+    orphans: list[psutil.Process] = []
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        wait_for(process, workspace, "prepare-a starts with 2", "prepare-b starts with 2")
+        beside = subprocess.run(
+            [sys.executable, "-m", "tools.run", "prepare@c"],
+            cwd=workspace.folder,
+            env=dict(workspace.environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        others.append(f"{beside.returncode} {beside.stderr}")
+        others.append(f"1 Error: `make run` is at work in this workspace already (pid {process.pid}); wait for it, ")
+        orphans.extend(psutil.Process(process.pid).children())
+        process.kill()
+
+    workspace = Workspace(folder=workspace.folder, environment={**workspace.environment, "OMP_NUM_THREADS": "2"})
+    ended = workspace.python("-m", "tools.run", "--jobs", "2", meanwhile=kill)
+    require_clean_end(ended)
+    assert ended.code == -signal.SIGKILL
+    assert others[0].startswith(others[1])
+    assert {line for line in notes(workspace) if "SIG" in line} == {"prepare-a SIGTERM", "prepare-b SIGTERM"}
+    _, left = psutil.wait_procs(orphans, timeout=60)  # for DVC one lives until init has reaped it
+    assert (len(orphans), left) == (2, [])
+    order(workspace, prepare_a="", prepare_b="")
+    again = side_by_side(workspace)
+    assert again.code == 0, again.output
+
+
+def test_cores_are_shared_and_what_dvc_refuses_is_said(workspace: Workspace) -> None:
+    plain = {name: value for name, value in workspace.environment.items() if name != "OMP_NUM_THREADS"}
+    workspace = Workspace(folder=workspace.folder, environment=plain)
+    assert side_by_side(workspace, "check", "--jobs", "999").code == 0
+    assert notes(workspace)[0] == "check starts with 1"
+    refused = side_by_side(workspace, "no-such")
+    assert refused.code == 1
+    assert "Error: DVC refuses: " in refused.output
+    assert "no-such" in refused.output
