@@ -57,14 +57,14 @@ class SideBySide:
         self.logs_dir.mkdir(parents=True, exist_ok=True)
         result, waiting, running = Result(), dict.fromkeys(self.steps), dict[str, _Running]()
         with forwarded_signals() as signals:
-            signals.forward_to(lambda _number: _interrupt(running.values()))
+            signals.forward_to(lambda number: _ask_to_end(running.values(), number))
             while True:
                 if not signals.received:
                     for name in self._next(waiting, running, result):
                         del waiting[name]
                         running[name] = self._start(name)
                         if signals.received:  # while it was being started
-                            _interrupt([running[name]])
+                            _ask_to_end([running[name]], signals.received[0])
                             break
                 if not running:
                     break
@@ -129,11 +129,14 @@ class _Running:
     began: float
 
 
-def _interrupt(running: Iterable[_Running]) -> None:
-    """SIGINT, whatever was asked for: of all signals that end dvc, it lets its stage end first."""
+def _ask_to_end(running: Iterable[_Running], number: int) -> None:
+    """SIGINT, which is the one signal that has dvc wait for its stage.
+
+    But a closed terminal stays one: it ends dvc, and a job of Slurm goes on.
+    """
     for each in list(running):
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(each.process.pid, signal.SIGINT)
+            os.killpg(each.process.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
 
 
 def say(line: str) -> None:

@@ -31,7 +31,6 @@ from safetensors.torch import save_file
 
 from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest
-from stages.core.publish import publish_text
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import is_still_there, open_lock
 from stages.kit.training.collators import FEATURES, ConversationCollator, packed, padded
@@ -171,14 +170,17 @@ def _part(folder: Path, start: int) -> Path:
 def _write_part(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Raises OSError, as on a full disk."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another training may make the same one
+    digest = aside.with_suffix(".sha256")
     try:
         save_file(tensors, aside)
-        publish_text(file_digest(aside) + "\n", path.with_suffix(".sha256"))
+        digest.write_text(file_digest(aside) + "\n", encoding="utf-8")
+        digest.replace(path.with_suffix(".sha256"))
         aside.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         aside.unlink(missing_ok=True)
+        digest.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:

@@ -193,3 +193,26 @@ def test_only_frozen_towers_within_the_limit_are_planned(
     spread = replace(plan_for("r1-llm-only"), placement="ddp", may_quantize=False, quantization="none")
     for rung in rungs(predictor.with_features(spread, 1.0)):
         assert (rung.placement == "sharded") == (rung.features_bytes == 0)
+
+
+def test_two_trainings_may_write_the_same_part_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, tensors, replace_file, writing = (
+        tmp_path / "part-000000.safetensors",
+        {"0.x": torch.ones(2)},
+        Path.replace,
+        [],
+    )
+
+    def while_another_writes(aside: Path, target: Path) -> Path:
+        if not writing:
+            writing.append(aside)
+            with monkeypatch.context() as other:
+                other.setattr("os.getpid", lambda: 1)
+                features._write_part(tensors, part)
+        return replace_file(aside, target)
+
+    monkeypatch.setattr(Path, "replace", while_another_writes)
+    features._write_part(tensors, part)
+    assert writing
+    assert features._is_whole(part)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.safetensors", "part-000000.sha256"]

@@ -62,7 +62,7 @@ def on_signal(number, frame):
         print(f"{name} is saved")
         sys.exit(128 + number)
 
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, on_signal)
 note(f"starts with {os.environ.get('OMP_NUM_THREADS')}")
 if order == "fail":
@@ -187,6 +187,19 @@ def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace
     order(workspace, prepare_a="", prepare_b="")
     assert side_by_side(workspace).code == 0
     assert "up to date" in workspace.dvc("status").output
+
+
+def test_a_closed_terminal_reaches_the_stages_as_such(workspace: Workspace) -> None:
+    order(workspace, prepare_a="wait")
+
+    def hang_up(process: subprocess.Popen[bytes]) -> None:
+        wait_for(process, workspace, "prepare-a starts with None")
+        process.send_signal(signal.SIGHUP)
+
+    ended = workspace.python("-m", "tools.run", "prepare@a", "--jobs", "1", meanwhile=hang_up)
+    require_clean_end(ended)
+    assert ended.code == 128 + signal.SIGHUP, ended.output
+    assert notes(workspace)[-1] == "prepare-a SIGHUP"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody learns of a parent's end")
