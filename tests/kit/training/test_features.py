@@ -196,12 +196,8 @@ def test_only_frozen_towers_within_the_limit_are_planned(
 
 
 def test_two_trainings_may_write_the_same_part_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, tensors, replace_file, writing = (
-        tmp_path / "part-000000.safetensors",
-        {"0.x": torch.ones(2)},
-        Path.replace,
-        [],
-    )
+    part, tensors, replace_file = tmp_path / "part-000000.safetensors", {"0.x": torch.ones(2)}, Path.replace
+    writing: list[Path] = []
 
     def while_another_writes(aside: Path, target: Path) -> Path:
         if not writing:
