@@ -12,9 +12,9 @@ that do not depend on it are finished; it ends with the exit code of the first t
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +24,13 @@ import click
 
 from stages.core.errors import UserError, counted
 from stages.core.params.load import load_params
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams, Params
 from stages.core.threads import usable_cores
+from stages.kit.launcher.dvc_command import DVC_VARIABLE
 from stages.kit.launcher.gpus import read_gpus
-from stages.kit.launcher.launch import gpus_wanted, plan_of
 from stages.kit.launcher.leases import leasable
+from stages.kit.launcher.needs import gpus_wanted, same_plan
+from stages.kit.launcher.places import runs_in_slurm
 from tools.run.schedule import Step
 from tools.run.side_by_side import Result, SideBySide, say
 
@@ -41,20 +43,22 @@ LOCK_PATH = Path(".bakeoff/run.lock")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Stages at once; not given: 4, on a CPU as many cores.")
 @click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
 def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
-    device = load_params(Path("params.yaml")).active.device
-    jobs = jobs or (min(4, usable_cores()) if device.kind == "cpu" else 4)
+    params = load_params(Path("params.yaml"))
+    shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm("train", os.environ, params)
+    jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
+    num_threads = max(1, usable_cores() // jobs) if shares_cores and jobs > 1 else None
     with alone():
-        steps, num_up_to_date = steps_of(targets, device, force=force)
+        steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
         say(f"{up_to_date}{counted(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
         options = ("--force",) if force else ()
         run = SideBySide(
             steps=steps,
             dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, "--single-item"),
-            environment=stage_environment(device, jobs, ("dvc", "repro", *options, *targets)),
+            environment=stage_environment(("dvc", "repro", *options, *targets), num_threads=num_threads),
             logs_dir=LOGS_DIR,
             jobs=jobs,
-            gpus=num_gpus(device),
+            gpus=num_gpus(params, jobs=jobs),
             apart=lambda one, other: not force and same_training(one, other),
         )
         result = run.run()
@@ -112,9 +116,14 @@ def kind_of(command: str | list[str] | None) -> str:
     return found[1] if found else ""
 
 
-def num_gpus(device: DeviceParams) -> int:
-    """GPUs that stages may lease. One where there is none: the first stage that wants it says so."""
-    if device.kind == "cpu":
+def num_gpus(params: Params, *, jobs: int) -> int:
+    """GPUs that stages may have at the same time: those of Slurm are enough for all.
+
+    One where this machine has none: the first stage that wants it says so.
+    """
+    if runs_in_slurm("train", os.environ, params):
+        return jobs * params.active.device.count
+    if params.active.device.kind == "cpu":
         return 0
     try:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -123,23 +132,20 @@ def num_gpus(device: DeviceParams) -> int:
         return 1
 
 
-def stage_environment(device: DeviceParams, jobs: int, command: Sequence[str]) -> dict[str, str]:
-    """The caller's environment; on a CPU the stages share its cores, unless the caller sets the number of threads.
+def stage_environment(command: Sequence[str], *, num_threads: int | None) -> dict[str, str]:
+    """The caller's environment, and what the launcher takes for the command of DVC: the one serial one.
 
-    Not on a GPU: a checkpoint is known by the number of threads too, and `dvc repro` could not go on from it.
-    command: the serial one, in whose place the stages are run.
+    num_threads: of each stage, unless the caller says. None leaves it open, as on a GPU and in Slurm: a checkpoint and
+    a job are known by it too, and `dvc repro` could not go on from them.
     """
-    shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if device.kind == "cpu" and jobs > 1 else {}
-    return {**shared, **os.environ, "BAKEOFF_COMMAND": shlex.join(command)}
+    shared = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    return {**shared, **os.environ, DVC_VARIABLE: json.dumps(["", command])}
 
 
 def same_training(one: str, other: str) -> bool:
     """Whether both are trainings by the same plan: one takes over what the other has trained."""
     recipes = [name.removeprefix("train@") for name in (one, other) if name.startswith("train@")]
-    try:
-        return len(recipes) == 2 and plan_of(recipes[0]) == plan_of(recipes[1])
-    except (OSError, UnicodeDecodeError):  # the stages say what is wrong
-        return False
+    return len(recipes) == 2 and same_plan(recipes[0], recipes[1], Path())
 
 
 def closing_words(steps: dict[str, Step], result: Result) -> int:

@@ -19,7 +19,8 @@ KEPT_LINES = 30
 
 
 DVC_VARIABLE = "BAKEOFF_DVC"
-"""In a job, what `dvc_process` found on the machine that it was submitted from."""
+"""What `dvc_process` is to find: in a job, what it found on the machine that it was submitted from; side by side, the
+one command in whose place `tools.run` has several dvc run."""
 
 
 def dvc_process(caller: Mapping[str, str]) -> tuple[str, list[str]]:

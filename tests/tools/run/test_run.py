@@ -189,7 +189,7 @@ def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace
     assert "up to date" in workspace.dvc("status").output
 
 
-def test_a_closed_terminal_reaches_the_stages_as_such(workspace: Workspace) -> None:
+def test_a_closed_terminal_is_no_ctrl_c(workspace: Workspace) -> None:
     order(workspace, prepare_a="wait")
 
     def hang_up(process: subprocess.Popen[bytes]) -> None:
@@ -199,7 +199,8 @@ def test_a_closed_terminal_reaches_the_stages_as_such(workspace: Workspace) -> N
     ended = workspace.python("-m", "tools.run", "prepare@a", "--jobs", "1", meanwhile=hang_up)
     require_clean_end(ended)
     assert ended.code == 128 + signal.SIGHUP, ended.output
-    assert notes(workspace)[-1] == "prepare-a SIGHUP"
+    # Not SIGINT, on which a job of Slurm would end. The signal of dvc's end may overtake the terminal's.
+    assert notes(workspace)[3:] in (["prepare-a SIGHUP"], ["prepare-a SIGTERM"]), notes(workspace)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody learns of a parent's end")
@@ -241,6 +242,9 @@ def test_cores_are_shared_and_what_dvc_refuses_is_said(workspace: Workspace) -> 
     workspace = Workspace(folder=workspace.folder, environment=plain)
     assert side_by_side(workspace, "check", "--jobs", "999").code == 0
     assert notes(workspace)[0] == "check starts with 1"
+    in_slurm = Workspace(folder=workspace.folder, environment={**plain, "BAKEOFF_PLACE": "slurm"})
+    assert side_by_side(in_slurm, "check", "--jobs", "4", "--force").code == 0
+    assert notes(workspace)[2] == "check starts with None", "nodes have cores of their own"
     refused = side_by_side(workspace, "no-such")
     assert refused.code == 1
     assert "Error: DVC refuses: " in refused.output

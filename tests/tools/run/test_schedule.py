@@ -11,9 +11,11 @@ from dvc.repo import Repo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams
+from stages.kit.launcher.gpus import Gpu
 from tests import ROOT
-from tools.run.__main__ import steps_of
+from tools.run.__main__ import num_gpus, steps_of
 from tools.run.schedule import Step, chain_lengths, next_steps
 
 FOUR_GPUS = DeviceParams(kind="cuda", count=1)
@@ -138,3 +140,18 @@ def test_every_step_runs_once_after_what_it_waits_for_within_the_limits(data: st
         together = [other for other, (began, ended) in times.items() if began <= start < ended]
         assert len(together) <= jobs
         assert sum(steps[other].gpus for other in together) <= gpus
+
+
+def test_gpus_are_those_of_the_machine_and_in_slurm_enough_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = load_params(ROOT / "params.yaml").on("qwen2-vl-7b-2x48gb")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(
+        "tools.run.__main__.read_gpus", lambda: [Gpu(index=i, uuid=f"GPU-{i}", name="x") for i in range(3)]
+    )
+    assert num_gpus(params, jobs=4) == 3
+    monkeypatch.setattr("tools.run.__main__.read_gpus", list)
+    assert num_gpus(params, jobs=4) == 1
+    monkeypatch.setenv("BAKEOFF_PLACE", "slurm")
+    assert num_gpus(params, jobs=4) == 8
+    monkeypatch.delenv("BAKEOFF_PLACE")
+    assert num_gpus(params.on("tiny"), jobs=4) == 0
