@@ -69,7 +69,7 @@ tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
-	@began=$$(date +%s) && $(offline) $(python) -m dvc repro compare@$(TASK) && \
+	@began=$$(date +%s) && $(offline) $(python) -m tools.run compare@$(TASK) && \
 		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)
 

@@ -27,6 +27,7 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.core.params.load import load_params
 from stages.kit.evaluation import generation
 from stages.kit.launcher import launch
+from stages.kit.launcher.out_of_memory import run_down_the_ladder
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
@@ -78,7 +79,6 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = shutil.copytree(prepared, tmp_path / "a copy")
     monkeypatch.chdir(copy)
-    monkeypatch.setattr(launch, "WORKSPACE_DIR", copy)
     return copy
 
 
@@ -128,7 +128,7 @@ def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
     stage_run = StageRun(stage=stage, args=(name,), declared=None, workspace_dir=workspace, caller={})
-    ended, _ = launch.run_down_the_ladder(engine, stage_run, load_params())
+    ended, _ = run_down_the_ladder(engine, stage_run, load_params(), say=launch.say)
     return ended.code
 
 

@@ -15,13 +15,12 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from stages.core.dvc_cache import cache_dir
-from stages.core.errors import OUT_OF_MEMORY, UserError
+from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.parent_death import end_with_own_parent
@@ -40,16 +39,15 @@ from stages.kit.launcher.needs import (
     source_dir,
     source_of,
 )
+from stages.kit.launcher.out_of_memory import run_down_the_ladder
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, stage_of_command
 from stages.kit.launcher.places import runs_in_slurm, stage_job
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
 from stages.kit.launcher.slurm.nodes import node_of, nodes_of, rendezvous
-from stages.kit.launcher.stage_run import STAGES, Ended, StageRun
+from stages.kit.launcher.stage_run import STAGES, StageRun
 from stages.kit.planning.disk import disk_use, require_room
-from stages.kit.planning.ladder import batch_size_changes, rung_changes
-from stages.kit.planning.memory_record import read_memory_record
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
@@ -165,7 +163,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             if by_dvc:
                 share_with_cache(WORKSPACE_DIR, kept_inputs(declared, stages), aside=outputs.link_path)
         refuse_full_disk(stage, name, params)
-        ended, attempt = run_down_the_ladder(engine, stage_run, params)
+        ended, attempt = run_down_the_ladder(engine, stage_run, params, say=say)
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
@@ -301,54 +299,6 @@ def same_disk(one: Path, other: Path) -> bool:
 
 def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def run_down_the_ladder(engine: Engine, stage_run: StageRun, params: Params) -> tuple[Ended, int]:
-    """Run the stage, and again with the next rung's settings each time it runs out of memory.
-
-    Returns how the last attempt ended, and its number. Raises UserError where memory ran out with nothing left to give
-    up.
-    """
-    ended = engine.run(stage_run)
-    if ended.code != OUT_OF_MEMORY:
-        return ended, 0
-    what = " ".join((stage_run.stage, *stage_run.args))
-    changes = ladder(stage_run, params)
-    if stage_run.num_nodes > 1:
-        raise UserError(
-            f"{what} ran out of memory on a node, and is not started anew over several; what would take less, in this "
-            f"order: {', '.join(changes) or 'nothing that keeps its result'}"
-        )
-    for attempt, change in enumerate(changes, start=1):
-        say(f"{what} ran out of memory; it starts anew with {change}")
-        ended = engine.run(replace(stage_run, attempt=attempt))
-        if ended.code != OUT_OF_MEMORY:
-            return ended, attempt
-    if not changes:
-        raise UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
-    tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
-    memory_path = WORKSPACE_DIR / "data/runs" / stage_run.args[0] / "memory.json"
-    predicted = ""
-    if stage_run.stage == "train" and memory_path.exists():
-        record = read_memory_record(memory_path)
-        predicted = f"As planned it was predicted to take {record.summary()} (calibration: {record.calibration}).\n"
-    raise UserError(
-        f"{what} ran out of memory with everything given up that its result allows. It tried, one after the other:\n"
-        f"{tried}\n{predicted}What is left is yours to choose: a profile with more memory, fewer images.max_pixels, or "
-        f"a smaller base"
-    )
-
-
-def ladder(stage_run: StageRun, params: Params) -> list[str]:
-    """What each further attempt at a stage changes; nothing where it has nothing to give up."""
-    answers = stage_run.stage in ("evaluate", "predict")
-    if stage_run.stage in ("train", "merge"):
-        plan = read_plan(stage_run.args[0] if stage_run.args else "", runs_dir=WORKSPACE_DIR / "data/runs")
-        if stage_run.stage == "train":
-            return rung_changes(plan)
-        # A merge out of 4 bits answers too; a training's last rung may have turned to them.
-        answers = plan.quantization != "none" or plan.may_quantize
-    return batch_size_changes(params.active.evaluation.batch_size) if answers else []
 
 
 def say(line: str) -> None:
