@@ -92,8 +92,16 @@ lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup 
 	@$(offline) $(python) -m tools.lm_eval $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 .PHONY: verify
-verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache)
-	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore)
+verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache; PUBLISHED=FOLDER, KEY=)
+	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore) \
+		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
+
+.PHONY: publish
+publish: setup ## Write a run as a folder to hand on, data/published/RUN; SEND=1 sends it to the hub (RUN=, TO=OWNER/NAME)
+	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
+	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
+	@$(if $(filter-out 0,$(SEND)),docker/run publish '$(RUN)' --to '$(TO)',\
+		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 
 .PHONY: experiments
 experiments: ## Show the experiments: what each changed, and what came of it
@@ -177,7 +185,7 @@ lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package i
 
 .PHONY: clean
 clean: ## Remove results and tool caches; .venv and DVC's cache stay
-	rm -rf data/.outputs data/checked.txt data/bases data/builds data/prepared data/runs data/predictions data/provenance data/report
+	rm -rf data/.outputs data/checked.txt data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from ruamel.yaml import YAML
 
-from stages.compare import compare_task, memory_by_stage
+from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
 from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.contenders import memory_by_stage
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import evaluation_stage
 from stages.kit.reporting.texts import comparison_table

@@ -20,6 +20,7 @@ FAST = (
             "planning",
             "data",
             "launcher",
+            "publishing",
             "reporting",
             "statistics/intervals",
             "memory_use/out_of_memory",

@@ -40,6 +40,11 @@ def entry_point(stage: DeclaredStage) -> str:
     return "stages." + stage.command.split()[1]
 
 
+def compares(stage: DeclaredStage) -> bool:
+    """Whether it reads all runs of a task, with their times: the comparison, and the model card that shows it."""
+    return entry_point(stage) in ("stages.compare", "stages.publish")
+
+
 def declared_code(stage: DeclaredStage) -> set[str]:
     """The project's files that a stage declares, folders spread out, empty files left out."""
     declared: set[str] = set()
@@ -177,7 +182,7 @@ def test_all_that_is_named_in_params_yaml_waits_until_that_is_checked(dvc_repo: 
     """DVC removes a stage's outputs before it runs it, wherever a name leads."""
     entries = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
     named = {kind for kind, entry in entries.items() if str(entry.get("foreach", "")).startswith("${")}
-    assert len(named) == 7
+    assert len(named) == 8
     stages = {stage.name: stage for stage in dvc_repo.index.stages}
     waiting = {stage.name for stage in nx.ancestors(dvc_repo.index.graph, stages["check"])}
     assert {name for name in stages if name.partition("@")[0] in named} <= waiting
@@ -215,7 +220,7 @@ def test_every_output_of_the_pipeline_is_where_dvc_may_write() -> None:
     assert [out for out in outs if ignored.check_ignore(str(out)).match] == []
 
 
-def test_a_new_rank_reruns_its_branch_and_the_comparisons_and_nothing_else(dvc_repo: Repo) -> None:
+def test_a_new_rank_reruns_its_branch_and_what_compares_and_nothing_else(dvc_repo: Repo) -> None:
     """What DVC itself makes of dvc.yaml, without running it."""
     graph = dvc_repo.index.graph
     rank = "recipes.r1-llm-only.lora.rank"
@@ -229,7 +234,7 @@ def test_a_new_rank_reruns_its_branch_and_the_comparisons_and_nothing_else(dvc_r
     rerun = touched.union(*(nx.ancestors(graph, stage) for stage in touched))
     branch = {f"{stage}@r1-llm-only" for stage in ("plan", "train", "merge", "evaluate")}
     # Every comparison reads the recipes of all tasks, for DVC cannot choose among them.
-    comparisons = {stage.name for stage in PIPELINE.values() if entry_point(stage) == "stages.compare"}
+    comparisons = {stage.name for stage in PIPELINE.values() if compares(stage)}
     assert {stage.name for stage in rerun} == branch | comparisons
 
 
@@ -262,13 +267,13 @@ def test_every_stage_has_a_record_of_its_own_which_the_launcher_writes() -> None
         assert stage.provenance not in stage.written
 
 
-def test_no_stage_but_a_comparison_depends_on_what_holds_times() -> None:
+def test_no_stage_but_what_compares_depends_on_what_holds_times() -> None:
     """A rerun that gives the same bytes has another record, and must not rerun what comes after it."""
     for name, stage in PIPELINE.items():
-        assert bool(stage.inputs("data/provenance")) == (entry_point(stage) == "stages.compare"), name
+        assert bool(stage.inputs("data/provenance")) == compares(stage), name
 
 
-def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison() -> None:
+def test_what_stages_held_is_kept_and_changes_nothing_but_what_compares() -> None:
     """It differs from run to run: whoever depended on it would run anew with every run."""
     stages = PIPELINE.values()
     holders = {"train", "merge", "build", "evaluate"}
@@ -276,4 +281,13 @@ def test_what_stages_held_is_kept_and_changes_nothing_but_the_comparison() -> No
     assert set(kept) == {stage.name for stage in stages if stage.command.split()[1] in holders}
     for name, out in kept.items():
         readers = {stage.name for stage in stages if any(Path(out).is_relative_to(dep) for dep in stage.deps)}
-        assert readers == {f"compare@{Path(out).parts[2]}"}, name
+        task = Path(out).parts[2]
+        cards = {f"publish@{recipe}" for recipe, found in PARAMS["recipes"].items() if found["task"] == task}
+        assert readers == {f"compare@{task}", *cards}, name
+
+
+def test_the_models_that_a_registry_knows_are_those_that_stages_publish() -> None:
+    artifacts = YAML(typ="safe").load(ROOT / "dvc.yaml")["artifacts"]
+    published = {Path(out) for stage in PIPELINE.values() for out in stage.outs if out.startswith("data/published/")}
+    assert {Path(entry["path"]) for entry in artifacts.values()} == published
+    assert all(name == Path(entry["path"]).name and entry["type"] == "model" for name, entry in artifacts.items())

@@ -83,7 +83,8 @@ def read_run(name: str) -> Run:
     in the order of `sample_ids`; `plan`, `training` and `loss` say how it was trained, and are None for a baseline.
     Raises UserError for an unknown name, where the model has not been evaluated, and where its files are damaged.
     """
-    from stages.compare import load_report, read_task_run
+    from stages.compare import load_report
+    from stages.kit.reporting.contenders import read_task_run
     from stages.kit.reporting.runs import evaluation_stage
 
     params = load_params()
@@ -103,8 +104,9 @@ def compare_runs(task: str) -> Comparison:
     `insights` answers the task's questions.
     Raises UserError where nothing was run, or where the runs do not compare.
     """
-    from stages.compare import load_report, read_contenders
+    from stages.compare import load_report
     from stages.kit.reporting.comparison import compare
+    from stages.kit.reporting.contenders import read_contenders
 
     params = load_params()
     report = load_report(params, task)

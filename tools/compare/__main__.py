@@ -22,11 +22,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from stages.compare import load_report, read_contenders, read_task_run, write_report
+from stages.compare import load_report, write_report
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.kit.reporting.comparison import Comparison, compare
+from stages.kit.reporting.contenders import read_contenders, read_task_run
 from stages.kit.reporting.tables import terminal_table
 from stages.kit.reporting.task_report import TaskReport
 from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection

@@ -17,10 +17,11 @@ from pathlib import Path
 import click
 import numpy as np
 
-from stages.compare import load_report, read_task_run
+from stages.compare import load_report
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.reporting.comparison import evidence_of
+from stages.kit.reporting.contenders import read_task_run
 from stages.kit.reporting.runs import different_models, refuse_different_samples
 from stages.kit.reporting.task_report import TaskReport
 from stages.kit.statistics.differences import LEVEL, difference

@@ -4,6 +4,7 @@ Reads   every byte of what DVC keeps in data/ and in its cache; dvc.lock, lineag
 Writes  nothing; with --restore, to DVC's cache what is damaged there and intact in the workspace
 Run     make verify
         make verify RERUN=train@r1-llm-only
+        make verify PUBLISHED=FOLDER KEY=publisher.pem    a published folder, wherever it lies
 
 Names what is damaged, each with the command that fixes it, and ends with 1; with 0 where nothing is.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import UserError, bytes_text, counted
+from stages.core.errors import UserError, bytes_text, counted, printable
 from stages.core.lineage import Lineage
 from tools.verify.findings import Findings
 from tools.verify.rerun import Rerun, rerun
@@ -26,9 +27,15 @@ from tools.verify.verify import restore, verify
 @click.command(help=__doc__)
 @click.option("--rerun", "stage", help="Run this stage again, in a folder of its own, and compare: train@r1-llm-only.")
 @click.option("--restore", "restores", is_flag=True, help="Put back into DVC's cache what is intact in the workspace.")
-def main(stage: str | None, restores: bool) -> None:
-    if stage is not None and restores:
-        raise click.UsageError("--rerun and --restore are two things; ask for one")
+@click.option("--published", "folder", type=click.Path(path_type=Path), help="Check this published folder alone.")
+@click.option("--key", type=click.Path(path_type=Path), help="Its publisher's public key; not given: the folder's own.")
+def main(stage: str | None, restores: bool, folder: Path | None, key: Path | None) -> None:
+    if (stage is not None) + restores + (folder is not None) > 1:
+        raise click.UsageError("--rerun, --restore and --published are three things; ask for one")
+    if folder is not None:
+        sys.exit(report_published(folder, key))
+    if key is not None:
+        raise click.UsageError("--key is that of a published folder; name it: --published FOLDER")
     workspace_dir = Path.cwd()
     if not any((workspace_dir / name).exists() for name in ("dvc.yaml", "data")):
         raise UserError("there is neither dvc.yaml nor data here; run from the top of the repository")
@@ -73,6 +80,30 @@ def report(findings: Findings, seconds: float) -> int:
         click.echo(f"DAMAGED: {counted(len(found), 'thing')}, to be fixed from the top. {checked}")
         return 1
     click.echo(f"all is as recorded. {checked}")
+    return 0
+
+
+def report_published(folder: Path, key: Path | None) -> int:
+    """Check a published folder, and print by whom and of what it was made."""
+    from stages.kit.publishing.check import check_published  # imports huggingface_hub
+    from stages.kit.publishing.origins import lineage_lines
+
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    checked = check_published(folder, key)
+    if checked.problems:
+        click.echo(printable("\n".join(checked.problems)))
+        click.echo(
+            f"DAMAGED: {counted(len(checked.problems), 'file')} of {folder}; fetch it anew, or ask its publisher"
+        )
+        return 1
+    assert checked.model is not None
+    for made in checked.statements:
+        click.echo(printable(f"{made.stage}, {made.ended}, commit {made.commit or 'not known'}"))
+    for line in lineage_lines(checked.model):
+        click.echo(printable(line))
+    whose = "the publisher's key" if key else "the key in the folder, which is the publisher's if its fingerprint is"
+    click.echo(f"all is as it was signed, by {whose}: {checked.key}")
     return 0
 
 

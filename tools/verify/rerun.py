@@ -95,10 +95,11 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         if is_relative and not os.path.lexists(place := Path(os.path.normpath(folder / source))):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(Path(os.path.normpath(workspace_dir / source)))
-        # The leases of GPUs are those of the workspace.
-        (workspace_dir / ".bakeoff/gpus").mkdir(exist_ok=True)
+        # The leases of GPUs, and the key that signs, are those of the workspace.
         (folder / ".bakeoff").mkdir()
-        (folder / ".bakeoff/gpus").symlink_to(workspace_dir / ".bakeoff/gpus")
+        for own in ("gpus", "signing"):
+            (workspace_dir / ".bakeoff" / own).mkdir(exist_ok=True)
+            (folder / ".bakeoff" / own).symlink_to(workspace_dir / ".bakeoff" / own)
         # DVC's links in the source lead into the cache of the workspace.
         (folder / ".dvc").mkdir()
         cache = cache_dir(workspace_dir.resolve()).parents[1]

@@ -385,6 +385,8 @@ class Params:
     builds: dict[Name, BuildParams] = Field(default_factory=dict)
     predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
+    licenses: dict[str, Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]] = Field(default_factory=dict)
+    """Of bases and data, by source without revision, as the hub names licences, e.g. `apache-2.0`."""
 
     @property
     def active(self) -> ProfileParams:

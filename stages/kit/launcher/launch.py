@@ -110,7 +110,10 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
     # A process can do without, as for docker/run train --help.
-    declared = stage_of_command(stages, stage, args, required=engine.image is not None)
+    sends = stage == "publish" and len(args) > 1
+    declared = stage_of_command(stages, stage, args[:1] if sends else args, required=engine.image is not None)
+    if sends and declared is not None:
+        declared = declared.reading_what_it_wrote()
     if declared is not None:
         refuse_undeclared(declared, stage, name, params)
     source = source_of(stage, name, params)
@@ -134,7 +137,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     ):
         if stage == "merge" and name and by_dvc:  # DVC has kept what was trained: it is safe
             remove_finished(checkpoints_dir(repository, name))
-        own_dirs = {"HF_HOME": hub_cache(os.environ)} if source.startswith("hub:") else {}
+        network = sends or source.startswith("hub:")
+        own_dirs = {"HF_HOME": hub_cache(os.environ)} if network else {}
         if gpus:
             own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository)
         variables = {variable: str(folder) for variable, folder in own_dirs.items()}
@@ -146,8 +150,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
             declared=declared,
             workspace_dir=WORKSPACE_DIR,
             source_dir=source_dir(source, WORKSPACE_DIR),
-            network=source.startswith("hub:"),
-            kept_dirs=(*own_dirs.values(), *kept_dirs(stage, name, params, repository)),
+            network=network,
+            kept_dirs=(*own_dirs.values(), *(() if sends else kept_dirs(stage, name, params, repository))),
             gpus=tuple(gpu.uuid for gpu in gpus),
             caller=os.environ,
             variables=variables,

@@ -37,10 +37,13 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
 
 
 def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[Path, ...]:
-    """Folders that a training writes to beside its outputs; none for the other stages, and for a name it will refuse.
+    """Folders that a training writes to beside its outputs, and publish, which may have to make a key; none for the
+    other stages, and for a name that a training will refuse.
 
     Weights & Biases keeps runs in the second one, as stages/kit/training/progress.py says.
     """
+    if stage == "publish":
+        return (repository / ".bakeoff/signing",)
     if stage != "train" or name not in params.recipes:
         return ()
     tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb else ()

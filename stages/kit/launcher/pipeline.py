@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ class DeclaredStage:
     def written(self) -> tuple[str, ...]:
         """The outputs that the stage itself writes."""
         return tuple(out for out in self.outs if out != self.provenance)
+
+    def reading_what_it_wrote(self) -> DeclaredStage:
+        """The stage when it sends its outputs away: they are all that it reads of the data, and it writes nothing."""
+        code = tuple(dep for dep in self.deps if dep not in self.inputs("data"))
+        return replace(self, deps=(*code, *self.written), outs=())
 
     def inputs(self, folder: str) -> tuple[str, ...]:
         """What it depends on below a folder of the workspace, itself included."""

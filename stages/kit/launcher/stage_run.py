@@ -7,7 +7,7 @@ from pathlib import Path
 from stages.core.provenance import Machine
 from stages.kit.launcher.pipeline import DeclaredStage
 
-STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare")
+STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare", "publish")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class StageRun:
     source_dir: Path | None = None
     """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
     network: bool = False
-    """Whether it fetches from the hub: only then it has the network, and the token."""
+    """Whether it fetches from the hub or sends to it: only then it has the network, and the token."""
     kept_dirs: tuple[Path, ...] = ()
     """Folders that it may write to beside its outputs, kept between runs: checkpoints, the hub's cache; absolute."""
     gpus: tuple[str, ...] = ()

@@ -254,7 +254,7 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
     assert hub_cache({}) == Path.home() / ".cache/huggingface"
 
 
-def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe() -> None:
+def test_only_a_training_and_what_signs_write_beside_their_outputs_a_training_for_its_own_recipe() -> None:
     params, repository = load_params(ROOT / "params.yaml"), Path("/repository")
     checkpoints = repository / ".bakeoff/checkpoints/r1-llm-only"
     features, tracking = repository / ".bakeoff/features", repository / ".bakeoff/tracking"
@@ -263,6 +263,47 @@ def test_only_a_training_writes_beside_its_outputs_and_only_for_its_own_recipe()
     assert kept_dirs("train", "r1-llm-only", tracked, repository) == (checkpoints, features, tracking)
     for stage, name in (("merge", "r1-llm-only"), ("train", ""), ("train", "--help"), ("train", "../../x")):
         assert kept_dirs(stage, name, tracked, repository) == ()
+    assert kept_dirs("publish", "r1-llm-only", params, repository) == (repository / ".bakeoff/signing",)
+
+
+PUBLISH = """
+import os, pathlib, sys
+names = ("HF_TOKEN", "HF_HUB_OFFLINE")
+pathlib.Path("notes").write_text(" ".join([*sys.argv[1:], *(str(os.environ.get(name)) for name in names)]))
+if "--to" not in sys.argv:
+    folder = pathlib.Path("data/published/r1-llm-only")
+    folder.mkdir(parents=True)
+    (folder / "model").write_text("weights")
+"""
+
+
+def test_only_what_sends_a_published_folder_has_network_and_token_and_it_sends_what_was_made(tmp_path: Path) -> None:
+    pipeline = (
+        "stages:\n  publish:\n    foreach: ${recipes}\n    do:\n      cmd: exec docker/run publish\n"
+        "      deps: [stages]\n"
+        "      outs:\n        - data/provenance/publish@${key}.json\n        - data/published/${key}\n"
+    )
+    workspace = small_checkout(tmp_path / "workspace", pipeline=pipeline, publish=PUBLISH)
+    send = ("docker/run", "publish", "r1-llm-only", "--to", "owner/name")
+    run(workspace, "docker/run", "publish", "r1-llm-only", HF_TOKEN="secret")
+    assert (workspace / "notes").read_text() == "r1-llm-only None 1"
+    record = workspace / "data/provenance/publish@r1-llm-only.json"
+    before = record.read_bytes()
+    run(workspace, *send, HF_TOKEN="secret")
+    assert (workspace / "notes").read_text() == "r1-llm-only --to owner/name secret None"
+    assert record.read_bytes() == before, "sending makes nothing"
+    (workspace / "data/published/r1-llm-only/model").write_text("other weights")
+    said = run(workspace, *send, code=1, HF_TOKEN="secret")
+    assert "data/published/r1-llm-only is not what publish@r1-llm-only made" in said
+
+
+def test_a_container_that_sends_sees_of_the_data_only_what_it_sends() -> None:
+    sending = stage_of_command(declared_stages(ROOT), "publish", ["r4-joint"])
+    assert sending is not None
+    sending = sending.reading_what_it_wrote()
+    assert sending.inputs("data") == ("data/published/r4-joint",)
+    assert "stages/publish.py" in sending.deps
+    assert sending.outs == ()
 
 
 @pytest.fixture

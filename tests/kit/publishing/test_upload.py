@@ -1,0 +1,157 @@
+"""Sending a published folder: the real client against a stand-in of the hub (tests/hub_stand_in.py)."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.kit.publishing.check import check_published
+from stages.kit.publishing.signature import sign, signing_key
+from stages.kit.publishing.upload import upload
+from stages.publish import publish_run
+from tests.hub_stand_in import TOKEN, Hub, hub_stand_in
+from tests.made_up_publication import RUN, made_up_workspace
+
+REPO = "somebody/tables"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = made_up_workspace(tmp_path_factory.mktemp("workspace"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        patch.delenv("DVC_ROOT", raising=False)
+        publish_run(load_params(), RUN, workspace / "published" / RUN)
+    return workspace / "published" / RUN
+
+
+@pytest.fixture
+def folder(published: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / RUN))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_stand_in() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its tries
+        yield hub
+
+
+def change_licence(folder: Path, licence: str | None) -> None:
+    """In the card, signed anew by its publisher."""
+    card = ModelCard.load(folder / "README.md")
+    card.data.license = licence
+    card.save(folder / "README.md")
+    sign(folder, signing_key(folder.parent / "key"))
+
+
+def test_what_is_sent_is_what_was_written_in_one_commit_of_a_private_repository(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    (folder / ".cache/huggingface").mkdir(parents=True)
+    (folder / ".cache/huggingface/note").touch()
+    assert upload(folder, REPO) == f"{hub.url}/{REPO}"
+    repository = hub.repositories[REPO]
+    assert (repository.private, repository.commits) == (True, 1)
+    for name, content in repository.files.items():
+        path = tmp_path / "download" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert not check_published(tmp_path / "download").problems
+    assert not any(name.startswith(".cache") for name in repository.files)
+
+
+def test_a_name_that_exists_is_refused_and_what_is_there_stays(hub: Hub, folder: Path) -> None:
+    upload(folder, REPO)
+    before = dict(hub.repositories[REPO].files)
+    with pytest.raises(UserError, match=f"{REPO} could not be made: it exists already, so choose another name"):
+        upload(folder, REPO)
+    assert hub.repositories[REPO].files == before
+    assert not any(request.startswith("DELETE") for request in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "said"),
+    [
+        ("hf_wrong", REPO, "could not sign in to the hub: the token is not known there"),
+        (None, REPO, "there is no token; set HF_TOKEN"),
+        (TOKEN, "others/tables", "others/tables could not be made: the token may not write there"),
+        (TOKEN, "no name", "no name could not be made: Repo id must"),
+    ],
+)
+def test_a_wrong_token_or_name_is_named_and_nothing_is_made(
+    hub: Hub, folder: Path, token: str | None, repo: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match=said):
+        upload(folder, repo)
+    assert not hub.repositories
+
+
+def test_a_licence_that_the_hub_refuses_is_named_before_anything_is_made(hub: Hub, folder: Path) -> None:
+    change_licence(folder, "my-own")
+    with pytest.raises(UserError, match=r'the hub refuses the model card: .*"license" must be one of'):
+        upload(folder, REPO)
+    assert not hub.repositories
+    assert not any("create" in request for request in hub.requests)
+
+
+def test_a_licence_that_nobody_knows_is_asked_for_and_the_hub_is_not(hub: Hub, folder: Path) -> None:
+    change_licence(folder, None)
+    with pytest.raises(UserError, match=r"write it into `licenses` of params\.yaml"):
+        upload(folder, REPO)
+    assert not hub.requests
+
+
+def test_a_folder_that_was_changed_or_is_not_there_is_not_sent(hub: Hub, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(UserError, match=f"(?s)make publish RUN={RUN}.*model.safetensors: is not as it was signed"):
+        upload(folder, REPO)
+    with pytest.raises(UserError, match="is not there; write it with: make publish RUN=none"):
+        upload(folder.with_name("none"), REPO)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("request_lost", ["preupload", "objects/batch", "PUT /objects/", "/commit/"])
+def test_a_connection_that_is_lost_in_the_middle_leaves_nothing_and_the_next_try_does_it(
+    hub: Hub, folder: Path, request_lost: str
+) -> None:
+    hub.lose = request_lost
+    with pytest.raises(UserError, match=f"{RUN} could not be sent: the connection failed: .*Nothing was published"):
+        upload(folder, REPO)
+    assert not hub.repositories
+    hub.lose = ""
+    upload(folder, REPO)
+    assert hub.repositories[REPO].commits == 1
+
+
+def test_where_not_even_the_removal_arrives_it_says_what_is_left(
+    hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.lose = "PUT /objects/|DELETE"
+    with pytest.raises(UserError, match="the connection failed"), caplog.at_level(logging.WARNING, "stages"):
+        upload(folder, REPO)
+    assert f"{hub.url}/{REPO} was made, is private, and could not be removed again" in caplog.text
+    assert hub.repositories[REPO].private
+    assert not hub.repositories[REPO].files
+
+
+def test_without_a_network_nothing_is_tried(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set; unset it"):
+        upload(folder, REPO)
+    assert not hub.requests

@@ -1,0 +1,96 @@
+"""A workspace with one finished run of detection, made up: all that publish reads of r4-joint, and no training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from stages.core.lineage import Lineage, content_digest, write_lineage
+from stages.core.params.schema import GenerateParams
+from stages.core.provenance import records_dir, write_provenance
+from stages.kit.reporting.cards import cards_dir, write_card
+from stages.tasks.detection.sources import prepare
+from tests.made_up_records import CERTIFICATE, PROVENANCE
+from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
+
+RUN = "r4-joint"
+
+
+def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None) -> Path:
+    """A workspace of r4-joint and its baseline, evaluated on 40 samples.
+
+    base_source: of the base's lineage; not given: the tiny base's.
+    """
+    data_dir, params = folder / "data", project_params()
+    shutil.copy(Path(__file__).parent.parent / "params.yaml", folder)
+    prepared_dir = data_dir / "prepared/nutrition-tables"
+    prepare("generated", out_dir=prepared_dir, generate=GenerateParams(train=2, val=2, seed=1))
+    base = _model(data_dir / "bases/vlm", "base", "vlm", source=base_source or {"folder": "data/tiny/qwen2-vl"})
+    run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_pictures=2)
+    for path in run_dir.glob("model_lineage.json"):  # that of a card
+        path.unlink()
+    trained_dir, merged_dir = run_dir / "trained", run_dir / "merged"
+    trained = _model(trained_dir, "trained", RUN, parents={"base": (data_dir / "bases/vlm", base)})
+    parents = {"base": (data_dir / "bases/vlm", base), "trained": (trained_dir, trained)}
+    merged = _model(merged_dir, "merged", RUN, parents=parents)
+    (run_dir / "merge.json").write_text(
+        json.dumps({**asdict(CERTIFICATE), "recipe": RUN, "merged_digest": merged.digest})
+    )
+    write_card(run_dir, cards_dir(data_dir, "detection") / RUN, model_dir=merged_dir)
+    write_made_up_run(cards_dir(data_dir, "detection"), "base-vlm", made_up_ious(0.2, 40, seed=2))
+    write_records(folder)
+    return folder
+
+
+def write_records(folder: Path) -> None:
+    """What the launcher leaves of train, merge and evaluate."""
+    run_dir = Path("data/runs") / RUN
+    made = {
+        "train": ([Path("data/bases/vlm"), run_dir / "plan.yaml"], [run_dir / "trained"]),
+        "merge": (
+            [Path("data/bases/vlm"), run_dir / "trained"],
+            [run_dir / "merged", run_dir / "merge.json"],
+        ),
+        "evaluate": (
+            [run_dir / "merged", run_dir / "merge.json"],
+            [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "pictures"],
+        ),
+    }
+    for hour, (stage, (inputs, outputs)) in enumerate(made.items(), start=10):
+        record = replace(
+            PROVENANCE,
+            stage=f"{stage}@{RUN}",
+            command=f"docker/run {stage} {RUN}",
+            started=f"2026-11-21T{hour}:00:00+00:00",
+            ended=f"2026-11-21T{hour}:01:00+00:00",
+            seed=42,
+            plan={"base_dir": "data/bases/vlm"},
+            inputs={path.as_posix(): content_digest(folder / path) for path in inputs},
+            outputs={path.as_posix(): content_digest(folder / path) for path in outputs},
+        )
+        write_provenance(record, records_dir(folder / "data", "detection") / f"{record.stage}.json")
+
+
+def _model(
+    folder: Path,
+    kind: str,
+    name: str,
+    *,
+    source: dict[str, str] | None = None,
+    parents: dict[str, tuple[Path, Lineage]] | None = None,
+) -> Lineage:
+    weights_dir = folder / "adapter" if kind == "trained" else folder
+    weights_dir.mkdir(parents=True)
+    if kind == "trained":
+        (weights_dir / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        save_file({"lora": np.full(64, 0.5, dtype=np.float32)}, weights_dir / "adapter_model.safetensors")
+    else:
+        config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+        (weights_dir / "config.json").write_text(json.dumps(config))
+        save_file({"weight": np.full(64, len(kind), dtype=np.float32)}, weights_dir / "model.safetensors")
+    return write_lineage(folder, kind=kind, name=name, source=source, parents=parents)

@@ -1,0 +1,264 @@
+"""Publishing a run: what the folder holds, and that whatever is changed in it is found and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from rich.console import Console
+from rocrate.rocrate import ROCrate
+from ruamel.yaml import YAML
+
+from stages.compare import compare_task
+from stages.core.errors import UserError
+from stages.core.params.load import load_params
+from stages.kit.publishing.check import check_published
+from stages.kit.publishing.signature import KEY_FILE, SIGNATURE_FILE, sign, signing_key
+from stages.kit.publishing.statements import read_statement
+from stages.publish import main, publish_run
+from tests.documents import write_yaml
+from tests.made_up_publication import RUN, made_up_workspace, write_records
+from tools.verify.__main__ import main as verify
+
+OUT = Path("data/published") / RUN
+WEIGHTS = Path("data/runs") / RUN / "merged/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_workspace(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "workspace"
+    shutil.copytree(finished, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    return folder
+
+
+def publish() -> Path:
+    publish_run(load_params(), RUN, OUT)
+    return OUT
+
+
+@pytest.fixture(scope="module")
+def published(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published folder that was copied to another place, without its workspace."""
+    workspace, copy = tmp_path_factory.mktemp("other") / "workspace", tmp_path_factory.mktemp("copy") / "model"
+    shutil.copytree(finished, workspace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        shutil.copytree(publish(), copy)
+    return copy
+
+
+@pytest.fixture
+def copy(published: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / "copy"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def resign(folder: Path) -> None:
+    """As somebody else would, with a key of their own."""
+    sign(folder, signing_key(folder.parent / "their-key"))
+
+
+def test_a_folder_that_was_copied_says_who_made_what_from_what(copy: Path) -> None:
+    said = CliRunner().invoke(verify, ["--published", str(copy)])
+    assert said.exit_code == 0, said.output
+    for words in (
+        "train@r4-joint, 2026-11-21T10:01:00Z, commit c0ffee",
+        "merged r4-joint",
+        "folder data/tiny/qwen2-vl",
+    ):
+        assert words in said.output
+    checked = check_published(copy)
+    assert [made.stage for made in checked.statements] == [f"{stage}@{RUN}" for stage in ("train", "merge", "evaluate")]
+    assert checked.key in said.output
+
+
+def test_a_flipped_byte_in_any_file_is_found_and_the_file_named(published: Path, tmp_path: Path) -> None:
+    names = [path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()]
+    assert {"README.md", "model.safetensors", f"attestations/merge@{RUN}.intoto.json", SIGNATURE_FILE} <= set(names)
+    copy = Path(shutil.copytree(published, tmp_path / "copy"))
+    for name in names:
+        flip(copy / name)
+        problems = check_published(copy).problems
+        assert any(problem.startswith(f"{name}: ") for problem in problems), (name, problems)
+        shutil.copy(published / name, copy / name)
+    assert not check_published(copy).problems
+
+
+def test_a_file_more_or_less_is_found(copy: Path) -> None:
+    (copy / "modeling.py").write_text("import os")
+    (copy / "config.json").unlink()
+    (copy / ".gitattributes").write_text("*.safetensors filter=lfs")  # which the hub adds
+    said = CliRunner().invoke(verify, ["--published", str(copy)])
+    assert said.exit_code == 1
+    assert [line.partition(":")[0] for line in said.output.splitlines()] == ["modeling.py", "config.json", "DAMAGED"]
+
+
+def test_what_others_sign_anew_is_not_the_publishers(copy: Path, tmp_path: Path) -> None:
+    theirs = shutil.copy(copy / KEY_FILE, tmp_path / "publisher.pem")
+    assert not check_published(copy, Path(theirs)).problems
+    resign(copy)
+    assert not check_published(copy).problems, "it is consistent"
+    assert check_published(copy, Path(theirs)).problems[0].startswith(f"{SIGNATURE_FILE}: is not by the key")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("model.safetensors", None, f"merge@{RUN} left"),
+        ("README.md", ("type: mean_iou\n      value: 0.", "type: mean_iou\n      value: 1."), "says mean_iou 1."),
+        (f"attestations/train@{RUN}.intoto.json", ("data/bases/vlm", "data/bases/other"), ""),
+        ("evidence/merge.json", ('"processor_parity": true', '"processor_parity": false'), "does not certify"),
+    ],
+)
+def test_what_was_changed_and_signed_anew_still_contradicts_the_rest(
+    copy: Path, name: str, change: tuple[str, str] | None, problem: str
+) -> None:
+    path = copy / name
+    if change is None:
+        flip(path)
+    else:
+        assert change[0] in path.read_text()
+        path.write_text(path.read_text().replace(*change))
+    resign(copy)
+    problems = check_published(copy).problems
+    assert [each.partition(":")[0] for each in problems] == ([name] if problem else [])
+    assert problem in "".join(problems)
+
+
+def test_a_statement_about_another_base_breaks_the_chain(copy: Path) -> None:
+    path = copy / f"attestations/train@{RUN}.intoto.json"
+    base = read_statement(path).inputs["data/bases/vlm"]
+    path.write_text(path.read_text().replace(base, "0" * 64))
+    resign(copy)
+    assert f"train@{RUN}.intoto.json: read nothing with content {base[:12]}" in "".join(check_published(copy).problems)
+    path.unlink()
+    resign(copy)
+    assert f"so nothing says how trained {RUN} was made" in "".join(check_published(copy).problems)
+
+
+def test_the_cards_figures_and_verdicts_are_the_reports(workspace: Path) -> None:
+    card = (publish() / "README.md").read_text()
+    compare_task(load_params(), "detection", data_dir=Path("data"), console=Console(quiet=True))
+    report = Path("data/report/detection/comparison.md").read_text().partition("\n## ")[0]
+    lines = [line for line in report.splitlines() if line.startswith("|") or RUN in line]
+    assert len(lines) > 4
+    assert [line for line in lines if line not in card] == []
+    metrics = json.loads((Path("data/runs") / RUN / "metrics.json").read_text())
+    results = ModelCard.load(OUT / "README.md").data.eval_results
+    assert {result.metric_type: result.metric_value for result in results} == {
+        name: metrics[name] for name in ("mean_iou", "detection_rate", "iou_over_50", "iou_over_70")
+    }
+
+
+def test_publishing_again_gives_the_same_bytes_but_for_the_signature(workspace: Path) -> None:
+    def files() -> dict[str, bytes]:
+        return {path.relative_to(OUT).as_posix(): path.read_bytes() for path in publish().rglob("*") if path.is_file()}
+
+    first, second = files(), files()
+    assert {name for name in first if first[name] != second.get(name)} <= {SIGNATURE_FILE}
+    assert first.keys() == second.keys()
+    key = workspace / ".bakeoff/signing/key.pem"
+    assert key.stat().st_mode & 0o077 == 0, "for its owner alone"
+
+
+def test_the_crate_lists_every_file_and_names_base_and_data(published: Path) -> None:
+    crate = ROCrate(published)
+    listed = {entity.id for entity in crate.data_entities}
+    names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
+    after = {"ro-crate-metadata.json", SIGNATURE_FILE, KEY_FILE}
+    assert {name.replace("@", "%40") for name in names - after} == {name.replace("@", "%40") for name in listed}
+    assert [entity["name"] for entity in crate.root_dataset["isBasedOn"]] == ["vlm", "nutrition-tables"]
+    assert crate.root_dataset["license"] == "apache-2.0"
+    assert crate.datePublished.isoformat() == "2026-11-21T12:01:00+00:00", "not the time of now"
+
+
+def test_what_is_not_known_is_not_in_the_card(workspace: Path) -> None:
+    params = YAML(typ="safe").load(Path("params.yaml"))
+    del params["licenses"]
+    write_yaml(params, Path("params.yaml"))
+    card = ModelCard.load(publish() / "README.md")
+    assert card.data.license is None
+    assert card.data.base_model is None
+    assert "| base | vlm | folder:data/tiny/qwen2-vl | not known |" in card.text
+    assert not (OUT / ".eval_results").exists()
+
+
+def test_base_and_data_of_the_hub_are_named_as_the_hub_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": "a" * 40}
+    monkeypatch.chdir(made_up_workspace(tmp_path, base_source=base))
+    stats = Path("data/prepared/nutrition-tables/stats.json")
+    found = json.loads(stats.read_text())
+    dataset = "openfoodfacts/nutrition-table-detection"
+    stats.write_text(json.dumps({**found, "source": f"hub:{dataset}@{'b' * 40}"}))
+    card = ModelCard.load(publish() / "README.md").data
+    assert (card.base_model, card.datasets, card.license) == ([base["hub"]], [dataset], "apache-2.0")
+    assert {(each.dataset_type, each.dataset_revision) for each in card.eval_results} == {(dataset, "b" * 40)}
+    entry, *_ = parse_eval_result_entries(YAML(typ="safe").load(OUT / ".eval_results/detection.yaml"))
+    assert (entry.dataset_id, entry.dataset_revision) == (dataset, "b" * 40)
+    assert entry.value == card.eval_results[0].metric_value
+
+
+def test_a_run_whose_files_are_not_those_of_its_records_is_not_published(workspace: Path) -> None:
+    publish()
+    before = (OUT / SIGNATURE_FILE).read_bytes()
+    record = Path(f"data/provenance/detection/merge@{RUN}.json")
+    content = json.loads(record.read_text())
+    content["outputs"][f"data/runs/{RUN}/merged"] = "0" * 64
+    record.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"(?s)attestations/merge@{RUN}.intoto.json: .*make verify says"):
+        publish()
+    assert (OUT / SIGNATURE_FILE).read_bytes() == before, "what was published before stays"
+    write_records(workspace)
+    flip(WEIGHTS)
+    with pytest.raises(UserError, match=f"rebuild it with: dvc repro -f -s merge@{RUN}"):
+        publish()
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (f"data/report/detection/runs/{RUN}/metrics.json", f"has not been evaluated; run: dvc repro evaluate@{RUN}"),
+        (f"data/provenance/detection/train@{RUN}.json", f"dvc checkout data/provenance/detection/train@{RUN}.json"),
+        (f"data/runs/{RUN}/merge.json", f"dvc repro merge@{RUN}"),
+    ],
+)
+def test_a_run_that_is_not_complete_is_not_published(workspace: Path, missing: str, said: str) -> None:
+    Path(missing).unlink()
+    ended = CliRunner().invoke(main, [RUN])
+    assert ended.exit_code == 1
+    assert said in ended.output
+    assert not Path("data/published").exists() or not list(Path("data/published").iterdir())
+
+
+def test_a_full_disk_leaves_what_was_published_before(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish()
+    before = (OUT / SIGNATURE_FILE).read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("stages.publish.write_crate", full)
+    with pytest.raises(OSError, match="No space left"):  # which errors.end_plainly words
+        publish()
+    assert (OUT / SIGNATURE_FILE).read_bytes() == before
+    assert [path.name for path in OUT.parent.iterdir()] == [RUN]
