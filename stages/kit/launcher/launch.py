@@ -41,7 +41,7 @@ from stages.kit.launcher.needs import (
 )
 from stages.kit.launcher.out_of_memory import run_down_the_ladder
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, stage_of_command
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, sends_what_it_wrote, stage_of_command
 from stages.kit.launcher.places import runs_in_slurm, stage_job
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
@@ -100,7 +100,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     refuse_links_out(repository, (".bakeoff/gpus",))
     name_open_paths(repository, say_once)
     params = load_params(WORKSPACE_DIR / "params.yaml")
-    if runs_in_slurm(stage, os.environ, params):
+    sends = sends_what_it_wrote(stage, args)
+    if not sends and runs_in_slurm(stage, os.environ, params):  # a node has no network
         return run_as_job(stage, args, params)
     in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
     engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
@@ -110,10 +111,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
     # A process can do without, as for docker/run train --help.
-    sends = stage == "publish" and len(args) > 1
-    declared = stage_of_command(stages, stage, args[:1] if sends else args, required=engine.image is not None)
-    if sends and declared is not None:
-        declared = declared.reading_what_it_wrote()
+    declared = stage_of_command(stages, stage, args, required=engine.image is not None)
     if declared is not None:
         refuse_undeclared(declared, stage, name, params)
     source = source_of(stage, name, params)

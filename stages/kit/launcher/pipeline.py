@@ -42,11 +42,6 @@ class DeclaredStage:
         """The outputs that the stage itself writes."""
         return tuple(out for out in self.outs if out != self.provenance)
 
-    def reading_what_it_wrote(self) -> DeclaredStage:
-        """The stage when it sends its outputs away: they are all that it reads of the data, and it writes nothing."""
-        code = tuple(dep for dep in self.deps if dep not in self.inputs("data"))
-        return replace(self, deps=(*code, *self.written), outs=())
-
     def inputs(self, folder: str) -> tuple[str, ...]:
         """What it depends on below a folder of the workspace, itself included."""
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
@@ -56,12 +51,24 @@ def stage_of_command(
     stages: Sequence[DeclaredStage], stage: str, args: Sequence[str], *, required: bool = True
 ) -> DeclaredStage | None:
     """The stage that this call of the launcher runs. Where dvc.yaml has none: None, or a UserError if required."""
-    command = " ".join(("docker/run", stage, *args))
+    sends = sends_what_it_wrote(stage, args)
+    command = " ".join(("docker/run", stage, *(args[:1] if sends else args)))
     found = next((each for each in stages if each.command == command), None)
+    if sends and found is not None:
+        code = (dep for dep in found.deps if dep not in found.inputs("data"))
+        return replace(found, deps=(*code, *found.written), outs=())
     if found is None and required:
         alike = [each.command for each in stages if each.command.split()[1] == stage]
         raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
     return found
+
+
+def sends_what_it_wrote(stage: str, args: Sequence[str]) -> bool:
+    """Whether a call sends what the stage has written before: `publish NAME --to REPOSITORY`.
+
+    It then reads that and no other data, and writes nothing.
+    """
+    return stage == "publish" and len(args) > 1
 
 
 def item_of(addressing: str) -> tuple[str, ...]:

@@ -298,9 +298,8 @@ def test_only_what_sends_a_published_folder_has_network_and_token_and_it_sends_w
 
 
 def test_a_container_that_sends_sees_of_the_data_only_what_it_sends() -> None:
-    sending = stage_of_command(declared_stages(ROOT), "publish", ["r4-joint"])
+    sending = stage_of_command(declared_stages(ROOT), "publish", ["r4-joint", "--to", "owner/name"])
     assert sending is not None
-    sending = sending.reading_what_it_wrote()
     assert sending.inputs("data") == ("data/published/r4-joint",)
     assert "stages/publish.py" in sending.deps
     assert sending.outs == ()
