@@ -100,7 +100,7 @@ verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it
 publish: setup ## Write a run as a folder to hand on, data/published/RUN; SEND=1 sends it to the hub (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
 	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
-	@$(if $(filter-out 0,$(SEND)),docker/run publish '$(RUN)' --to '$(TO)',\
+	@$(if $(filter-out 0,$(SEND)),docker/run publish '$(RUN)' --to '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 
 .PHONY: experiments

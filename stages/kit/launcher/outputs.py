@@ -69,6 +69,7 @@ class Outputs:
         try:
             self.view_dir.mkdir(parents=True)
             self.scratch_dir.mkdir(mode=0o700)
+            self.written_dir.mkdir()
             for folder in self.folders:
                 (self.written_dir / folder).mkdir(parents=True)
             self.lock_path.touch()

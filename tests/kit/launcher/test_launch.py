@@ -21,7 +21,7 @@ from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.launch import refuse_undeclared, same_training
 from stages.kit.launcher.needs import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
-from stages.kit.launcher.outputs import refuse_links_out
+from stages.kit.launcher.outputs import Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
@@ -297,12 +297,15 @@ def test_only_what_sends_a_published_folder_has_network_and_token_and_it_sends_w
     assert "data/published/r1-llm-only is not what publish@r1-llm-only made" in said
 
 
-def test_a_container_that_sends_sees_of_the_data_only_what_it_sends() -> None:
+def test_a_container_that_sends_sees_of_the_data_only_what_it_sends(tmp_path: Path) -> None:
     sending = stage_of_command(declared_stages(ROOT), "publish", ["r4-joint", "--to", "owner/name"])
     assert sending is not None
     assert sending.inputs("data") == ("data/published/r4-joint",)
     assert "stages/publish.py" in sending.deps
-    assert sending.outs == ()
+    outputs = Outputs(sending, tmp_path)
+    with outputs.alone(), outputs.aside():
+        assert outputs.folders == ()
+        outputs.take([])
 
 
 @pytest.fixture
