@@ -125,8 +125,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"boxes": [[0.1, 0.1, float("nan"), 0.3]]}, "is not x0 < x1"),
         ({"boxes": [[0.1, 0.1, None, 0.3]]}, "not supported between"),
         ({"boxes": [None]}, "not iterable"),
-        ({"categories": ["barcode"]}, "no box of a nutrition-table"),
-        ({"categories": [None]}, "no box of a nutrition-table"),
+        ({"categories": [None]}, "categories .None,., labels"),
+        ({"labels": ["barcode"]}, "labels .'barcode',. of .'nutrition-table',."),
+        ({"labels": []}, "1 boxes, but 0 labels"),
+        ({"answer": "prose"}, "answer is 'prose'"),
+        ({"scored_boxes": "some"}, "scored_boxes is 'some'"),
     ],
     "amr": [
         ({"canonical": "(a / "}, "a parenthesis is never closed"),

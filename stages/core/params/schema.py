@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -18,6 +18,9 @@ Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
+DataForm = Literal["parquet", "coco", "yolo", "voc"]
+BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
+BoxUnit = Literal["share", "pixels"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -70,6 +73,23 @@ class LimitParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class ColumnParams:
+    """Columns of parquet files with pictures and boxes; `outer.inner` is a field of a struct, or of a list of them."""
+
+    image_id: Text | None = None
+    """Null: a picture is called by its file and row."""
+    image: Text = "image"
+    """The bytes of a picture, or a struct with `bytes`."""
+    boxes: Text = "objects.bbox"
+    category: Text = "objects.category"
+    """Names, or the numbers of those that the dataset's own description in the file has (ClassLabel of datasets)."""
+    order: BoxOrder = "xywh"
+    """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
+    unit: BoxUnit = "pixels"
+    """Or shares of the picture's width and height."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class DatasetParams:
     task: Name
     """The task whose `sources` package reads it."""
@@ -84,17 +104,32 @@ class DatasetParams:
     """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
     most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
 
-    category: Text | None = None
-    """Of boxes, the one that is asked for; others that start with it count as it. Null: the task's own."""
+    format: DataForm | None = None
+    """Of a folder of pictures with boxes. Null: what is in the folder decides, where it leaves no doubt."""
+    columns: ColumnParams | None = None
+    """Of parquet files with other columns than Open Food Facts' (docs/data.md)."""
+    category: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Of boxes, what is asked for: one category, and others that start with it count as it; or a list of them, by
+    their whole names. Null: the task's own."""
+    label: dict[Text, Text] | None = None
+    """What an answer calls a category of boxes, where it is not its own name."""
     prompt: Text | None = None
-    """What a model is asked about each picture. Null: the task's own."""
+    """What a model is asked about each picture. Null: the task's own, which names the labels."""
+    answer: Literal["native", "json"] | None = None
+    """How an answer writes boxes: as the model's family does (null too), or as JSON, in thousandths of the picture."""
+    scored_boxes: Literal["first", "all"] | None = None
+    """Whether a picture's IoU is of the first box, as in the original experiment, or of all. Null: the first, and with
+    a list of categories all."""
+    empty_pictures: bool | None = None
+    """Whether a picture without a box that is asked for is a sample, to be answered by `none`; else it is invalid."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] | None = None
     """A picture with more is an invalid row, seen before it is decoded, which takes some nine bytes a pixel. Null: the
     task's own. Pillow refuses any above the highest."""
 
     def selection(self) -> dict[str, Any]:
         """What is set of what not every task knows."""
-        names = ("limit", "mix", "category", "prompt", "max_image_pixels")
+        known_to_all = ("task", "source", "generate")
+        names = (field.name for field in fields(self) if field.name not in known_to_all)
         chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}
 

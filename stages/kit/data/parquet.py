@@ -34,7 +34,8 @@ def count_rows(path: Path) -> int:
 
 
 def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
-    """Those of `required` that the file does not have; `outer.inner` names a field of a struct column.
+    """Those of `required` that the file does not have; `outer.inner` names a field of a column of structs, or lists of
+    them.
 
     Raises UserError where the file is not parquet.
     """
@@ -118,4 +119,6 @@ def _has_column(struct: pa.StructType, steps: Sequence[str]) -> bool:
     if index < 0 or len(steps) == 1:
         return index >= 0
     inner = struct.field(index).type
+    while pa.types.is_list(inner) or pa.types.is_large_list(inner):
+        inner = inner.value_type
     return bool(pa.types.is_struct(inner)) and _has_column(inner, steps[1:])

@@ -21,9 +21,6 @@ READ_ON = "docs/data.md says more"
 VALIDATION = ("val", "dev", "test")
 """Beginnings of the names of validation files; the first that any file has counts."""
 MAX_FILES, MAX_NAMED = 10_000, 3
-_HEAD_BYTES = 65_536
-_COCO = (b'"images"', b'"annotations"', b'"categories"')
-"""Keys of COCO's JSON (cocodataset.org, Data format), of which its beginning has at least one."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,9 @@ class Place:
 
     file: str
     """Relative to the dataset's folder, so that it reads the same on every machine."""
-    number: int | None = None
-    """Of a line, counted from 1, or of a row, counted from 0; None for a fault of the whole file."""
+    number: int | str | None = None
+    """Of a line, counted from 1, or of a row, counted from 0, or an entry's own id; None for a fault of the whole
+    file."""
     unit: str = "line"
 
     def __str__(self) -> str:
@@ -69,12 +67,12 @@ def parquet_folder(source: str) -> tuple[Path, str, str | None]:
 def read_parquet_split(
     folder: Path, split: str, *, required: Sequence[str], form: str
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The raw rows of a split, from `data/{split}-*.parquet`, else `{split}*.parquet`, in order of file name.
+    """The raw rows of a split, in order of file name.
 
     required: columns, `outer.inner` for a field of a struct; others are not read.
     form: of the files, for the message of the UserError raised where there are none or a column is missing.
     """
-    paths = given_files(folder, f"data/{split}-*.parquet") or given_files(folder, f"{split}*.parquet")
+    paths = split_paths(folder, split)
     if not paths:
         raise UserError(
             f"{folder} has no files for the split {split}: {holds(folder)}. Expected: {form}, named "
@@ -89,6 +87,13 @@ def read_parquet_split(
         file = path.relative_to(folder).as_posix()
         for number, row in enumerate(with_progress(read_rows(path, list(columns)), file, count_rows(path))):
             yield Place(file, number, "row"), row
+
+
+def split_paths(folder: Path, split: str) -> list[Path]:
+    """`data/{split}-*.parquet`, else `{split}*.parquet`; for `val` also the hub's other names of it."""
+    beginnings = ("val", "validation", *VALIDATION[1:]) if split == "val" else (split,)
+    names = (name for begin in beginnings for name in (f"data/{begin}-*.parquet", f"{begin}*.parquet"))
+    return next((paths for name in names if (paths := given_files(folder, name))), [])
 
 
 def with_progress(rows: Iterator[dict[str, Any]], name: str, count: int) -> Iterator[dict[str, Any]]:
@@ -122,14 +127,5 @@ def holds(folder: Path) -> str:
 def _kind(suffix: str, paths: list[Path], folder: Path) -> str:
     names = [path.relative_to(folder).as_posix() for path in paths[:MAX_NAMED]]
     shown = ", ".join(names) + (", ..." if len(paths) > MAX_NAMED else "")
-    coco = ": annotations of COCO, by their keys" if any(map(_is_coco, paths[:MAX_NAMED])) else ""
     what = f"{suffix or 'other'} file"
-    return f"{counted(len(paths), what)} ({shown}{coco})"
-
-
-def _is_coco(path: Path) -> bool:
-    if path.suffix.lower() != ".json" or path.is_symlink() or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return any(key in head for key in _COCO)
+    return f"{counted(len(paths), what)} ({shown})"

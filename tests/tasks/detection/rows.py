@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.tasks.detection.samples.records import Box, DetectionRecord, parse_row
+from stages.tasks.detection.samples.records import Box, DetectionRecord
+from stages.tasks.detection.sources.rows import parse_row
 from tests.kit.data.pictures import picture
 
 
@@ -36,7 +37,8 @@ def record(boxes: list[Box], image_id: str = "a", categories: tuple[str, ...] | 
     parsed = parse_row(raw_row(image_id))
     assert isinstance(parsed, DetectionRecord), parsed
     categories = categories or ("nutrition-table",) * len(boxes)
-    return replace(parsed, boxes=tuple(boxes), categories=categories)
+    labels = tuple(name if name.startswith("nutrition-table") else None for name in categories)
+    return replace(parsed, boxes=tuple(boxes), categories=categories, labels=labels)
 
 
 def write_dataset(folder: Path, *, train: list[dict[str, Any]], val: list[dict[str, Any]]) -> Path:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stages.tasks.detection.samples.records import TARGET, Box, reading_order
+from stages.tasks.detection.samples.records import TARGET, AnswerForm, Box, place_in_reading
 
 GridBox = tuple[int, int, int, int]
 """x0, y0, x1, y1 in steps of the family's grid."""
@@ -32,6 +32,10 @@ class Decoded:
     """The well-formed boxes, in the order of the answer."""
     problems: tuple[str, ...]
     """One for each malformed box."""
+    labels: tuple[str | None, ...] = ()
+    """What the answer calls each of the boxes; None where it calls it nothing."""
+    none: bool = False
+    """Whether the answer says, and says nothing else, that there is no box."""
 
     @property
     def valid(self) -> bool:
@@ -49,10 +53,12 @@ class Codec:
 
     steps: int | None
     """Of the grid on either side of the image; None where a step is a pixel of the resized image."""
-    render: Callable[[Sequence[GridBox], str], str]
-    """Boxes and their label as text."""
-    find: Callable[[str], Iterator[GridBox | str]]
-    """What in a text means to be a box: its coordinates, or what is wrong with it."""
+    render: Callable[[Sequence[tuple[GridBox, str]]], str]
+    """Boxes and their labels as text."""
+    find: Callable[[str], Iterator[tuple[GridBox, str | None] | str]]
+    """What in a text means to be a box: its coordinates and its label, or what is wrong with it."""
+    none: str
+    """The answer where there is no box."""
 
     def grid(self, size: tuple[int, int] | None) -> tuple[int, int]:
         """Steps in x and in y. Raises ValueError where they depend on a size that is not given."""
@@ -68,44 +74,61 @@ def encode_boxes(
     *,
     family: str = "qwen2_vl",
     size: tuple[int, int] | None = None,
-    label: str = TARGET,
+    label: str | Sequence[str] = TARGET,
 ) -> str:
     """The answer that names these boxes, in reading order.
 
     boxes: x0 y0 x1 y1 in 0..1, x0 < x1 and y0 < y1.
+    label: of all of them, or one for each.
     size:  (width, height) in pixels of the resized image, for the families that count them.
     Raises ValueError where a box is not of that form.
     """
     codec = CODECS[family]
     width, height = codec.grid(size)
+    labels = [label] * len(boxes) if isinstance(label, str) else label
+    if not boxes:
+        return codec.none
     grid_boxes = []
-    for x0, y0, x1, y1 in reading_order(boxes):
+    for (x0, y0, x1, y1), name in sorted(zip(boxes, labels, strict=True), key=lambda found: place_in_reading(found[0])):
         if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
             raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
         (left, right), (top, bottom) = _to_grid(x0, x1, width), _to_grid(y0, y1, height)
-        grid_boxes.append((left, top, right, bottom))
-    return codec.render(grid_boxes, label)
+        grid_boxes.append(((left, top, right, bottom), name))
+    return codec.render(grid_boxes)
 
 
 def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] | None = None) -> Decoded:
     """The boxes in a model's raw answer, special tokens kept. Never raises for what a model wrote.
 
     Strict in form: spaces, fractions, missing tokens, reversed or empty boxes and coordinates outside the
-    grid make a box malformed. The label is not looked at: only one kind of object is ever asked for.
+    grid make a box malformed. The label is given as it is, and none does not.
     """
     codec = CODECS[family]
     width, height = codec.grid(size)
     boxes: list[Box] = []
+    labels: list[str | None] = []
     problems: list[str] = []
     for found in codec.find(text):
         if isinstance(found, str):
             problems.append(found)
-        elif problem := _grid_problem(found, width, height):
+        elif problem := _grid_problem(found[0], width, height):
             problems.append(problem)
         else:
-            x0, y0, x1, y1 = found
+            x0, y0, x1, y1 = found[0]
             boxes.append((x0 / width, y0 / height, x1 / width, y1 / height))
-    return Decoded(tuple(boxes), tuple(problems))
+            labels.append(found[1])
+    answer = text.strip()
+    none = answer.startswith(codec.none) and bool(_MARKUP.fullmatch(answer, len(codec.none)))
+    return Decoded(tuple(boxes), tuple(problems), tuple(labels), none)
+
+
+def codec_of(answer: AnswerForm, family: str) -> str:
+    """The entry of CODECS by which a family is asked to answer."""
+    return "qwen3_vl" if answer == "json" else family
+
+
+_MARKUP = re.compile(r"(?:<\|[a-z_]{1,40}\|>|\s)*+")
+"""The end of the turn, and padding behind it."""
 
 
 def _to_grid(low: float, high: float, steps: int) -> tuple[int, int]:
@@ -138,24 +161,34 @@ _MEANT_AS_BOX = re.compile(
 )
 
 
-def _render_grounding(boxes: Sequence[GridBox], label: str) -> str:
+def _render_grounding(boxes: Sequence[tuple[GridBox, str]]) -> str:
     return "".join(
         f"<|object_ref_start|>{label}<|object_ref_end|><|box_start|>({x0},{y0}),({x1},{y1})<|box_end|>"
-        for x0, y0, x1, y1 in boxes
+        for (x0, y0, x1, y1), label in boxes
     )
 
 
-def _find_grounding(text: str) -> Iterator[GridBox | str]:
+def _find_grounding(text: str) -> Iterator[tuple[GridBox, str | None] | str]:
+    end = 0
     for match in _MEANT_AS_BOX.finditer(text):
+        before, end = text[end : match.start()], match.end()
         if match["inside"] is None:
             yield f"{_shortened(match['bare'])} has no <|box_start|> before it"
         elif not match["end"]:
             yield f"{_shortened(match['inside'])} has no <|box_end|> after it"
         elif points := _POINTS.fullmatch(match["inside"]):
             x0, y0, x1, y1 = (int(number) for number in points.groups())
-            yield x0, y0, x1, y1
+            yield (x0, y0, x1, y1), _label_at_end(before)
         else:
             yield f"{_shortened(match['inside'])} is not (x0,y0),(x1,y1)"
+
+
+def _label_at_end(text: str) -> str | None:
+    """The label with which a text ends, as it stands before a box."""
+    named, mark, rest = text.rpartition("<|object_ref_end|>")
+    return (
+        named.rpartition("<|object_ref_start|>")[2] if mark and not rest and "<|object_ref_start|>" in named else None
+    )
 
 
 def _shortened(text: str) -> str:
@@ -166,28 +199,29 @@ def _shortened(text: str) -> str:
 _FLAT_OBJECT = re.compile(r"\{[^{}]*+(?:\}|\Z)")
 
 
-def _render_json(boxes: Sequence[GridBox], label: str) -> str:
-    return json.dumps([{"bbox_2d": list(box), "label": label} for box in boxes])
+def _render_json(boxes: Sequence[tuple[GridBox, str]]) -> str:
+    return json.dumps([{"bbox_2d": list(box), "label": label} for box, label in boxes], ensure_ascii=False)
 
 
-def _find_json(text: str) -> Iterator[GridBox | str]:
+def _find_json(text: str) -> Iterator[tuple[GridBox, str | None] | str]:
     for match in _FLAT_OBJECT.finditer(text):
         if '"bbox_2d"' not in match[0]:  # looked for by the pattern, it would take the square of the text's length
             continue
         try:
-            numbers = json.loads(match[0]).get("bbox_2d")
+            found = json.loads(match[0])
         except (ValueError, RecursionError):  # the latter for a model's endless "[[[["
-            numbers = None
+            found = {}
+        numbers, label = found.get("bbox_2d"), found.get("label")
         if isinstance(numbers, list) and len(numbers) == 4 and all(type(number) is int for number in numbers):
             x0, y0, x1, y1 = numbers
-            yield x0, y0, x1, y1
+            yield (x0, y0, x1, y1), label if isinstance(label, str) else None
         else:
             yield f"{_shortened(match[0])} has no bbox_2d of four whole numbers"
 
 
 CODECS = {
-    "qwen2_vl": Codec(steps=1000, render=_render_grounding, find=_find_grounding),
-    "qwen2_5_vl": Codec(steps=None, render=_render_json, find=_find_json),
-    "qwen3_vl": Codec(steps=1000, render=_render_json, find=_find_json),
+    "qwen2_vl": Codec(steps=1000, render=_render_grounding, find=_find_grounding, none="none"),
+    "qwen2_5_vl": Codec(steps=None, render=_render_json, find=_find_json, none="[]"),
+    "qwen3_vl": Codec(steps=1000, render=_render_json, find=_find_json, none="[]"),
 }
 """By the `model_type` of the model's config."""

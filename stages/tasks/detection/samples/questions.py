@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.tasks.detection.samples.boxes import encode_boxes
+from stages.tasks.detection.samples.boxes import codec_of, encode_boxes
 from stages.tasks.detection.samples.records import PROMPT, TARGET, Box, DetectionRecord
 
 FAMILIES = ("qwen2_vl",)
@@ -27,7 +27,9 @@ def completion(target: None) -> None:
 
 def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
     """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
-    answer = encode_boxes(record.target_boxes(), label=record.category) if answered else None
+    targets, family = record.targets(), codec_of(record.answer, FAMILIES[0])
+    labels = [label for _, label in targets]
+    answer = encode_boxes([box for box, _ in targets], family=family, label=labels) if answered else None
     return _conversation(record.image_id, record, record.prompt, answer)
 
 

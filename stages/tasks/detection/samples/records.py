@@ -1,35 +1,28 @@
-"""The records of detection, and how a raw row of a dataset becomes one.
-
-The raw rows follow the Open Food Facts schema (dataset openfoodfacts/nutrition-table-detection on the hub):
-image_id, image {bytes, path}, objects {bbox, category_name}, where a bbox is (y_min, x_min, y_max, x_max) in
-0..1 of the image as it is seen, its EXIF rotation applied. Elsewhere in the code a box is (x0, y0, x1, y1).
-"""
+"""The records of detection: a picture, the boxes on it, and what is asked of it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from stages.core.documents import cut, shown
-from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image, require_prepared_image
+from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import PreparedRow, read_prepared
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
 
+AnswerForm = Literal["native", "json"]
+ScoredBoxes = Literal["first", "all"]
+
 TARGET = "nutrition-table"
 """What is asked for where a dataset names no `category`. Categories that start with it (nutrition-table-small, ...)
 count as it."""
 PROMPT = "Detect the bounding box of the nutrition table."
-"""How it is asked for where a dataset names no `prompt`."""
-
-REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
-"""Columns that a row is read from; width and height are the decoded image's own, and `meta` is not used."""
+"""How it is asked for where a dataset names neither `category` nor `prompt`."""
 
 SCHEMA = pa.schema(
     [
@@ -40,65 +33,60 @@ SCHEMA = pa.schema(
         ("boxes", pa.list_(pa.list_(pa.float64()))),
         ("categories", pa.list_(pa.string())),
         ("sha256", pa.string()),
-        ("category", pa.string()),
+        ("labels", pa.list_(pa.string())),
+        ("asked", pa.list_(pa.string())),
         ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("scored_boxes", pa.string()),
     ]
 )
 """Of a prepared split."""
-
-ROUNDING = 1e-6
-"""How far outside 0..1 a coordinate may lie: what float32 and a division by the image size leave behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionRecord(ImageRecord):
     boxes: tuple[Box, ...]
-    """At least one, in the order of the dataset."""
+    """In the order of the dataset."""
     categories: tuple[str, ...]
     """One for each box."""
-    category: str = TARGET
-    """What is asked for; categories that start with it count as it."""
+    labels: tuple[str | None, ...]
+    """For each box, what an answer calls it; None where it is not asked for."""
+    asked: tuple[str, ...] = (TARGET,)
+    """The labels that are asked for; none for all. The label of an answer's box counts where there are several."""
     prompt: str = PROMPT
     """How it is asked for."""
+    answer: AnswerForm = "native"
+    """How boxes are written: in the model family's own form, or as JSON."""
+    scored_boxes: ScoredBoxes = "first"
+    """Whether a sample's IoU is of the box that was annotated first, or of all that are asked for."""
 
     def content(self) -> list[Any]:
         return [*super().content(), self.boxes, self.categories]
 
-    def first_annotated(self) -> Box:
-        """The box of the category that the dataset names first."""
-        return next(iter(self._wanted()))
+    def first_annotated(self) -> Box | None:
+        """Of the boxes that are asked for, the one that the dataset names first."""
+        return next((box for box, _ in self._wanted()), None)
 
     def target_boxes(self) -> tuple[Box, ...]:
-        """The boxes of the category, at least one, in reading order, as they are to be answered."""
-        return reading_order(self._wanted())
+        """The boxes that are asked for, in reading order, as they are to be answered."""
+        return tuple(box for box, _ in self.targets())
 
-    def _wanted(self) -> list[Box]:
-        return [box for box, name in zip(self.boxes, self.categories, strict=True) if name.startswith(self.category)]
+    def targets(self) -> tuple[tuple[Box, str], ...]:
+        """The boxes that are asked for, each with its label, in reading order."""
+        return tuple(sorted(self._wanted(), key=lambda found: place_in_reading(found[0])))
+
+    def _wanted(self) -> list[tuple[Box, str]]:
+        return [(box, label) for box, label in zip(self.boxes, self.labels, strict=True) if label is not None]
 
 
 def reading_order(boxes: Sequence[Box]) -> tuple[Box, ...]:
     """From top to bottom, and from left to right where tops are level."""
-    return tuple(sorted(boxes, key=lambda box: (box[1], box[0], box[3], box[2])))
+    return tuple(sorted(boxes, key=place_in_reading))
 
 
-def parse_row(
-    row: Mapping[str, Any],
-    *,
-    category: str = TARGET,
-    prompt: str = PROMPT,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
-) -> DetectionRecord | list[str]:
-    """Check one raw row.
-
-    category, prompt: what is asked for, and how. max_image_pixels: of a picture that is decoded.
-    Returns the record, or every problem that keeps the row from being one.
-    """
-    image, problems = parse_image(row, max_image_pixels)
-    boxes, categories, object_problems = _parse_objects(row.get("objects"), category)
-    problems += object_problems
-    if problems:
-        return problems
-    return DetectionRecord(**image, boxes=boxes, categories=categories, category=category, prompt=prompt)
+def place_in_reading(box: Box) -> Box:
+    """The order of reading, as what is smaller comes first."""
+    return box[1], box[0], box[3], box[2]
 
 
 def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
@@ -110,60 +98,19 @@ def read_split(prepared_dir: Path, split: str) -> list[DetectionRecord]:
 
 
 def _from_row(row: dict[str, Any], place: PreparedRow) -> DetectionRecord:
-    boxes, categories = tuple(tuple(box) for box in row["boxes"]), tuple(map(str, row["categories"]))
+    boxes, names = tuple(tuple(box) for box in row["boxes"]), ("categories", "labels", "asked")
     for x0, y0, x1, y1 in boxes:
         if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
             raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
-    if len(boxes) != len(categories):
-        raise ValueError(f"{len(boxes)} boxes, but {len(categories)} categories")
-    if not any(category.startswith(row["category"]) for category in categories):
-        raise ValueError(f"no box of a {row['category']}")
+    texts: dict[str, Any] = {name: tuple(row[name]) for name in names}
+    for name in ("categories", "labels"):
+        if len(boxes) != len(texts[name]):
+            raise ValueError(f"{len(boxes)} boxes, but {len(texts[name])} {name}")
+    known_labels = {None, *(texts["asked"] or texts["labels"])}
+    if None in texts["categories"] or not known_labels.issuperset(texts["labels"]):
+        raise ValueError(f"categories {texts['categories']}, labels {texts['labels']} of {texts['asked']}")
+    for name, known in (("answer", get_args(AnswerForm)), ("scored_boxes", get_args(ScoredBoxes))):
+        if row[name] not in known:
+            raise ValueError(f"{name} is {row[name]!r}")
     require_prepared_image(row)
-    return DetectionRecord(**{**row, "boxes": boxes, "categories": categories}, place=place)
-
-
-def _parse_objects(objects: Any, wanted: str) -> tuple[tuple[Box, ...], tuple[str, ...], list[str]]:
-    if not isinstance(objects, Mapping):
-        return (), (), [f"objects is {shown(objects)}, expected bbox and category_name"]
-    missing = [f"column objects.{name} is missing" for name in ("bbox", "category_name") if objects.get(name) is None]
-    if missing:
-        return (), (), missing
-    bboxes, names = objects["bbox"], objects["category_name"]
-    if not (isinstance(bboxes, list | tuple) and isinstance(names, list | tuple)):
-        return (), (), [f"objects has bbox {shown(bboxes)} and category_name {shown(names)}, expected lists"]
-    if len(bboxes) != len(names):
-        return (), (), [f"{len(bboxes)} boxes, but {len(names)} category names"]
-    if not bboxes:
-        return (), (), ["no boxes"]
-    problems = [f"category {i} is {shown(name)}, expected a name" for i, name in enumerate(names) if not _is_name(name)]
-    boxes = []
-    for index, bbox in enumerate(bboxes):
-        if problem := _box_problem(bbox):
-            problems.append(f"box {index} {problem}")
-        else:
-            y0, x0, y1, x1 = (min(max(float(value), 0.0), 1.0) for value in bbox)
-            boxes.append((x0, y0, x1, y1))
-    if not problems and not any(name.startswith(wanted) for name in names):
-        problems.append(f"no box of a category that starts with {wanted}; found {cut(', '.join(sorted(set(names))))}")
-    return tuple(boxes), tuple(names), problems
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and bool(name)
-
-
-def _box_problem(bbox: Any) -> str | None:
-    """What is wrong with one (y_min, x_min, y_max, x_max)."""
-    if not isinstance(bbox, list | tuple) or len(bbox) != 4:
-        return f"is {shown(bbox)}, expected (y_min, x_min, y_max, x_max)"
-    box = cut("(" + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in bbox) + ")")
-    if not all(isinstance(value, int | float) and -math.inf < value < math.inf for value in bbox):
-        return f"{box} holds what is not a number"
-    if not all(-ROUNDING <= value <= 1 + ROUNDING for value in bbox):
-        return f"{box} lies outside 0..1"
-    y0, x0, y1, x1 = (min(max(value, 0), 1) for value in bbox)
-    if y0 > y1 or x0 > x1:
-        return f"{box} is in the wrong order: expected y_min < y_max and x_min < x_max"
-    if y0 == y1 or x0 == x1:
-        return f"{box} has zero area"
-    return None
+    return DetectionRecord(**{**row, **texts, "boxes": boxes}, place=place)

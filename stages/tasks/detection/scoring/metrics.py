@@ -2,9 +2,13 @@
 
 Three families of figures, over the same samples:
 
-- the original experiment's: first ground-truth box against first predicted one, 0 where the answer has none;
+- one IoU a sample. The original experiment's: first ground-truth box against first predicted one, 0 where the answer
+  has none. Or, where the dataset says so (`scored_boxes: all`), of all boxes, matched one to one: 0 for one that is
+  missing or too many. A picture without a box is right, with 1, where the answer says that there is none;
 - several boxes an image: boxes matched one to one, then counted over the whole set;
 - COCO mean average precision, which ranks boxes by a score; SCORE_POLICY says where that comes from.
+
+Where several labels are asked for, a predicted box matches those of its own label only.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from stages.kit.statistics.intervals import bootstrap_mean
-from stages.tasks.detection.samples.boxes import Decoded, decode_boxes
+from stages.tasks.detection.samples.boxes import Decoded, codec_of, decode_boxes
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 Floats = NDArray[np.float64]
@@ -75,14 +79,23 @@ def pairwise_iou(boxes: Sequence[Box] | Floats, others: Sequence[Box] | Floats) 
     return iou.clip(0, 1)
 
 
-def matched_ious(truth: Sequence[Box], predicted: Sequence[Box]) -> Floats:
+def matched_ious(
+    truth: Sequence[Box],
+    predicted: Sequence[Box],
+    labels: tuple[Sequence[str], Sequence[str | None]] | None = None,
+) -> Floats:
     """IoU of each ground-truth box with the predicted box it is matched to; 0 where none is left for it.
+
+    labels: of truth and of predicted, of which equal ones match; None where any may match any.
 
     One to one, such that the sum of the IoUs is the largest possible (Hungarian method), so the order of an
     answer does not matter and a box named twice counts once.
     Returns (len(truth),).
     """
     overlaps = pairwise_iou(truth, predicted)
+    if labels is not None:
+        ours, theirs = (np.array(each, dtype=object) for each in labels)
+        overlaps = np.where(ours[:, None] == theirs[None, :], overlaps, 0.0)
     rows, columns = linear_sum_assignment(overlaps, maximize=True)
     matched = np.zeros(len(truth))
     matched[rows] = overlaps[rows, columns]
@@ -106,40 +119,60 @@ def score(
     """
     assert len(records) == len(texts) > 0, f"{len(texts)} answers for {len(records)} records"
     sizes_or_none = [None] * len(texts) if sizes is None else sizes
-    answers = [decode_boxes(text, family=family, size=size) for text, size in zip(texts, sizes_or_none, strict=True)]
+    answers = [
+        decode_boxes(text, family=codec_of(record.answer, family), size=size)
+        for record, text, size in zip(records, texts, sizes_or_none, strict=True)
+    ]
     truths = [record.target_boxes() for record in records]
     predictions = [answer.boxes for answer in answers]
-    first = np.array([_first_iou(record, boxes) for record, boxes in zip(records, predictions, strict=True)])
-    matched = [matched_ious(truth, boxes) for truth, boxes in zip(truths, predictions, strict=True)]
+    matched = [_matched(record, answer) for record, answer in zip(records, answers, strict=True)]
+    ious = np.array([_iou(*each) for each in zip(records, answers, matched, strict=True)])
+    valid = [answer.valid if truth else answer.none for answer, truth in zip(answers, truths, strict=True)]
     metrics = {
         "samples": len(records),
-        **_first_box_figures(first),
-        **_answer_figures(answers),
+        **_sample_figures(ious),
+        **_answer_figures(answers, valid),
         **_multi_box_figures(matched, num_predicted=sum(len(boxes) for boxes in predictions)),
-        **_mean_average_precision(records, truths, predictions),
+        **_mean_average_precision(records, answers),
         "map_score_policy": SCORE_POLICY,
     }
+    if empty := [right for right, truth in zip(valid, truths, strict=True) if not truth]:
+        metrics |= {"empty_pictures": len(empty), "empty_pictures_right": sum(empty) / len(empty)}
     rows = [
         {
             "image_id": record.image_id,
             "text": text,
-            "valid": answer.valid,
+            "valid": readable,
             "boxes": [list(box) for box in answer.boxes],
             "truth": [list(box) for box in truth],
             "iou": float(iou),
-            "matched_iou": float(ious.mean()),
+            "matched_iou": float(each.mean()) if truth else float(iou),
         }
-        for record, text, answer, truth, iou, ious in zip(records, texts, answers, truths, first, matched, strict=True)
+        for record, text, answer, truth, iou, each, readable in zip(
+            records, texts, answers, truths, ious, matched, valid, strict=True
+        )
     ]
     return metrics, rows
 
 
-def _first_iou(record: DetectionRecord, predicted: Sequence[Box]) -> float:
-    return float(pairwise_iou([record.first_annotated()], predicted[:1])[0, 0]) if predicted else 0.0
+def _matched(record: DetectionRecord, answer: Decoded) -> Floats:
+    """IoU of each of the record's boxes with its match."""
+    labels = ([label for _, label in record.targets()], answer.labels) if len(record.asked) > 1 else None
+    return matched_ious(record.target_boxes(), answer.boxes, labels)
 
 
-def _first_box_figures(ious: Floats) -> dict[str, float]:
-    """The figures of the original experiment; "over" is strictly over. A single sample has no interval."""
+def _iou(record: DetectionRecord, answer: Decoded, matched: Floats) -> float:
+    """Of one sample, as its dataset says."""
+    first, predicted = record.first_annotated(), answer.boxes
+    if first is None:
+        return float(answer.none)
+    if record.scored_boxes == "first":
+        return float(pairwise_iou([first], predicted[:1])[0, 0]) if predicted else 0.0
+    return float(matched.sum()) / max(len(matched), len(predicted))
+
+
+def _sample_figures(ious: Floats) -> dict[str, float]:
+    """Of one IoU a sample; "over" is strictly over. A single sample has no interval."""
     interval = bootstrap_mean(ious)
     return {
         "mean_iou": float(ious.mean()),
@@ -152,9 +185,12 @@ def _first_box_figures(ious: Floats) -> dict[str, float]:
     }
 
 
-def _answer_figures(answers: Sequence[Decoded]) -> dict[str, float | int]:
-    """Shares of the answers with and without a usable box, and the number of malformed boxes in all."""
-    num_valid = sum(answer.valid for answer in answers)
+def _answer_figures(answers: Sequence[Decoded], valid: Sequence[bool]) -> dict[str, float | int]:
+    """Shares of the answers with and without a usable box, and the number of malformed boxes in all.
+
+    valid: whether an answer has a box, or, of a picture without one, says so.
+    """
+    num_valid = sum(valid)
     return {
         "detection_rate": num_valid / len(answers),
         "parse_failure_rate": (len(answers) - num_valid) / len(answers),
@@ -165,6 +201,8 @@ def _answer_figures(answers: Sequence[Decoded]) -> dict[str, float | int]:
 def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[str, float]:
     """Over all boxes of all images; a predicted box is right where its match reaches the threshold."""
     ious = np.concatenate(matched)
+    if not ious.size:  # only pictures without a box, of so few samples
+        return {}
     figures = {"matched_mean_iou": float(ious.mean())}
     for percent in (50, 75):
         num_right = int((ious >= percent / 100).sum())
@@ -174,28 +212,31 @@ def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[st
     return figures
 
 
-def _mean_average_precision(
-    records: Sequence[DetectionRecord], truths: Sequence[Sequence[Box]], predictions: Sequence[Sequence[Box]]
-) -> dict[str, float]:
-    """COCO's AP over IoU 0.50:0.95, at 0.50 and at 0.75: one category, at most 100 boxes an image."""
-    if not any(predictions):  # loadRes refuses an empty list
-        return {"map_50_95": 0.0, "map_50": 0.0, "map_75": 0.0}
+def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequence[Decoded]) -> dict[str, float]:
+    """COCO's AP over IoU 0.50:0.95, at 0.50 and at 0.75, averaged over the labels that are there: at most 100 boxes an
+    image. A predicted box of a label that is not asked for counts nowhere here, and against precision above.
+    """
+    names = ("map_50_95", "map_50", "map_75")
+    several = any(len(record.asked) > 1 for record in records)
+    labels = [[label if several else None for _, label in record.targets()] for record in records]
+    numbers = {label: number for number, label in enumerate(sorted({x for some in labels for x in some}, key=str), 1)}
+    if not numbers:
+        return {}
+    sizes = [(record.width, record.height) for record in records]
+    truth_boxes = _coco_boxes([record.target_boxes() for record in records], labels, sizes, numbers)
+    found = [[label if several else None for label in answer.labels] for answer in answers]
+    predicted = _coco_boxes([answer.boxes for answer in answers], found, sizes, numbers)
+    if not predicted:  # loadRes refuses an empty list
+        return dict.fromkeys(names, 0.0)
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    sizes = [(record.width, record.height) for record in records]
-    annotations = [
-        {"image_id": image, "category_id": 1, "bbox": bbox, "area": bbox[2] * bbox[3], "iscrowd": 0}
-        for image, bbox, _ in _coco_boxes(truths, sizes)
-    ]
-    results = [
-        {"image_id": image, "category_id": 1, "bbox": bbox, "score": 1 / (1 + position)}
-        for image, bbox, position in _coco_boxes(predictions, sizes)
-    ]
+    annotations = [{**box, "area": box["bbox"][2] * box["bbox"][3], "iscrowd": 0} for _, box in truth_boxes]
+    results = [{**box, "score": 1 / (1 + position)} for position, box in predicted]
     truth = COCO()
     truth.dataset = {
         "images": [{"id": image, "width": w, "height": h} for image, (w, h) in enumerate(sizes)],
-        "categories": [{"id": 1}],
+        "categories": [{"id": number} for number in numbers.values()],
         # pycocotools takes a match with annotation 0 for no match.
         "annotations": [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)],
     }
@@ -205,15 +246,29 @@ def _mean_average_precision(
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    return {name: float(evaluation.stats[i]) for i, name in enumerate(("map_50_95", "map_50", "map_75"))}
+    return {name: float(evaluation.stats[i]) for i, name in enumerate(names)}
 
 
 def _coco_boxes(
-    boxes_by_image: Sequence[Sequence[Box]], sizes: Sequence[tuple[int, int]]
-) -> list[tuple[int, list[float], int]]:
-    """(index of the image, [x, y, width, height] in its pixels, position of the box in it) of every box."""
+    boxes_by_image: Sequence[Sequence[Box]],
+    labels_by_image: Sequence[Sequence[str | None]],
+    sizes: Sequence[tuple[int, int]],
+    numbers: Mapping[str | None, int],
+) -> list[tuple[int, dict[str, Any]]]:
+    """(position of the box in its image, what COCO says of it) of every box whose label has a number.
+
+    bbox is [x, y, width, height] in pixels; an image is called by its index.
+    """
     return [
-        (image, [x0 * w, y0 * h, (x1 - x0) * w, (y1 - y0) * h], position)
-        for image, (boxes, (w, h)) in enumerate(zip(boxes_by_image, sizes, strict=True))
-        for position, (x0, y0, x1, y1) in enumerate(boxes)
+        (
+            position,
+            {
+                "image_id": image,
+                "category_id": numbers[label],
+                "bbox": [x0 * w, y0 * h, (x1 - x0) * w, (y1 - y0) * h],
+            },
+        )
+        for image, (boxes, labels, (w, h)) in enumerate(zip(boxes_by_image, labels_by_image, sizes, strict=True))
+        for position, ((x0, y0, x1, y1), label) in enumerate(zip(boxes, labels, strict=True))
+        if label in numbers
     ]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from stages.core.errors import UserError
-from stages.core.params.schema import GenerateParams
+from stages.core.params.schema import ColumnParams, DataForm, GenerateParams
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.preparation import Sample, Source, write_prepared
-from stages.kit.data.sources import Place, parquet_folder, read_parquet_split, with_progress
+from stages.kit.data.sources import Place, parquet_folder, with_progress
 from stages.kit.data.texts import markup_problem
-from stages.tasks.detection.samples.records import PROMPT, REQUIRED, SCHEMA, TARGET, DetectionRecord, parse_row
+from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
+from stages.tasks.detection.samples.records import SCHEMA, TARGET, AnswerForm, DetectionRecord, ScoredBoxes
+from stages.tasks.detection.sources.folders import tables
+from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample
+from stages.tasks.detection.sources.folders.forms import understand
+from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Asked, parse_row
 from stages.tasks.detection.sources.scenes import Split, generate_rows
-
-FORM = f"parquet files with the columns {', '.join(REQUIRED)}"
 
 
 def prepare(
@@ -27,8 +30,14 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     generate: GenerateParams | None = None,
-    category: str = TARGET,
-    prompt: str = PROMPT,
+    format: DataForm | None = None,  # noqa: A002 - as params.yaml calls it
+    columns: ColumnParams | None = None,
+    category: str | tuple[str, ...] | None = TARGET,
+    label: Mapping[str, str] | None = None,
+    prompt: str | None = None,
+    answer: AnswerForm = "native",
+    scored_boxes: ScoredBoxes | None = None,
+    empty_pictures: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
@@ -36,37 +45,63 @@ def prepare(
     source: `generated` (sizes and seed in `generate`), `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
     skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
     selection: share of the training images to set aside.
-    category: of the boxes that are asked for, and prompt: how; both are kept with each record.
+    format, columns: of a folder, as DatasetParams has them.
+    category: of the boxes that are asked for, None for all; label: what answers call them; prompt: how they are asked
+    for; answer, scored_boxes, empty_pictures: as DatasetParams has them. All are kept with each record.
     max_image_pixels: a row with a larger picture is invalid.
     Returns what stats.json holds: `source` and `revision` as resolved, and by split, beside what write_prepared says,
     `boxes`, `boxes_per_image`, `categories` and `largest_image` [width, height].
     """
-    if problem := markup_problem(category, prompt):
-        raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
-    folder, resolved, revision = (None, source, None) if source == "generated" else parquet_folder(source)
+    asked = Asked(
+        category=category,
+        names=label or {},
+        prompt=prompt,
+        answer=answer,
+        scored_boxes=scored_boxes,
+        empty_pictures=empty_pictures,
+    )
+    _require_answerable(asked)
+    origin: dict[str, Any] = {"source": source, "revision": None}
+    samples: Mapping[str, Iterable[RawSample]]
+    if source == "generated":
+        form, expected = OPEN_FOOD_FACTS, tables.EXPECTED
+        samples = {split: _generated_rows(split, generate) for split in get_args(Split)}
+    else:
+        folder, resolved, revision = parquet_folder(source)
+        understood = understand(folder, "parquet" if revision else format, columns)
+        form, expected, samples = understood.boxes, understood.expected, understood.splits.samples
+        origin = {"source": resolved, "revision": revision, **understood.splits.origin}
 
-    def samples(split: Split) -> Iterator[Sample[DetectionRecord]]:
-        if folder is None:
-            rows = _generated_rows(split, generate)
-        else:
-            rows = read_parquet_split(folder, split, required=REQUIRED, form=FORM)
+    def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
-            yield place, parse_row(row, category=category, prompt=prompt, max_image_pixels=max_image_pixels)
+            if isinstance(row, list):
+                yield place, row
+            else:
+                yield place, parse_row(row, asked=asked, form=form, max_image_pixels=max_image_pixels)
 
     return write_prepared(
-        Source(
-            origin={"source": resolved, "revision": revision},
-            splits={split: samples(split) for split in get_args(Split)},
-        ),
+        Source(origin=origin, splits={split: parsed(rows) for split, rows in samples.items()}),
         out_dir,
         schema=SCHEMA,
         summary=_summary,
-        form=FORM,
+        form=expected,
         subject="image",
         skip_invalid=skip_invalid,
         skip_leaks=False,
+        held_out=HELD_OUT,
         selection=selection,
     )
+
+
+def _require_answerable(asked: Asked) -> None:
+    """Raises UserError where a label or the prompt cannot be asked for, or could not be told from the answer's form."""
+    if problem := markup_problem(*asked.labels(), asked.question()):
+        raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
+    box = (0.25, 0.25, 0.75, 0.75)
+    for family in ("qwen3_vl",) if asked.answer == "json" else ("qwen2_vl",):
+        for label in asked.labels():
+            if decode_boxes(encode_boxes([box], family=family, label=label), family=family).labels != (label,):
+                raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
 
 
 def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -77,11 +112,14 @@ def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[t
         yield Place(f"generated {split}", number, "row"), row
 
 
-def _summary(_: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
+def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
+    if not any(record.target_boxes() for record in records):
+        raise UserError(f"no picture of the split {split} has a box of {', '.join(records[0].asked) or 'anything'}")
     boxes_per_image = Counter(len(record.boxes) for record in records)
     return {
         "boxes": sum(len(record.boxes) for record in records),
         "boxes_per_image": {str(count): images for count, images in sorted(boxes_per_image.items())},
+        "empty_pictures": sum(not record.target_boxes() for record in records),
         "categories": dict(sorted(Counter(name for record in records for name in record.categories).items())),
         "largest_image": list(max(((record.width, record.height) for record in records), key=math.prod)),
     }

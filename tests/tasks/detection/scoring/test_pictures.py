@@ -27,6 +27,7 @@ def sample(width: int = 200, height: int = 100, image_id: str = "a") -> Detectio
         height=height,
         boxes=(TRUTH,),
         categories=("nutrition-table",),
+        labels=("nutrition-table",),
     )
 
 

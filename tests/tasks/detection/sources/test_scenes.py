@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.tasks.detection.samples.records import TARGET, DetectionRecord, parse_row
+from stages.tasks.detection.samples.records import TARGET, DetectionRecord
 from stages.tasks.detection.sources.drawing import FACES, load_font
+from stages.tasks.detection.sources.rows import parse_row
 from stages.tasks.detection.sources.scenes import (
     OBJECTS,
     Kind,

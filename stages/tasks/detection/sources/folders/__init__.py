@@ -1,0 +1,1 @@
+"""Folders of pictures with boxes, in the forms that annotation tools write."""
