@@ -79,6 +79,11 @@ run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=d
 	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 	@$(python) -m tools.report $(TASK) --table
 
+.PHONY: data
+data: setup ## Show what is understood of pictures with boxes: counts, sizes, twelve pictures (SOURCE=folder, FORMAT=; or DATASET=)
+	@$(offline) $(python) -m tools.data $(if $(SOURCE),'$(SOURCE)') $(if $(DATASET),--dataset '$(DATASET)') \
+		$(if $(FORMAT),--format $(FORMAT))
+
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
 	$(if $(filter-out 0,$(EXACT)),--exact) $(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)

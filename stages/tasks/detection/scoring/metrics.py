@@ -36,6 +36,8 @@ PREDICTIONS = pa.schema(
         ("valid", pa.bool_()),
         ("boxes", pa.list_(pa.list_(pa.float64()))),
         ("truth", pa.list_(pa.list_(pa.float64()))),
+        ("labels", pa.list_(pa.string())),
+        ("truth_labels", pa.list_(pa.string())),
         ("iou", pa.float64()),
         ("matched_iou", pa.float64()),
     ]
@@ -145,6 +147,8 @@ def score(
             "valid": readable,
             "boxes": [list(box) for box in answer.boxes],
             "truth": [list(box) for box in truth],
+            "labels": list(answer.labels),
+            "truth_labels": [label for _, label in record.targets()],
             "iou": float(iou),
             "matched_iou": float(each.mean()) if truth else float(iou),
         }

@@ -1,4 +1,4 @@
-"""Predictions drawn on their pictures: ground truth dashed green, prediction red, the IoU above."""
+"""Boxes drawn on their pictures: ground truth dashed green, prediction red, the IoU above."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from stages.core.documents import cut
+from stages.core.errors import printable
 from stages.kit.evaluation.examples import write_examples
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
@@ -37,16 +39,53 @@ def write_pictures(
 
 def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
     """One sample as an RGB picture, at most MAX_WIDTH wide, with a caption above it."""
-    image = record.open_image()
-    if image.width > MAX_WIDTH:
-        image = image.resize((MAX_WIDTH, round(image.height * MAX_WIDTH / image.width)), Image.Resampling.LANCZOS)
-    draw = ImageDraw.Draw(image)
-    for box in row["boxes"]:
+    image = _scaled(record.open_image())
+    draw, several = ImageDraw.Draw(image), len(record.asked) > 1
+    for position, box in enumerate(row["boxes"]):
         _draw_outline(draw, _pixels(box, image.size), PREDICTION_COLOUR, dashed=False)
+        if several:
+            _draw_label(draw, box, image.size, row["labels"][position] or "?", PREDICTION_COLOUR, below=True)
     # The truth comes last, so that the red shows between its dashes where both lie on one line.
-    for box in row["truth"]:
+    for box, label in record.targets():
         _draw_outline(draw, _pixels(box, image.size), TRUTH_COLOUR, dashed=True)
+        if several:
+            _draw_label(draw, box, image.size, label, TRUTH_COLOUR)
     return _captioned(image, f"IoU {row['iou']:.2f}" if row["valid"] else "IoU 0.00, no box", record.image_id)
+
+
+def draw_truth(record: DetectionRecord) -> Image.Image:
+    """A sample's boxes that are asked for, with their labels, as an RGB picture at most MAX_WIDTH wide."""
+    image = _scaled(record.open_image())
+    draw = ImageDraw.Draw(image)
+    for box, label in record.targets():
+        _draw_outline(draw, _pixels(box, image.size), TRUTH_COLOUR, dashed=False)
+        _draw_label(draw, box, image.size, label, TRUTH_COLOUR)
+    return image
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    if image.width <= MAX_WIDTH:
+        return image
+    height = max(1, round(image.height * MAX_WIDTH / image.width))
+    return image.resize((MAX_WIDTH, height), Image.Resampling.LANCZOS)
+
+
+def _draw_label(
+    draw: ImageDraw.ImageDraw,
+    box: Box | Sequence[float],
+    size: tuple[int, int],
+    label: str,
+    colour: tuple[int, int, int],
+    *,
+    below: bool = False,
+) -> None:
+    """In the box's corner, on white: at its top, or `below`, at its bottom."""
+    left, top, _, bottom = _pixels(box, size)
+    place = (left + _LINE + 1, bottom - _LINE if below else top + _LINE)
+    text, anchor = cut(printable(label).replace("\n", " ")), "ls" if below else "la"
+    font = ImageFont.load_default(_FONT_SIZE)
+    draw.rectangle(draw.textbbox(place, text, font=font, anchor=anchor), fill="white")
+    draw.text(place, text, fill=colour, font=font, anchor=anchor)
 
 
 def _pixels(box: Box | Sequence[float], size: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -157,6 +157,8 @@ def test_rows_have_the_columns_of_the_predictions_file() -> None:
         "valid": True,
         "boxes": [list(RIGHT)],
         "truth": [list(LEFT), list(RIGHT)],  # in reading order
+        "labels": ["nutrition-table"],
+        "truth_labels": ["nutrition-table", "nutrition-table"],
         "iou": pytest.approx(1.0),
         "matched_iou": pytest.approx(0.5),
     }

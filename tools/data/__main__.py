@@ -1,0 +1,188 @@
+"""Show what is understood of a folder of pictures with boxes, before anything is trained. Nothing of it is changed.
+
+Reads   SOURCE, a folder or hub:OWNER/NAME@REVISION; or the dataset of params.yaml's active profile that is named
+Writes  .bakeoff/data/NAME.html: twelve pictures with their boxes, and the same figures
+Run     make data SOURCE=/path/to/photographs
+        make data DATASET=nutrition-tables
+
+Of a folder all categories are shown, and what to write into params.yaml; a dataset is shown as params.yaml has it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from ruamel.yaml import YAML
+
+from stages.core.documents import cut
+from stages.core.errors import UserError, counted, listed, printable
+from stages.core.logs import configure_logging
+from stages.core.params.load import load_params
+from stages.core.params.schema import DataForm, Params
+from stages.core.publish import publish_text
+from stages.kit.reporting.page import Picture, inline_picture
+from stages.tasks.detection.samples import conversation, read_split
+from stages.tasks.detection.samples.records import DetectionRecord
+from stages.tasks.detection.scoring.pictures import draw_truth
+from stages.tasks.detection.sources import prepare
+from tools.plan.available_inputs import available_base, trainable_recipes
+
+SHOWN = 12
+PAGE_DIR = Path(".bakeoff/data")
+
+Lines = list[tuple[str, str]]
+"""What a figure is of, and the figure."""
+
+log = logging.getLogger("stages")
+
+
+@click.command(help=__doc__)
+@click.argument("source", required=False)
+@click.option("--dataset", help="A dataset of params.yaml; with SOURCE, the name to propose.")
+@click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, where it is not clear.")
+def main(source: str | None, dataset: str | None, form: DataForm | None) -> None:
+    configure_logging("data")
+    params = load_params()
+    known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
+    name = dataset or next(iter(known), "")
+    if source is None and (dataset is None or form is not None):
+        raise click.UsageError(
+            f"name a folder, or a dataset alone with --dataset: {', '.join(known) or 'there is none'}"
+        )
+    if source is not None:
+        source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
+        settings: dict[str, Any] = {"format": form, "category": None, "empty_pictures": True}
+    else:
+        chosen = params.dataset(name)
+        if chosen.task != "detection" or chosen.source == "mix":
+            raise UserError(f"dataset {name} has no pictures with boxes of its own")
+        source, settings = chosen.source, {"generate": chosen.generate, **chosen.selection()}
+    with tempfile.TemporaryDirectory() as folder:
+        stats = prepare(source, out_dir=Path(folder) / "prepared", skip_invalid=True, **settings)
+        splits = {split: read_split(Path(folder) / "prepared", split) for split in stats["splits"]}
+    lines = [("source", source), *figures(stats, splits), *token_lengths(params, name, splits)]
+    problems = [
+        f"{each['file']}{_where(each)}: {each['problem']}"
+        for found in stats["splits"].values()
+        for each in found["invalid"]
+    ]
+    for what, figure in lines:
+        click.echo(printable(f"{what:<24}  {figure}"))
+    if problems:
+        click.echo(printable(f"\n{counted(len(problems), 'problem')}; such samples stop a run, or are left out:"))
+        click.echo(printable(listed(problems)))
+    page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
+    click.echo(f"\n{SHOWN} pictures with their boxes: {page}")
+    if settings.get("category", "") is None:
+        click.echo(
+            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, splits)}", nl=False
+        )
+
+
+def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRecord]]) -> Iterator[tuple[str, str]]:
+    """By split: counts, sizes, boxes a picture, and categories."""
+    if "validation" in stats:
+        yield "validation", stats["validation"]
+    for split, records in splits.items():
+        found = stats["splits"][split]
+        empty, invalid = found["empty_pictures"], found["invalid_rows"]
+        yield f"{split}: pictures", f"{len(records):,}, {empty:,} without a box; {counted(invalid, 'invalid one')}"
+        areas = sorted(records, key=lambda record: record.width * record.height)
+        sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
+        yield f"{split}: smallest, median, largest", ", ".join(sizes)
+        yield f"{split}: boxes a picture", ", ".join(f"{boxes}: {n:,}" for boxes, n in found["boxes_per_image"].items())
+        asked = Counter(label for record in records for _, label in record.targets())
+        for label, count in asked.most_common():
+            pictures = sum(any(label == each for _, each in record.targets()) for record in records)
+            yield (
+                f"{split}: {cut(label)}",
+                f"{counted(count, 'boxe').replace('1 boxe', '1 box')} in {counted(pictures, 'picture')}",
+            )
+
+
+def token_lengths(
+    params: Params, dataset: str, splits: Mapping[str, Sequence[DetectionRecord]]
+) -> Iterator[tuple[str, str]]:
+    """Of question, picture and answer, where a recipe's processor needs no download."""
+    using = [name for name in trainable_recipes(params) if params.recipe(name).task == "detection"]
+    recipe = next((name for name in using if params.recipe(name).data == dataset), None) or next(iter(using), None)
+    folder = available_base(params, recipe).processor_dir if recipe else None
+    if recipe is None or folder is None:
+        yield "tokens", f"not counted: the base of profile {params.profile} is not fetched yet"
+        return
+    # Slow to import.
+    from stages.kit.models.processors import count_tokens, load_processor
+
+    processor, limit = load_processor(folder, params.active.images), params.recipe(recipe).max_length
+    for split, records in splits.items():
+        lengths = sorted(count_tokens(processor, conversation(record, answered=True)) for record in records)
+        longer = sum(length > limit for length in lengths)
+        yield (
+            f"{split}: tokens",
+            f"{lengths[0]} to {lengths[-1]}, half of them at most {lengths[len(lengths) // 2]}; "
+            f"max_length of {recipe} is {limit}, {longer:,} are longer",
+        )
+
+
+def chosen_examples(records: Sequence[DetectionRecord]) -> list[DetectionRecord]:
+    """SHOWN of them, the same ones every time: one of each label first, and one without a box, as far as they go."""
+    ordered = sorted(records, key=lambda record: record.sha256)
+    firsts: dict[str | None, DetectionRecord] = {}
+    for record in ordered:
+        for label in [label for _, label in record.targets()] or [None]:
+            firsts.setdefault(label, record)
+    chosen = {id(record): record for record in (*firsts.values(), *ordered)}
+    return list(chosen.values())[:SHOWN]
+
+
+def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequence[DetectionRecord]) -> Path:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    pictures = [_picture(record) for record in chosen_examples(records)]
+    page = environment.get_template("page.html").render(
+        name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], pictures=pictures
+    )
+    path = PAGE_DIR / f"{name or 'data'}.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(page, path)
+    return path
+
+
+def _picture(record: DetectionRecord) -> Picture:
+    with tempfile.NamedTemporaryFile(suffix=".png") as file:
+        draw_truth(record).save(file.name)
+        return inline_picture(Path(file.name), printable(record.image_id))
+
+
+def proposal(name: str, source: str, form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> str:
+    """The entry of params.yaml that asks for every category."""
+    records = [record for some in splits.values() for record in some]
+    entry: dict[str, Any] = {"task": "detection", "source": source}
+    if form is not None:
+        entry["format"] = form
+    entry["category"] = sorted({name for record in records for name in record.categories})
+    if any(not record.boxes for record in records):
+        entry["empty_pictures"] = True
+    out, yaml = io.StringIO(), YAML()
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = 10_000
+    yaml.dump({name: entry}, out)
+    return "".join(f"      {line}\n" for line in out.getvalue().splitlines())
+
+
+def _where(problem: Mapping[str, Any]) -> str:
+    unit, number = next((key, value) for key, value in problem.items() if key not in ("file", "problem"))
+    return "" if number is None else f" {unit} {number}"
+
+
+if __name__ == "__main__":
+    main()
