@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 
 from stages.core.errors import UserError
@@ -29,6 +29,9 @@ MAX_SHOWN_FAULTS = 3
 
 MAX_CHUNKS = 1_000_000
 """Limit of a YAML file as JSON, one to three chunks a value: a few lines of aliases can stand for billions."""
+
+MAX_DEPTH = 200
+"""Limit of lists and mappings within each other in a YAML file."""
 
 T = TypeVar("T")
 
@@ -54,6 +57,7 @@ def read_yaml(kind: type[T], path: Path) -> T:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)  # YAML allows it
+            _refuse_depth(content)
             chunks = list(islice(json.JSONEncoder().iterencode(yaml.load(content)), MAX_CHUNKS + 1))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -70,6 +74,15 @@ def read_yaml(kind: type[T], path: Path) -> T:
         raise Unreadable(f"holds more than {MAX_CHUNKS:,} values, those behind an alias counted at every place")
     # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
     return TypeAdapter(kind).validate_json("".join(chunks), strict=True)
+
+
+def _refuse_depth(content: bytes) -> None:
+    """Raises RecursionError. libyaml's composer calls itself for each list in a list, until the process is killed."""
+    depth = 0
+    for event in YAML(typ="safe").parse(content):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise RecursionError
 
 
 def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:

@@ -33,6 +33,7 @@ from stages.tasks.detection.samples import conversation, read_split
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.pictures import draw_truth
 from stages.tasks.detection.sources import prepare
+from stages.tasks.detection.sources.rows import Asked
 from tools.plan.available_inputs import available_base, trainable_recipes
 
 SHOWN = 12
@@ -102,10 +103,8 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRec
         asked = Counter(label for record in records for _, label in record.targets())
         for label, count in asked.most_common():
             pictures = sum(any(label == each for _, each in record.targets()) for record in records)
-            yield (
-                f"{split}: {cut(label)}",
-                f"{counted(count, 'boxe').replace('1 boxe', '1 box')} in {counted(pictures, 'picture')}",
-            )
+            boxes = "1 box" if count == 1 else f"{count:,} boxes"
+            yield f"{split}: {cut(label)}", f"{boxes} in {counted(pictures, 'picture')}"
 
 
 def token_lengths(
@@ -125,11 +124,9 @@ def token_lengths(
     for split, records in splits.items():
         lengths = sorted(count_tokens(processor, conversation(record, answered=True)) for record in records)
         longer = sum(length > limit for length in lengths)
-        yield (
-            f"{split}: tokens",
-            f"{lengths[0]} to {lengths[-1]}, half of them at most {lengths[len(lengths) // 2]}; "
-            f"max_length of {recipe} is {limit}, {longer:,} are longer",
-        )
+        half = lengths[len(lengths) // 2]
+        beyond = f"{longer:,} are longer than the {limit} of {recipe}"
+        yield f"{split}: tokens", f"{lengths[0]} to {lengths[-1]}, half of them at most {half}; {beyond}"
 
 
 def chosen_examples(records: Sequence[DetectionRecord]) -> list[DetectionRecord]:
@@ -169,7 +166,8 @@ def proposal(name: str, source: str, form: DataForm | None, splits: Mapping[str,
     entry: dict[str, Any] = {"task": "detection", "source": source}
     if form is not None:
         entry["format"] = form
-    entry["category"] = sorted({name for record in records for name in record.categories})
+    categories = sorted({name for record in records for name in record.categories})
+    entry |= {"category": categories, "prompt": Asked(category=tuple(categories)).question()}
     if any(not record.boxes for record in records):
         entry["empty_pictures"] = True
     out, yaml = io.StringIO(), YAML()

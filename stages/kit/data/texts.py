@@ -16,7 +16,11 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class UnreadableText(ValueError):
-    """A file that is not UTF-8, or holds nothing."""
+    """A file that is not UTF-8, or holds nothing, or may not be read."""
+
+
+class EmptyText(UnreadableText):
+    """A file that holds nothing."""
 
 
 def read_text(path: Path) -> str:
@@ -34,7 +38,7 @@ def read_text(path: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise UnreadableText(f"not UTF-8: byte 0x{content[error.start]:02x} in line {line}") from None
     if not text.strip():
-        raise UnreadableText("the file is empty")
+        raise EmptyText("the file is empty")
     return text
 
 

@@ -162,3 +162,32 @@ def test_an_answer_without_end_takes_no_longer_than_its_length(
     times = 250_000 // len(repeated)
     decoded = decode_boxes(before + repeated * times + after, family=family, size=SIZE)
     assert len(decoded.boxes) + decoded.malformed <= times + 1
+
+
+@given(
+    names=st.lists(
+        st.text(st.characters(exclude_characters='<>{}"\\', exclude_categories=["C"]), min_size=1), min_size=1
+    )
+)
+@pytest.mark.parametrize("family", CODECS)
+def test_each_box_comes_back_with_its_label(family: str, names: list[str]) -> None:
+    places = [(0.1, index / len(names), 0.9, (index + 1) / len(names)) for index in range(len(names))]
+    decoded = decode_boxes(
+        encode_boxes(places, family=family, size=(900, 20_000), label=names), family=family, size=(900, 20_000)
+    )
+    assert list(decoded.labels) == names
+
+
+def test_a_box_without_its_label_has_none() -> None:
+    bare = "<|box_start|>(0,0),(500,1000)<|box_end|>"
+    assert decode_boxes(label("(0,0),(500,1000)") + bare).labels == ("nutrition-table", None)
+    assert decode_boxes("a<|object_ref_end|>" + bare).labels == (None,)
+    assert decode_boxes('{"bbox_2d": [1, 2, 30, 40], "label": 7}', family="qwen3_vl").labels == (None,)
+
+
+@pytest.mark.parametrize(("family", "none"), [("qwen2_vl", "none"), ("qwen3_vl", "[]")])
+def test_that_there_is_none_is_said_in_so_many_words(family: str, none: str) -> None:
+    assert encode_boxes([], family=family) == none
+    assert decode_boxes(none + "<|im_end|>\n<|endoftext|>", family=family).none
+    for text in ("", "<|im_end|>", f"{none} at all", f"there is {none}", f"{none}{none}"):
+        assert not decode_boxes(text, family=family).none

@@ -31,7 +31,10 @@ class Photo:
 
     @property
     def size(self) -> tuple[int, int]:
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(self.encoded))).size
+        try:
+            return ImageOps.exif_transpose(Image.open(io.BytesIO(self.encoded))).size
+        except (OSError, Image.DecompressionBombError):
+            return 40, 30
 
     def pixels(self, box: Box) -> list[float]:
         return [value * side for value, side in zip(box, self.size * 2, strict=True)]

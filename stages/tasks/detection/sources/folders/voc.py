@@ -30,6 +30,8 @@ from stages.tasks.detection.sources.rows import BoxForm
 FORM = BoxForm(order="xyxy", unit="pixels")
 EXPECTED = "Pascal VOC: an XML file a picture, called as it is; train and val by their folders, or by ImageSets/Main"
 
+MAX_DEPTH = 50
+"""Of elements within each other; VOC's own are four deep."""
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?")
 
@@ -52,24 +54,23 @@ def read_voc(folder: Folder) -> Splits:
         return Splits(samples={split: _samples(folder, paths) for split, paths in chosen.items()}, origin=origin)
     by_stem = {PurePosixPath(path).stem: path for path in files}
     chosen, origin = chosen_splits({split: [path] for split, path in lists.items()}, "lists in ImageSets/Main")
-    return Splits(
-        samples={split: _listed(folder, path, by_stem) for split, (path,) in chosen.items() if path}, origin=origin
-    )
+    return Splits(samples={split: _listed(folder, paths, by_stem) for split, paths in chosen.items()}, origin=origin)
 
 
-def _listed(folder: Folder, path: str, by_stem: dict[str, str]) -> Iterator[RawSample]:
-    try:
-        lines = folder.text(path).splitlines()
-    except UnreadableText as error:
-        yield Place(path), [str(error)]
-        return
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, str]) -> Iterator[RawSample]:
+    for path in paths:
+        try:
+            lines = folder.text(path).splitlines()
+        except UnreadableText as error:
+            yield Place(path), [str(error)]
             continue
-        if found := by_stem.get(line.split()[0]):
-            yield from _samples(folder, [found])
-        else:
-            yield Place(path, number), [f"there is no XML file called {line.split()[0][:200]!r}"]
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            if found := by_stem.get(line.split()[0]):
+                yield from _samples(folder, [found])
+            else:
+                yield Place(path, number), [f"there is no XML file called {line.split()[0][:200]!r}"]
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
@@ -111,6 +112,8 @@ class _File:
         self.path.append(name)
         if self.path[0] != "annotation":
             raise UnreadableText(f"line {line}: <{name[:80]}>, expected <annotation>")
+        if len(self.path) > MAX_DEPTH:
+            raise UnreadableText(f"line {line}: elements are nested more than {MAX_DEPTH} deep")
         if self.path[1:] in (["object"], ["size"]):
             self.opened = line
             self.texts.clear()

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from stages.core.documents import Unreadable, problems, read_yaml, refusal
 from stages.core.errors import UserError, counted
 from stages.kit.data.sources import VALIDATION, Place
-from stages.kit.data.texts import UnreadableText
+from stages.kit.data.texts import EmptyText, UnreadableText
 from stages.tasks.detection.sources.folders.files import (
     PICTURES,
     Folder,
@@ -139,7 +139,9 @@ def _samples(folder: Folder, pictures: Sequence[str], names: dict[int, str]) -> 
             yield Place(picture), folder.row(picture, objects=objects([], []), none_because=f"there is no {place}")
             continue
         try:
-            lines = folder.text(place).splitlines() if folder.head(place, 1) else []
+            lines = folder.text(place).splitlines()
+        except EmptyText:
+            lines = []
         except UnreadableText as error:
             yield Place(place), [str(error)]
             continue
