@@ -17,6 +17,7 @@ from tests import ROOT
             ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"],
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
+        (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),
         (["lm-eval", "RUN=base-dense", "BATCH_SIZE=4"], ["base-dense", "--batch-size", "4"]),
     ],
 )

@@ -81,7 +81,7 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         click.echo(printable(f"\n{counted(len(problems), 'problem')}; such samples stop a run, or are left out:"))
         click.echo(printable(listed(problems)))
     page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
-    click.echo(f"\n{SHOWN} pictures with their boxes: {page}")
+    click.echo(f"\npictures with their boxes  {page}")
     if settings.get("category", "") is None:
         click.echo(
             f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, splits)}", nl=False

@@ -13,13 +13,15 @@ REPORT = TaskReport(
             heading="Mean IoU",
             format=".3f",
             meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over "
-            "all samples. Output that cannot be parsed counts as 0.",
+            "all samples. Output that cannot be parsed counts as 0. With several categories: of all boxes, matched "
+            "one to one, 0 for each that is missing or too many.",
         ),
         Metric(
             key="detection_rate",
             heading="Det Rate",
             format=".1%",
-            meaning="Share of samples whose answer holds a readable box, wherever it lies.",
+            meaning="Share of samples whose answer holds a readable box, wherever it lies; or says that there is none, "
+            "where there is none.",
         ),
         Metric(
             key="iou_over_50",
