@@ -33,7 +33,7 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     for line in (
         "train: pictures 2, 1 without a box; 1 invalid one",
         "train: boxes a picture 0: 1, 3: 1",
-        "train: cup 2 boxes in 1 picture",
+        "train: cup 1 box in 1 picture",
         "val: Nährwerte 1 box in 1 picture",
         "train/labels/a.txt: line 1: no class has the number 9; there are 3",
     ):

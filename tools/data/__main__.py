@@ -134,7 +134,8 @@ def chosen_examples(records: Sequence[DetectionRecord]) -> list[DetectionRecord]
     ordered = sorted(records, key=lambda record: record.sha256)
     firsts: dict[str | None, DetectionRecord] = {}
     for record in ordered:
-        for label in [label for _, label in record.targets()] or [None]:
+        labels: list[str | None] = [label for _, label in record.targets()]
+        for label in labels or [None]:
             firsts.setdefault(label, record)
     chosen = {id(record): record for record in (*firsts.values(), *ordered)}
     return list(chosen.values())[:SHOWN]

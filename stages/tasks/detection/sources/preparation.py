@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from stages.core.errors import UserError
+from stages.core.documents import cut, nearest
+from stages.core.errors import UserError, counted
 from stages.core.params.schema import ColumnParams, DataForm, GenerateParams
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.preparation import Sample, Source, write_prepared
 from stages.kit.data.sources import Place, parquet_folder, with_progress
 from stages.kit.data.texts import markup_problem
-from stages.tasks.detection.samples.boxes import decode_boxes, encode_boxes
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import SCHEMA, TARGET, AnswerForm, DetectionRecord, ScoredBoxes
 from stages.tasks.detection.sources.folders import tables
-from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample
+from stages.tasks.detection.sources.folders.files import HELD_OUT, Folder, RawSample
 from stages.tasks.detection.sources.folders.forms import understand
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Asked, parse_row
 from stages.tasks.detection.sources.scenes import Split, generate_rows
+
+log = logging.getLogger("stages")
 
 
 def prepare(
@@ -63,6 +67,7 @@ def prepare(
     _require_answerable(asked)
     origin: dict[str, Any] = {"source": source, "revision": None}
     samples: Mapping[str, Iterable[RawSample]]
+    pictures: Folder | None = None
     if source == "generated":
         form, expected = OPEN_FOOD_FACTS, tables.EXPECTED
         samples = {split: _generated_rows(split, generate) for split in get_args(Split)}
@@ -70,6 +75,7 @@ def prepare(
         folder, resolved, revision = parquet_folder(source)
         understood = understand(folder, "parquet" if revision else format, columns)
         form, expected, samples = understood.boxes, understood.expected, understood.splits.samples
+        pictures = understood.folder
         origin = {"source": resolved, "revision": revision, **understood.splits.origin}
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
@@ -79,7 +85,7 @@ def prepare(
             else:
                 yield place, parse_row(row, asked=asked, form=form, max_image_pixels=max_image_pixels)
 
-    return write_prepared(
+    stats = write_prepared(
         Source(origin=origin, splits={split: parsed(rows) for split, rows in samples.items()}),
         out_dir,
         schema=SCHEMA,
@@ -91,17 +97,25 @@ def prepare(
         held_out=HELD_OUT,
         selection=selection,
     )
+    if pictures and (unread := pictures.unread()):
+        log.warning("not read, as no annotation names them: %s, such as %s", counted(len(unread), "picture"), unread[0])
+    return stats
 
 
 def _require_answerable(asked: Asked) -> None:
     """Raises UserError where a label or the prompt cannot be asked for, or could not be told from the answer's form."""
     if problem := markup_problem(*asked.labels(), asked.question()):
         raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
-    box = (0.25, 0.25, 0.75, 0.75)
-    for family in ("qwen3_vl",) if asked.answer == "json" else ("qwen2_vl",):
-        for label in asked.labels():
-            if decode_boxes(encode_boxes([box], family=family, label=label), family=family).labels != (label,):
-                raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
+    known = (asked.category,) if isinstance(asked.category, str) else asked.category or ()
+    if strange := [name for name in asked.names if name not in known]:
+        raise UserError(
+            f"the dataset's label in params.yaml: {strange[0]!r} is not asked for{nearest(strange[0], known)}"
+        )
+    family = codec_of(asked.answer, "qwen2_vl")
+    for label in asked.labels():
+        answer = encode_boxes([(0.25, 0.25, 0.75, 0.75)], family=family, label=label)
+        if decode_boxes(answer, family=family).labels != (label,):
+            raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
 
 
 def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -115,6 +129,10 @@ def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[t
 def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
     if not any(record.target_boxes() for record in records):
         raise UserError(f"no picture of the split {split} has a box of {', '.join(records[0].asked) or 'anything'}")
+    answered = {label for record in records for label in record.labels}
+    if split == "train" and (lacking := [label for label in records[0].asked if label not in answered]):
+        found = cut(", ".join(sorted({name for record in records for name in record.categories})))
+        raise UserError(f"no picture to train on has a box of {', '.join(lacking)}, which is asked for; found {found}")
     boxes_per_image = Counter(len(record.boxes) for record in records)
     return {
         "boxes": sum(len(record.boxes) for record in records),

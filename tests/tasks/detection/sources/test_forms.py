@@ -46,7 +46,7 @@ def test_every_form_of_the_same_pictures_gives_the_same_records(tmp_path: Path, 
                 assert box == pytest.approx(written, abs=1e-12)
     first, second, empty = found["train"]
     assert first.image == PHOTOS["train"][0].encoded
-    assert [label for _, label in second.targets()] == ["cup", "cup", "lid"], "in reading order"
+    assert [label for _, label in second.targets()] == ["Nährwerte", "cup", "lid"], "in reading order"
     assert (empty.boxes, second.asked, second.scored_boxes) == ((), ("cup", "lid", "Nährwerte"), "all")
     assert second.prompt == "Detect the bounding boxes of every cup, lid and Nährwerte."
 
@@ -225,7 +225,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
     photos = [Photo(name=f"{n}.png", encoded=picture((n, n, 0)), boxes=[((0, 0, 0.5, 1), "cup")]) for n in range(10)]
     write_voc(tmp_path / "voc", {"all": photos})
-    found = records(tmp_path, "voc", category="cup")
+    found = records(tmp_path, "voc", category="cup", label=None)
     assert (len(found["train"]), len(found["val"])) == (8, 2)
     assert found["train"][0].scored_boxes == "first", "of one category that is no list"
 
@@ -243,3 +243,31 @@ def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
 )
 def test_a_split_is_a_word_of_the_path_the_nearest_first(path: str, split: str | None) -> None:
     assert split_of(path) == split
+
+
+def test_what_nobody_would_be_asked_is_not_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "no picture to train on has a box of cpu, which is asked for; found Nährwerte, cup, red lid" in (
+        refusal(tmp_path, "coco", category=("cup", "cpu"), label=None)
+    )
+    assert "'red lit' is not asked for (did you mean 'red lid'?)" in refusal(tmp_path, "coco", label={"red lit": "lid"})
+    assert "does not come back out of an answer" in refusal(tmp_path, "coco", label={"cup": "{cup}"}, answer="json")
+    (tmp_path / "coco/train2017/more.png").write_bytes(picture((5, 5, 5)))
+    records(tmp_path, "coco")
+    assert "no annotation names them: 1 picture, such as train2017/more.png" in caplog.text
+    (tmp_path / "coco/annotations/instances_test.json").write_text('{"images": [], "annotations": []}')
+    records(tmp_path, "coco")
+    assert "not read: annotations/instances_test.json" in caplog.text
+
+
+def test_two_annotation_files_of_a_picture_and_two_pictures_of_a_name_are_refused(tmp_path: Path) -> None:
+    WRITERS["coco"](tmp_path / "coco", PHOTOS)
+    annotations = tmp_path / "coco/annotations"
+    (annotations / "captions_train2017.json").write_text((annotations / "instances_train2017.json").read_text())
+    (tmp_path / "coco/val2017/a.png").write_bytes(picture())
+    message = refusal(tmp_path, "coco")
+    assert "a.png is that of annotations/captions_train2017.json image 0 too" in message
+    (annotations / "captions_train2017.json").unlink()
+    assert records(tmp_path, "coco")["train"][0].image == PHOTOS["train"][0].encoded, "that of its own split"
+    (tmp_path / "coco/train2017/b").mkdir()
+    (tmp_path / "coco/train2017/b/a.png").write_bytes(picture())
+    assert "picture 'a.png': 2 pictures are called so: train2017/a.png, train2017/b/a.png" in refusal(tmp_path, "coco")

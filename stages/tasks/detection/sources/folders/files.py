@@ -19,6 +19,8 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Suffixes of the formats that stages.kit.data.images opens."""
 MAX_BYTES = 2**30
 """Of one file."""
+MAX_UNUSED = 20
+"""Files that are not read, named in stats.json and in the log; the rest are counted."""
 HELD_OUT = 0.2
 """The share of the pictures that is validated on where a folder has no split for it."""
 
@@ -45,6 +47,7 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = sorted(self._walk())
+        self._read: set[str] = set()
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for path in self.with_suffix(*PICTURES):
             pure = PurePosixPath(path)
@@ -81,12 +84,17 @@ class Folder:
 
     def row(self, path: str, **found: Any) -> dict[str, Any] | list[str]:
         """The raw row of a picture, or why it cannot be read."""
+        self._read.add(path)
         try:
             self._require(path)
             encoded = (self.root / path).read_bytes()
         except (OSError, UnreadableText) as error:
             return [f"the picture {path} cannot be read: {error}"]
         return {"image_id": PurePosixPath(path).stem, "image": {"bytes": encoded}, **found}
+
+    def unread(self) -> list[str]:
+        """The pictures that no row was made of so far."""
+        return [path for path in self.with_suffix(*PICTURES) if path not in self._read]
 
     def picture(self, name: str, *, near: str) -> str:
         """The one picture of a name, with or without suffix and folders, that an annotation file `near` it speaks of.
@@ -143,7 +151,8 @@ def chosen_splits(by_split: dict[str | None, list[str]], what: str) -> tuple[dic
     validation = next((name for name in VALIDATION if by_split.get(name)), None)
     train = by_split.get("train") or ([] if validation else by_split.get(None, []))
     unused = [one for name, some in by_split.items() for one in some if some is not train and name != validation]
-    origin: dict[str, Any] = {"unused_files": sorted(unused)}
+    more = [f"{len(unused) - MAX_UNUSED:,} more"] if len(unused) > MAX_UNUSED else []
+    origin: dict[str, Any] = {"unused_files": sorted(unused)[:MAX_UNUSED] + more}
     if validation is None:
         return {"train": train}, origin | {"validation": f"{HELD_OUT:.0%} of the pictures, held out"}
     return {"train": train, "val": by_split[validation]}, origin | {"validation": f"the {what} of {validation}"}

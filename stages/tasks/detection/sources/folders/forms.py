@@ -55,6 +55,8 @@ class Understood:
     expected: str
     """Of a folder of this form, for messages."""
     splits: Splits
+    folder: Folder | None = None
+    """Where pictures are files of their own."""
 
 
 def understand(root: Path, asked: DataForm | None, columns: ColumnParams | None) -> Understood:
@@ -81,7 +83,9 @@ def understand(root: Path, asked: DataForm | None, columns: ColumnParams | None)
     if columns is not None:
         raise UserError(f"the dataset's `columns` in params.yaml are of parquet files, and {root} is read as {form}")
     chosen = _FORMS[form]
-    return Understood(form=form, boxes=chosen.boxes, expected=chosen.expected, splits=chosen.read(folder))
+    return Understood(
+        form=form, boxes=chosen.boxes, expected=chosen.expected, splits=chosen.read(folder), folder=folder
+    )
 
 
 def _only(root: Path, signs: dict[DataForm, list[str]]) -> DataForm:
