@@ -160,7 +160,7 @@ def test_damaged_rows_and_descriptions_of_parquet_give_records_or_a_refusal(
             return
         try:
             table = pa.Table.from_pylist(data.draw(damaged_tree(rows)))
-        except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
+        except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
             return  # rows that no parquet file holds
         try:
             pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(description)}), path)
@@ -201,3 +201,14 @@ def test_a_file_without_end_is_refused_soon(tmp_path: Path, form: str, name: str
     with pytest.raises(UserError) as refused:
         prepare(f"folder:{tmp_path / form}", out_dir=tmp_path / "out", category=CLASSES, empty_pictures=True)
     assert len(refused.value.message) < 3000
+
+
+@pytest.mark.parametrize(
+    "description", ["[", "{}", '{"info": {"features": []}}', '{"info": {"features": {"found": 3}}}']
+)
+def test_a_description_of_columns_that_says_nothing_of_them_is_refused(tmp_path: Path, description: str) -> None:
+    WRITERS["parquet"](tmp_path, PHOTOS)
+    path = tmp_path / "data/train-00000-of-00001.parquet"
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": description}), path)
+    with pytest.raises(UserError, match=r"the description of its columns \(huggingface\) cannot be read"):
+        prepare(f"folder:{tmp_path}", out_dir=tmp_path / "out", columns=COLUMNS, category=CLASSES, empty_pictures=True)

@@ -49,7 +49,11 @@ PHOTOS: Photos = {
         Photo(
             name="b.jpg",
             encoded=patch_jpeg((0.1, 0.25, 0.5, 0.45), (80, 160), 6),
-            boxes=[((0.5, 0.5, 1.0, 1.0), "red lid"), ((0.1, 0.25, 0.5, 0.45), "cup"), ((0.0, 0.0, 1.0, 1.0), "Nährwerte")],
+            boxes=[
+                ((0.5, 0.5, 1.0, 1.0), "red lid"),
+                ((0.1, 0.25, 0.5, 0.45), "cup"),
+                ((0.0, 0.0, 1.0, 1.0), "Nährwerte"),
+            ],
         ),
         Photo(name="empty.png", encoded=picture((0, 9, 0))),
     ],

@@ -99,7 +99,7 @@ def class_names(path: Path, column: str) -> list[str] | None:
         for step in column.split("."):
             here = _inner(_inner(here)[step])
         names = here.get("names") if here.get("_type") == "ClassLabel" else None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: the description of its columns (huggingface) cannot be read: {shown(error)}"
         ) from None
