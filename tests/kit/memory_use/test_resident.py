@@ -37,7 +37,8 @@ def test_memory_that_was_touched_is_resident_and_the_peak_stays_when_it_is_gone(
     del taken
     after, most = resident_bytes()
     assert during - before > 48 * MIB
-    assert after < during <= most
+    # The kernel adds each core's last pages to its figures late (mm/memory.c, RSS_STAT).
+    assert after < during <= most + MIB
 
 
 def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
