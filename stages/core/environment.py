@@ -74,6 +74,7 @@ PASSED_TO_JOB = frozenset(
         *("APPTAINER_CACHEDIR", "APPTAINER_CONFIGDIR", "APPTAINER_TMPDIR"),
         # A person's own defaults, for sbatch itself.
         *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
+        *("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
     }
 )
 """What sbatch, and the launcher in the job, read beside what a stage may get."""

@@ -21,6 +21,7 @@ from stages.kit.launcher.mounts import Mount
 from stages.kit.launcher.outputs import Outputs
 from stages.kit.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
 from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.system_calls import FILTER_VARIABLE
 
 IMAGES_DIR = Path(".bakeoff/images")
 
@@ -28,8 +29,6 @@ SEAL = (
     # No namespace, folder or variable of the host; nothing of what a cluster's apptainer.conf adds; no evaluation of
     # variables by a shell; and for root, who would keep them, no privileges.
     *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs,sys", "--no-eval", "--no-privs"),
-    # Processes that train together look each other up by this name, also without a network.
-    *("--hostname", "localhost"),
 )
 
 KERNEL_SETTINGS = (
@@ -87,7 +86,7 @@ class ApptainerEngine:
 
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
-        given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+        given |= {"BAKEOFF_IMAGE": self.digest, FILTER_VARIABLE: "1", "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
         # Across nodes processes have to reach each other.
         network, hosts_path = stage_run.network or stage_run.num_nodes > 1, HOSTS_PATH
         if not network:
@@ -97,6 +96,8 @@ class ApptainerEngine:
         command = [
             *("apptainer", "--silent", "exec", *SEAL),
             *(() if network else ("--net", "--network", "none")),
+            # Processes that train together look each other up by this name, also without a network.
+            *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
             *(option for mount in all_mounts for option in ("--mount", mount.option())),

@@ -137,7 +137,8 @@ class ContainerEngine:
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
             *("--network", network, *HARDENING),
             # Processes that train together look each other up by this name, also without a network.
-            *("--hostname", "localhost", "--workdir", str(stage_run.workspace_dir)),
+            *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
+            *("--workdir", str(stage_run.workspace_dir)),
             *(_podman_options(stage_run.gpus) if self.client.is_podman else self._docker_options(stage_run.gpus)),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),

@@ -42,9 +42,10 @@ from stages.kit.launcher.needs import (
 from stages.kit.launcher.out_of_memory import run_down_the_ladder
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, sends_what_it_wrote, stage_of_command
-from stages.kit.launcher.places import runs_in_slurm, stage_job
+from stages.kit.launcher.places import job_facts, runs_in_slurm, stage_job
 from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
+from stages.kit.launcher.slurm.job_dir import JobDir
 from stages.kit.launcher.slurm.nodes import node_of, nodes_of, rendezvous
 from stages.kit.launcher.stage_run import STAGES, StageRun
 from stages.kit.planning.disk import disk_use, require_room
@@ -114,6 +115,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     declared = stage_of_command(stages, stage, args, required=engine.image is not None)
     if declared is not None:
         refuse_undeclared(declared, stage, name, params)
+        refuse_changed_job(stage, args, declared, params, stages)
     source = source_of(stage, name, params)
     if source and by_dvc and not in_job:  # the job that downloads has no GPU, and others will
         in_container = engine.image is not None
@@ -196,6 +198,21 @@ def run_as_job(stage: str, args: tuple[str, ...], params: Params) -> int:
         # The end of dvc is no request to end the job.
         end_with_own_parent(caller_pid(), signal.SIGHUP)
     return job.run()
+
+
+def refuse_changed_job(
+    stage: str, args: tuple[str, ...], declared: DeclaredStage, params: Params, stages: Sequence[DeclaredStage]
+) -> None:
+    """Raises UserError where a job would do something else than it was submitted for, as files changed meanwhile."""
+    if JOB_VARIABLE not in os.environ:
+        return
+    inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
+    facts = job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=WORKSPACE_DIR, caller=os.environ)
+    if changed := JobDir(Path(os.environ[JOB_VARIABLE])).changed_since(facts):
+        raise UserError(
+            f"{', '.join(changed)} changed after this job was submitted; the same command submits it anew. "
+            "To change files while jobs wait, use an experiment: dvc exp run --queue"
+        )
 
 
 def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:

@@ -49,24 +49,15 @@ def stage_job(
 ) -> StageJob:
     """The job of a stage. inputs: digests of the data that it reads, by path."""
     name, by_dvc = args[0] if args else "", "DVC_STAGE" in caller
-    engine = caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
-    image_inputs = (path for dep in declared.inputs("docker") for path in sorted((workspace_dir / dep).rglob("*")))
-    facts = {
-        "command": [stage, *args],
-        "inputs": dict(inputs),
-        "params": used_params(params, declared),
-        "code": code_digest(workspace_dir, declared),
-        "image": {path.name: file_digest(path) for path in image_inputs if path.is_file()},
-        "engine": engine,
-        "environment": numeric_settings(caller),
-    }
+    facts = job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=workspace_dir, caller=caller)
     environment = job_environment(stage, caller, network=source_of(stage, name, params).startswith("hub:"))
     if by_dvc:
         environment[DVC_VARIABLE] = json.dumps(dvc_process(caller))
     return StageJob(
         declared=declared,
         workspace_dir=workspace_dir,
-        fingerprint=digest(facts),
+        facts=facts,
+        fingerprint=digest({**facts, "environment": numeric_settings(caller)}),
         command=("docker/run", stage, *args),
         options=job_options(
             stage, name, params, num_gpus=gpus_wanted(stage, params.active.device), workspace_dir=workspace_dir
@@ -78,3 +69,26 @@ def stage_job(
         is_orphan=lambda: by_dvc and os.getppid() != caller_pid(),
         say=say,
     )
+
+
+def job_facts(
+    stage: str,
+    args: tuple[str, ...],
+    declared: DeclaredStage,
+    params: Params,
+    *,
+    inputs: Mapping[str, str],
+    workspace_dir: Path,
+    caller: Mapping[str, str],
+) -> dict[str, object]:
+    """All that a job is to do, by names for people; of the workspace as it is now."""
+    engine = caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
+    image_inputs = (path for dep in declared.inputs("docker") for path in sorted((workspace_dir / dep).rglob("*")))
+    return {
+        "command": [stage, *args],
+        "inputs": dict(inputs),
+        "params": used_params(params, declared),
+        "code": code_digest(workspace_dir, declared),
+        "image": {path.name: file_digest(path) for path in image_inputs if path.is_file()},
+        "engine": engine,
+    }

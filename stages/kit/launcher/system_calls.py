@@ -9,7 +9,6 @@ import errno
 import os
 import platform
 import struct
-from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
 
@@ -59,11 +58,13 @@ X32 = 0x40000000
 NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2
 
 
+FILTER_VARIABLE = "BAKEOFF_FILTER"
+"""Set where the engine filters no system calls itself. Whether some filter is there says nothing: a service or a pod
+around the engine may have one."""
+
+
 def forbid_system_calls() -> None:
-    """For this process and all that it starts; nothing where the engine filters system calls itself."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    if "\nSeccomp:\t2\n" in status:
-        return
+    """For this process and all that it starts, beside what a filter around it forbids."""
     program = filter_program(platform.machine())
     buffer = ctypes.create_string_buffer(program, len(program))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -65,8 +66,8 @@ def submit(script: str, name: str, options: Sequence[str], *, environment: Mappi
 
 def queued_jobs() -> list[QueuedJob]:
     """The caller's jobs that have not ended. Raises Unanswered."""
-    lines = _ask("squeue", "--me", "--noheader", "--format=%i|%T|%r|%j").splitlines()
-    fields = (line.split("|", 3) for line in lines)
+    lines = _ask("squeue", "--me", "--all", "--noheader", "--format=%i|%T|%r|%j").splitlines()
+    fields = (line.split("|", 3) for line in lines if line.count("|") >= 3)  # some versions name the cluster too
     return [QueuedJob(number=number, state=state, reason=reason, name=name) for number, state, reason, name in fields]
 
 
@@ -101,7 +102,16 @@ def _ask(*command: str) -> str:
     """Raises Unanswered."""
     try:
         # Of its own process group: a closing terminal's signal must not end what passes it on.
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, process_group=0)
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            # A person's defaults for these commands could hide a job, or wait for an answer.
+            env={name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))},
+        )
     except FileNotFoundError:
         raise Unanswered(f"there is no {command[0]} on this machine") from None
     if ended.returncode != 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 from stages.core.signals import ENDING
 from stages.kit.launcher.needs import repository_dir
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
-from stages.kit.launcher.slurm.client import described, requeue
+from stages.kit.launcher.slurm.client import Unanswered, ask_to_end, described, requeue
 from stages.kit.launcher.slurm.job_dir import JobDir
 from stages.kit.launcher.slurm.nodes import node_of
 from stages.kit.training.checkpoints import checkpoints_dir
@@ -36,13 +36,21 @@ def run_inside_job(
     saves_in = checkpoints_dir(repository_dir(os.environ, workspace_dir), args[0]) if stage == "train" else None
     if job.end() is not None:  # put back into the queue as it ended
         return 0
+    failed_path = job.folder / "failed"
     if node_of(os.environ) > 0:
-        return run()
+        code = run()
+        if code != 0 and code - 128 not in ENDING:
+            failed_path.write_text(str(code), encoding="utf-8")
+            with suppress(Unanswered):  # the first node would wait for this one
+                ask_to_end(os.environ["SLURM_JOB_ID"], alone=False)
+        return code
     saved_before = newest_checkpoint(saves_in)
     code = run()
-    if code - 128 in ENDING and not job.cancel_path.exists():
+    if failed_path.exists():
+        code = int(failed_path.read_text(encoding="utf-8") or code)
+    elif code - 128 in ENDING and not job.cancel_path.exists():
         number = os.environ.get("SLURM_JOB_ID", "")
-        if described(number).get("JobState") != "RUNNING":
+        if described(number).get("JobState", "RUNNING") != "RUNNING":  # no answer is none
             return code  # cancelled, or in the queue already
         if code == 128 + TIME_IS_UP and newest_checkpoint(saves_in) == saved_before:
             say(

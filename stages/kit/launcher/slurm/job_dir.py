@@ -3,6 +3,7 @@
     data/.outputs/STAGE/waiter              locked while somebody waits for a job of the stage
     data/.outputs/STAGE/job-FINGERPRINT/    of one job
         log                                 what it prints
+        facts.json                          what it is to do
         cancel                              made before it is asked to end
         outputs/                            what the stage made, under its paths in the workspace
         end.json                            the last that it writes
@@ -18,7 +19,7 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,10 +77,17 @@ class JobDir:
     def write_end(self, code: int, outputs: Iterable[str]) -> None:
         publish_text(json.dumps(asdict(End(code=code, outputs=list(outputs)))), self.folder / "end.json")
 
-    def renew(self) -> None:
-        """Empty, for a new job."""
+    def renew(self, facts: Mapping[str, object]) -> None:
+        """Empty but for what a new job is to do."""
         remove(self.folder)
         self.folder.mkdir(parents=True)
+        publish_text(json.dumps(facts), self.folder / "facts.json")
+
+    def changed_since(self, facts: Mapping[str, object]) -> list[str]:
+        """Names of what is no longer what it was when the job was submitted."""
+        asked = json.loads((self.folder / "facts.json").read_bytes())
+        now = json.loads(json.dumps(facts))
+        return [name for name in now if now[name] != asked.get(name)]
 
     def put_aside(self, workspace_dir: Path, outputs: Iterable[str]) -> list[str]:
         """Move the outputs there are out of the workspace; returns those that are whole, which have files.

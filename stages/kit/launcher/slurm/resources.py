@@ -23,6 +23,14 @@ MERGED_COPIES = 2
 """Of the model, that a merge holds: the one that it wrote, and the one that it reads back."""
 
 
+FAMILIES = {
+    "memory": ("--mem=", "--mem-per-"),
+    "cores": ("--cpus-per-", "--cores-per-"),
+    "gpus": ("--gres=", "--gpus"),
+}
+"""Options that exclude each other: a person's takes the place of the kit's; without a value, as `--mem=`, of none."""
+
+
 def job_options(stage: str, name: str, params: Params, *, num_gpus: int, workspace_dir: Path) -> list[str]:
     """sbatch's options for one stage, the person's own last, which wins."""
     profile = params.active
@@ -41,7 +49,9 @@ def job_options(stage: str, name: str, params: Params, *, num_gpus: int, workspa
     options += [
         f"--{key}={value}" for key, value in (("partition", asked.partition), ("account", asked.account)) if value
     ]
-    return [*options, *asked.options]
+    given = {family for family, names in FAMILIES.items() if any(each.startswith(names) for each in asked.options)}
+    kept = [option for option in options if not any(option.startswith(FAMILIES[family]) for family in given)]
+    return [*kept, *(option for option in asked.options if not option.endswith("="))]
 
 
 def host_gib(stage: str, name: str, workspace_dir: Path) -> float:

@@ -43,7 +43,7 @@ ASK_S = (1.0, 20.0)
 """Between two questions to Slurm: at first, and at most."""
 SETTLES_S = 1.0
 """After a signal: dvc, where it got the same, has ended by then, and it is a closed terminal or a reboot."""
-APPEARS_S = 60.0
+APPEARS_S = 90.0
 """How long what a node has written may take to be seen here, on a network file system."""
 IMPOSSIBLE = (
     *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
@@ -60,6 +60,8 @@ class StageJob:
 
     declared: DeclaredStage
     workspace_dir: Path
+    facts: Mapping[str, object]
+    """What it is to do, which it compares with what it finds when it starts."""
     fingerprint: str
     """Digest of all that it is to do: 12 hexadecimal digits."""
     command: tuple[str, ...]
@@ -158,7 +160,7 @@ class StageJob:
         return job.name.rpartition("-")[0] == self._names
 
     def _submit(self, lock: TextIO) -> None:
-        self.dir.renew()
+        self.dir.renew(self.facts)
         self._shown_bytes = 0
         log_path = str(self.dir.log_path).replace("%", "%%")  # as in %j, the job's number
         options = [
@@ -204,11 +206,11 @@ class StageJob:
                         self._say_why_it_waits(job)
                 between_s = ASK_S[0] if gone_at or self._asked_at else min(1.5 * between_s, ASK_S[1])
                 ask_at = time.monotonic() + between_s
-            if gone_at is not None and self.dir.end() is None:
-                if self._asked_at is not None:
-                    self.dir.forget()
-                    return None
-                self._refuse_if_dead(time.monotonic() - gone_at)
+                if gone_at is not None and self.dir.end() is None:
+                    if self._asked_at is not None and not self.dir.outputs_dir.exists():
+                        self.dir.forget()
+                        return None
+                    self._refuse_if_dead(time.monotonic() - gone_at)
             time.sleep(LOOK_S)
 
     def _show(self) -> None:
@@ -242,8 +244,10 @@ class StageJob:
         """Raises UserError where the job has ended without a word, and none can be on its way."""
         job = described(self.number)
         state, code = job.get("JobState", "unknown to Slurm"), job.get("ExitCode", "")
-        # It writes how it ended, unless a signal killed it: that is the second number.
-        by_itself = state in ("COMPLETED", "FAILED", "unknown to Slurm") and code.partition(":")[2] in ("", "0")
+        # It writes how it ended, unless a signal killed it: that is the second number. A ladder in it may have survived
+        # what Slurm calls OUT_OF_MEMORY.
+        by_itself = state in ("COMPLETED", "FAILED", "OUT_OF_MEMORY", "unknown to Slurm")
+        by_itself = (by_itself and code.partition(":")[2] in ("", "0")) or self.dir.outputs_dir.exists()
         if state in ("PENDING", "RUNNING", ENDING_STATE) or (by_itself and gone_s < APPEARS_S):
             return
         printed = self.dir.log_path.exists()
@@ -304,11 +308,15 @@ class StageJob:
     def _send_end(self) -> bool:
         """Whether it runs, and is asked; one that waits is withdrawn."""
         self.dir.cancel_path.touch()
-        waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
-        if waits:
-            cancel(self.number)
-        else:
-            ask_to_end(self.number, alone=self.num_nodes == 1)
+        try:
+            waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
+            if waits:
+                cancel(self.number)
+            else:
+                ask_to_end(self.number, alone=self.num_nodes == 1)
+        except Unanswered:
+            self.dir.cancel_path.unlink()  # or the job would take its time limit for this request
+            raise
         return not waits
 
 

@@ -49,7 +49,7 @@ def test_what_a_person_sets_comes_last_and_wins(tmp_path: Path) -> None:
     params = asking(partition="a100", account="lab", minutes=90, memory_gb=64, options=("--gres=gpu:a100:1",))
     options = job_options("train", RECIPE, params, num_gpus=1, workspace_dir=tmp_path)
     assert options[-1] == "--gres=gpu:a100:1"
-    assert options.index("--gres=gpu:1") < len(options) - 1
+    assert "--gres=gpu:1" not in options
     assert {"--partition=a100", "--account=lab", "--time=90", "--mem=61035M"} <= set(options)
 
 
@@ -57,3 +57,10 @@ def test_stages_without_a_gpu_are_asked_for_apart(tmp_path: Path) -> None:
     params = asking(partition="a100")
     options = job_options("compare", "detection", params, num_gpus=0, workspace_dir=tmp_path)
     assert not any(option.startswith(("--gres", "--partition", "--time")) for option in options)
+
+
+def test_a_persons_option_takes_the_place_of_what_it_excludes(tmp_path: Path) -> None:
+    params = asking(options=("--mem-per-cpu=4G", "--cpus-per-task="))
+    options = job_options("train", RECIPE, params, num_gpus=1, workspace_dir=tmp_path)
+    assert [option for option in options if "mem" in option or "cpus" in option] == ["--mem-per-cpu=4G"]
+    assert "--gres=gpu:1" in options
