@@ -66,7 +66,7 @@ PASSED_WITH_NETWORK = (
 )
 
 OF_THE_NODE = frozenset({"TMPDIR", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
-"""What a batch system sets on the node where a job runs."""
+"""Variables that a batch system sets on the node where a job runs."""
 
 PASSED_TO_JOB = frozenset(
     {
@@ -77,7 +77,7 @@ PASSED_TO_JOB = frozenset(
         *("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
     }
 )
-"""What sbatch, and the launcher in the job, read beside what a stage may get."""
+"""Variables that sbatch, and the launcher in the job, read beside those that a stage may get."""
 
 TRACKING_STAGES = frozenset({"train"})
 TRACKING_PREFIX = "WANDB_"
@@ -149,7 +149,7 @@ def container_environment(
 
 
 def job_environment(stage: str, caller: Mapping[str, str], *, network: bool) -> dict[str, str]:
-    """What a launcher that runs in a job gets of the environment of whoever submits it."""
+    """The environment of a launcher that runs in a job, from that of whoever submits it."""
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE | PASSED_TO_JOB, network=network)
     return {name: value for name, value in passed.items() if name not in OF_THE_NODE}
 

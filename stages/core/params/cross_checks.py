@@ -22,7 +22,7 @@ OWN_JOB_OPTIONS = (
     *("array", "batch", "bcast", "chdir", "error", "export", "get-user-env", "input", "job-name", "no-requeue"),
     *("open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
 )
-"""Of sbatch: what a job is found by, runs and writes to."""
+"""sbatch's options by which the launcher finds a job, and says what it runs and writes."""
 
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and what is wrong there."""

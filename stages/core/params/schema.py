@@ -32,7 +32,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 """No dots: DVC takes the path to a parameter apart at them. Folders are called so, which may not be much longer."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
-"""Of a partition or an account; several partitions, apart by commas."""
+"""Name of a partition or an account; several partitions, apart by commas."""
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
