@@ -27,7 +27,7 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.core.params.load import load_params
 from stages.kit.evaluation import generation
 from stages.kit.launcher import launch
-from stages.kit.launcher.out_of_memory import run_down_the_ladder
+from stages.kit.launcher.attempts import run_down_the_ladder
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.trainer import RecipeTrainer

@@ -272,3 +272,14 @@ def test_a_job_that_somebody_holds_or_cancels_is_named(workspace: Path) -> None:
     subprocess.run(["scancel", number], check=True)
     assert command.ended() != 0
     assert f"job {number} of train has ended without a result: CANCELLED" in command.said
+
+
+def test_a_job_that_finds_its_settings_changed_does_nothing(workspace: Path) -> None:
+    first_in_queue = occupied(workspace)
+    command = Command(workspace)
+    command.until("waits in the queue")
+    set_params(workspace, seed=7)
+    subprocess.run(["scancel", first_in_queue], check=True)
+    assert command.ended() != 0
+    assert "params changed after this job was submitted" in command.said
+    assert notes(workspace) == []

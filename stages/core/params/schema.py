@@ -105,16 +105,16 @@ class DatasetParams:
     most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
 
     format: DataForm | None = None
-    """Of a folder of pictures with boxes. Null: what is in the folder decides, where it leaves no doubt."""
+    """Form of a folder of pictures with boxes. Null: what is in the folder decides, where it leaves no doubt."""
     columns: ColumnParams | None = None
-    """Of parquet files with other columns than Open Food Facts' (docs/data.md)."""
+    """Columns of parquet files that have others than Open Food Facts' (docs/data.md)."""
     category: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Of boxes, what is asked for: one category, and others that start with it count as it; or a list of them, by
+    """Categories of boxes that are asked for: one, and others that start with it count as it; or a list of them, by
     their whole names. Null: the task's own."""
     label: dict[Text, Text] | None = None
-    """What an answer calls a category of boxes, where it is not its own name."""
+    """Name of a category of boxes in answers, where it is not its own."""
     prompt: Text | None = None
-    """What a model is asked about each picture. Null: the task's own, which names the labels."""
+    """Question about each picture. Null: the task's own, which names the labels."""
     answer: Literal["native", "json"] | None = None
     """How an answer writes boxes: as the model's family does (null too), or as JSON, in thousandths of the picture."""
     scored_boxes: Literal["first", "all"] | None = None
@@ -377,7 +377,7 @@ class CheckpointParams:
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class JobParams:
-    """What a job asks Slurm for, beside the GPUs and processor cores, which follow from the profile."""
+    """Resources that a job asks Slurm for, beside the GPUs and processor cores, which follow from the profile."""
 
     partition: SlurmName | None = None
     """Null: Slurm's default; likewise `account` and `minutes`."""
@@ -385,7 +385,7 @@ class JobParams:
     minutes: Positive | None = None
     """Limit of one job. A training that takes longer takes several."""
     memory_gb: Rate | None = None
-    """Of the host. Null: what the recipe's plan says."""
+    """Memory of the host. Null: what the recipe's plan says."""
     options: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]*$")], ...] = ()
     """More of sbatch's long options, e.g. `--constraint=a100`; they win over those of the fields above."""
 
@@ -395,9 +395,9 @@ class SlurmParams:
     """Jobs of Slurm. No result depends on them."""
 
     cpu: JobParams = Field(default_factory=JobParams)
-    """Of stages without a GPU."""
+    """Jobs of stages without a GPU."""
     gpu: JobParams = Field(default_factory=JobParams)
-    """Of stages with one."""
+    """Jobs of stages with one."""
     save_seconds: Annotated[int, Field(ge=1, le=65535)] = 180
     """How long before its time is over a training is asked to save; Slurm may ask a minute earlier. At most Slurm's
     own limit."""

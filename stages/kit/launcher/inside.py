@@ -18,7 +18,7 @@ from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.process import CONTAINER_COUNTERS, forwarded_signals, oom_kills, run_stage
-from stages.kit.launcher.system_calls import FILTER_VARIABLE, forbid_system_calls
+from stages.kit.launcher.system_calls import FILTER_VARIABLE, forbid_system_calls, is_filtered
 
 LAUNCHER_LOCK = Path("/run/bakeoff/launcher")
 """Where the container finds the file that the launcher keeps locked."""
@@ -29,8 +29,7 @@ content is the machine that the stage runs on, for its provenance."""
 
 
 def main() -> None:
-    if FILTER_VARIABLE in os.environ:
-        del os.environ[FILTER_VARIABLE]
+    if os.environ.pop(FILTER_VARIABLE, None) or not is_filtered():
         forbid_system_calls()
     killed_before = oom_kills(CONTAINER_COUNTERS)
     machine = json.dumps(asdict(this_machine(os.environ)))

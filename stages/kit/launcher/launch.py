@@ -24,6 +24,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.parent_death import end_with_own_parent
+from stages.kit.launcher.attempts import run_down_the_ladder
 from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
 from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time, params_left
@@ -39,7 +40,6 @@ from stages.kit.launcher.needs import (
     source_dir,
     source_of,
 )
-from stages.kit.launcher.out_of_memory import run_down_the_ladder
 from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, sends_what_it_wrote, stage_of_command
 from stages.kit.launcher.places import job_facts, runs_in_slurm, stage_job
@@ -189,7 +189,7 @@ def run_as_job(stage: str, args: tuple[str, ...], params: Params) -> int:
         args,
         declared,
         params,
-        inputs=recorded_inputs(WORKSPACE_DIR, stages, declared),
+        facts=facts_now(stage, args, declared, params, stages),
         workspace_dir=WORKSPACE_DIR,
         caller=os.environ,
         say=say,
@@ -206,13 +206,20 @@ def refuse_changed_job(
     """Raises UserError where a job would do something else than it was submitted for, as files changed meanwhile."""
     if JOB_VARIABLE not in os.environ:
         return
-    inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
-    facts = job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=WORKSPACE_DIR, caller=os.environ)
+    facts = facts_now(stage, args, declared, params, stages)
     if changed := JobDir(Path(os.environ[JOB_VARIABLE])).changed_since(facts):
         raise UserError(
             f"{', '.join(changed)} changed after this job was submitted; the same command submits it anew. "
             "To change files while jobs wait, use an experiment: dvc exp run --queue"
         )
+
+
+def facts_now(
+    stage: str, args: tuple[str, ...], declared: DeclaredStage, params: Params, stages: Sequence[DeclaredStage]
+) -> dict[str, object]:
+    """What a job of the stage is to do, of the workspace as it is now."""
+    inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
+    return job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=WORKSPACE_DIR, caller=os.environ)
 
 
 def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:

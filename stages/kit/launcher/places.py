@@ -42,14 +42,13 @@ def stage_job(
     declared: DeclaredStage,
     params: Params,
     *,
-    inputs: Mapping[str, str],
+    facts: Mapping[str, object],
     workspace_dir: Path,
     caller: Mapping[str, str],
     say: Callable[[str], None],
 ) -> StageJob:
-    """The job of a stage. inputs: digests of the data that it reads, by path."""
+    """The job of a stage. facts: its `job_facts`."""
     name, by_dvc = args[0] if args else "", "DVC_STAGE" in caller
-    facts = job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=workspace_dir, caller=caller)
     environment = job_environment(stage, caller, network=source_of(stage, name, params).startswith("hub:"))
     if by_dvc:
         environment[DVC_VARIABLE] = json.dumps(dvc_process(caller))
@@ -81,7 +80,7 @@ def job_facts(
     workspace_dir: Path,
     caller: Mapping[str, str],
 ) -> dict[str, object]:
-    """All that a job is to do, by names for people; of the workspace as it is now."""
+    """All that a job is to do, by names for people. inputs: digests of the data that it reads, by path."""
     engine = caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
     image_inputs = (path for dep in declared.inputs("docker") for path in sorted((workspace_dir / dep).rglob("*")))
     return {

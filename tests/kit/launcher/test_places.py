@@ -9,7 +9,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.places import runs_in_slurm, stage_job
+from stages.kit.launcher.places import job_facts, runs_in_slurm, stage_job
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
@@ -42,16 +42,9 @@ def test_a_mistyped_place_is_refused() -> None:
 
 
 def fingerprint(workspace: Path, params: Params = PARAMS, *, inputs: str = "1", **caller: str) -> str:
-    return stage_job(
-        "train",
-        ("r1",),
-        STAGE,
-        params,
-        inputs={"data/x": inputs},
-        workspace_dir=workspace,
-        caller=caller,
-        say=print,
-    ).fingerprint
+    job = ("train", ("r1",), STAGE, params)
+    facts = job_facts(*job, inputs={"data/x": inputs}, workspace_dir=workspace, caller=caller)
+    return stage_job(*job, facts=facts, workspace_dir=workspace, caller=caller, say=print).fingerprint
 
 
 def test_a_job_is_another_when_its_inputs_settings_code_or_packages_are_and_no_other_thing(tmp_path: Path) -> None:
