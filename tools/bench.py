@@ -40,9 +40,9 @@ from stages.kit.evaluation.generation import generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.load import load_model
+from stages.kit.models.load import load_config, load_model
 from stages.kit.models.parts import apply_recipe, lora_config
-from stages.kit.models.processors import load_processor
+from stages.kit.models.processors import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import kept_features, use_features
@@ -144,9 +144,8 @@ class Bench:
         forget_accelerator()
         plan, processor = self.plan, load_processor(self.base_dir, self.plan.images)
         assert plan.lora is not None
-        conversations = [
-            self.samples.conversation(record, answered=True, target=plan.target) for record in self.records
-        ]
+        asked = samples_for(self.samples, load_config(self.base_dir).model_type, processor)
+        conversations = [asked.conversation(record, answered=True, target=plan.target) for record in self.records]
         rows = {"messages": [each.messages for each in conversations]}
         if conversations[0].images:
             rows["images"] = [[picture.open_image() for picture in each.images] for each in conversations]

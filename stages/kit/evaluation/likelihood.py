@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first, prepared_ahead
-from stages.kit.models.processors import Processor, encode, tokenizer_of
-from stages.kit.training.collators import AssistantSpans
+from stages.kit.models.processors import Processor, encode
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +42,12 @@ def answer_log_likelihoods(
     max_length: tokens of a conversation, to which a text of it that may be cut is cut; its answer never is.
     The same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the model's
     precision, and only for tokens of the answers, LOGIT_ROWS at a time.
-    Raises UserError where a text holds chat markup.
     """
-    spans = AssistantSpans(tokenizer_of(processor))
 
     def prepare(indices: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         asked = [conversations[index] for index in indices]
-        inputs = encode(processor, asked, padding_side="right", max_length=max_length)
-        counted = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-        for row, conversation in enumerate(asked):
-            ids = inputs["input_ids"][row, : int(inputs["attention_mask"][row].sum())]
-            counted[row, : len(ids)] = torch.tensor(spans.mask(ids.tolist(), conversation))
-        return inputs, counted
+        inputs = encode(processor, asked, padding_side="right", max_length=max_length, mark_answers=True)
+        return inputs, inputs.pop("answers")
 
     likelihoods: dict[int, AnswerLikelihood] = {}
     started = time.monotonic()

@@ -12,6 +12,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
+from stages.kit.models.processors import samples_for
 from stages.kit.planning.ladder import read_at_once
 
 
@@ -41,18 +42,21 @@ def score_answers(
     started = time.monotonic()
     answers = answerer.answers(questions)
     answer_s = time.monotonic() - started
-    weighed: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    asked = samples_for(samples, answerer.model.config.model_type, answerer.processor)
+    if hasattr(asked, "score_options"):
+        options = asked.score_options(records)
     if hasattr(scoring, "candidates"):  # answers that are not the model's own, whose likelihood counts
         limits: dict[str, Any] = {
             "batch_size": read_at_once(answerer.batch_size),
             "max_length": answerer.settings.max_length,
         }
-        answered = [samples.conversation(record, answered=True, target=target) for record in records]
-        weighed = {
+        answered = [asked.conversation(record, answered=True, target=target) for record in records]
+        options |= {
             "likelihoods": answer_log_likelihoods(
                 answerer.model, answerer.processor, scoring.candidates(records, target=target), **limits
             ),
             "routing": routing(answerer.model, answerer.processor, answered, **limits),
         }
-    metrics, rows = scoring.score(records, answers, target=target, **weighed)
+    metrics, rows = scoring.score(records, answers, target=target, **options)
     return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)

@@ -194,16 +194,25 @@ def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
 
 
 def sample_depths(config: PreTrainedConfig) -> list[Depth]:
-    """A shallow model, and one layer more of each kind; the model itself where its layers differ or are few."""
+    """A shallow model, and one layer more of each kind; the model itself where its layers differ or are few.
+
+    A vision tower whose layers differ is recorded whole: by window (Qwen2.5-VL), or because some of them feed the first
+    layers of the language model too (Qwen3-VL).
+    """
     text, vision = depth_of(config)
+    tower = getattr(config, "vision_config", None)
+    fed = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    few = max(SHALLOW, fed)
     settings = config.get_text_config()
     uneven = (
         len(set(getattr(settings, "layer_types", None) or [0])) > 1
         or getattr(settings, "mlp_only_layers", None)
         or getattr(settings, "decoder_sparse_step", 1) != 1  # experts in every so many layers only
     )
-    if uneven or text <= SHALLOW or 0 < vision <= SHALLOW:
+    if uneven or text <= few or 0 < vision <= SHALLOW:
         return [(text, vision)]
+    if fed or getattr(tower, "fullatt_block_indexes", None):
+        return [(few, vision), (few + 1, vision)]
     if not vision:
         return [(SHALLOW, 0), (SHALLOW + 1, 0)]
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -16,13 +17,22 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
+from stages.kit.families import all_families, family_of
 
-# Parts, as regular expressions over full module names; the first that matches decides, and the rest is the language
-# model. In Qwen2-VL, Qwen2.5-VL and Qwen3-VL the projector is the vision tower's merger (modeling_qwen2_vl.py).
-_WHERE: tuple[tuple[Part, str], ...] = (
-    ("projector", r"model\.visual\.(merger|deepstack_merger_list)\."),
-    ("vision", r"model\.visual\."),
-)
+ALL_LINEAR = "all-linear"
+"""In lora.targets: the linear layers of the part, by whichever names the base's family has for them."""
+
+
+@cache
+def _places() -> tuple[tuple[Part, re.Pattern[str]], ...]:
+    """Projectors and then vision towers of all families; the rest of a model is its language model.
+
+    No family's language model has the names of another's vision tower.
+    """
+    visions = [family.vision for family in all_families().values() if family.vision]
+    projectors = [("projector", vision.projector) for vision in visions]
+    towers = [("vision", vision.tower) for vision in visions]
+    return tuple((part, re.compile(where)) for part, where in dict.fromkeys([*projectors, *towers]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,7 @@ class TrainableCounts:
 def part_of(name: str) -> Part:
     """The part that a parameter or module belongs to, by its full name, PEFT's prefixes and infixes allowed."""
     name = plain_name(name)
-    return next((part for part, where in _WHERE if re.match(where, name)), "llm")
+    return next((part for part, where in _places() if where.match(name)), "llm")
 
 
 def plain_name(name: str) -> str:
@@ -121,7 +131,8 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
     linears = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_idle(model, name)
     ]
-    for part, suffixes in lora.targets.items():
+    targets = {part: _named(model, part, suffixes) for part, suffixes in lora.targets.items()}
+    for part, suffixes in targets.items():
         for suffix in suffixes:
             if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
                 endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
@@ -129,7 +140,7 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
                     f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}"
                 )
     names = [
-        name for name in linears if any(_ends_with(name, suffix) for suffix in lora.targets.get(part_of(name), ()))
+        name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))
     ]
     return LoraConfig(
         r=lora.rank,
@@ -139,6 +150,17 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
         task_type="CAUSAL_LM",
         target_modules=_exactly(names, linears),
     )
+
+
+def _named(model: nn.Module, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
+    """ALL_LINEAR as the names that the model's family has."""
+    if ALL_LINEAR not in suffixes:
+        return suffixes
+    family = family_of(model.config.model_type)
+    linears = {"llm": family.linears, "vision": family.vision.linears if family.vision else ()}.get(part, ())
+    if not linears:
+        raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known of vision tower and llm alone; name the layers")
+    return linears
 
 
 def count_trainable(model: nn.Module) -> TrainableCounts:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
+import transformers
 from transformers import (
     AutoImageProcessor,
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    Qwen2VLProcessor,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
+from stages.kit.families import family_of
 from stages.kit.models.load import load_config, read_from
+from stages.kit.models.templates import answer_spans, rendered_messages, template_of
 
 Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 """A vision-language model's processor, or a text model's tokenizer."""
@@ -31,46 +38,93 @@ VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "im
 """What a video processor shares with the image processor beside it."""
 
 
-class PicturesOnlyProcessor(Qwen2VLProcessor):
-    """A Qwen2VLProcessor of an image processor and a tokenizer alone; a video is refused.
+class PicturesOnly:
+    """A Qwen-VL processor of an image processor and a tokenizer alone; a video is refused.
 
     transformers' own needs torchvision for a video processor even where only pictures are used
     (huggingface/transformers#48558), and there is none for the CPU build of torch. This one reads and writes the same
     files, under the same class name.
     """
 
+    model_type: str
+
     # ProcessorMixin takes its parts from this signature. `_`: the video processor's settings, as read from a folder.
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings to save: Qwen2VLProcessor's, so that it loads where torchvision is installed."""
-        settings = super().to_dict()
+        """The settings to save: those of transformers' class, so that it loads where torchvision is installed."""
+        settings = super().to_dict()  # type: ignore[misc]
         images = settings["image_processor"]
-        settings["video_processor"] = {"video_processor_type": "Qwen2VLVideoProcessor"}
+        settings["video_processor"] = {"video_processor_type": VIDEO_PROCESSOR_MAPPING_NAMES[self.model_type]}
         settings["video_processor"] |= {name: images[name] for name in VIDEO_SETTINGS if name in images}
-        settings["processor_class"] = "Qwen2VLProcessor"
+        settings["processor_class"] = PROCESSOR_MAPPING_NAMES[self.model_type]
         return settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.model_type, vars(self))
+
+
+@cache
+def pictures_only(model_type: str) -> type[ProcessorMixin]:
+    """The PicturesOnly of a family."""
+    plain = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    return type(f"PicturesOnly{plain.__name__}", (PicturesOnly, plain), {"model_type": model_type})
+
+
+def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
+    kind = pictures_only(model_type)
+    processor = kind.__new__(kind)
+    vars(processor).update(settings)
+    return processor
 
 
 def load_processor(folder: Path, images: ImageParams | None) -> Processor:
     """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
 
+    Raises UserError for a model of an unknown family.
     Pictures are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
     """
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    shows_pictures = load_config(folder).model_type == "qwen2_vl"
+    model_type = load_config(folder).model_type
+    family = family_of(model_type)
     processor: Processor
     with read_from(folder):
-        if shows_pictures:
+        if family.vision is not None:
             tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
             image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
-            processor = PicturesOnlyProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+            kind = pictures_only(model_type)
+            processor = kind(image_processor, tokenizer, chat_template=tokenizer.chat_template)
         else:
-            processor = AutoProcessor.from_pretrained(folder, **offline)
+            processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    if tokenizer.pad_token is None:  # Llama's; masks and labels say what is padding
+        tokenizer.pad_token = tokenizer.eos_token
     if images is not None and isinstance(processor, ProcessorMixin):
         processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
     return processor
+
+
+def resizing(processor: Processor) -> Callable[[int, int], tuple[int, int]] | None:
+    """Gives the (width, height) in pixels that a picture of so many has once the processor has resized it; picklable.
+
+    None for a text model.
+    """
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return None
+    images = processor.image_processor
+    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
+    return partial(_resized, factor=images.patch_size * images.merge_size, **limits)
+
+
+def _resized(width: int, height: int, **limits: int) -> tuple[int, int]:
+    height, width = smart_resize(height, width, **limits)
+    return width, height
+
+
+def samples_for(samples: ModuleType, model_type: str, processor: Processor) -> Any:
+    """A task's samples as one model is asked them: the module itself, or its ForModel where the form of an answer
+    depends on the model's family and on how its pictures are resized."""
+    return samples.ForModel(model_type, resizing(processor)) if hasattr(samples, "ForModel") else samples
 
 
 def encode(
@@ -79,23 +133,55 @@ def encode(
     *,
     padding_side: Literal["left", "right"],
     max_length: int | None = None,
+    mark_answers: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The model's inputs for these conversations, through the model's own chat template.
+
+    mark_answers: return `answers` (B, T) too, True for each token of an answer and the end of its turn.
 
     max_length: in tokens, to which `shortened` cuts each that has a text which may be cut; the others stay as they are.
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
     """
-    texts = [rendered(processor, shortened(processor, conversation, max_length)) for conversation in conversations]
+    conversations = [shortened(processor, conversation, max_length) for conversation in conversations]
+    texts = [rendered(processor, conversation) for conversation in conversations]
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
     if isinstance(processor, PreTrainedTokenizerBase):
-        return dict(processor(texts, add_special_tokens=False, **options))
-    images = [
-        [picture.open_image() if isinstance(picture, ImageRecord) else picture for picture in conversation.images]
-        for conversation in conversations
-        if conversation.images
-    ]
-    return dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
+        batch = dict(processor(texts, add_special_tokens=False, **options))
+    else:
+        images = [
+            [picture.open_image() if isinstance(picture, ImageRecord) else picture for picture in conversation.images]
+            for conversation in conversations
+            if conversation.images
+        ]
+        batch = dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
+    if mark_answers:
+        batch["answers"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, (text, conversation) in enumerate(zip(texts, conversations, strict=True)):
+            _refuse_markup(processor, conversation)
+            real = batch["attention_mask"][row].bool()
+            batch["answers"][row, real] = _answers(processor, text, conversation, batch["input_ids"][row, real])
+    return batch
+
+
+def _answers(processor: Processor, text: str, conversation: Conversation, ids: torch.Tensor) -> torch.Tensor:
+    """Which tokens are the assistant's.
+
+    text: as rendered. ids: (T,) its tokens, where the processor has widened the placeholder of each picture. Returns
+    (T,) bool.
+    """
+    tokenizer = tokenizer_of(processor)
+    narrow = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
+    starts, ends = narrow["offset_mapping"][0].unbind(1)
+    said = torch.zeros_like(starts, dtype=torch.bool)
+    for start, end in _answer_spans(processor, conversation):
+        said |= (starts < end) & (ends > start)
+    placeholder = getattr(processor, "image_token_id", None)
+    if placeholder is None:
+        return said
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[ids != placeholder] = said[narrow["input_ids"][0] != placeholder]
+    return answers
 
 
 def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
@@ -159,14 +245,38 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
 
     Raises UserError where the chat template fails.
     """
-    messages = conversation.messages
+    with _blaming(processor, conversation):
+        return rendered_messages(tokenizer_of(processor), _messages(processor, conversation))
+
+
+def _answer_spans(processor: Processor, conversation: Conversation) -> list[tuple[int, int]]:
+    with _blaming(processor, conversation):
+        return list(answer_spans(tokenizer_of(processor), _messages(processor, conversation)))
+
+
+def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
+    """Raises UserError where a text holds a token by which the chat template sets messages apart."""
+    tokenizer = tokenizer_of(processor)
+    markup = [token for token in tokenizer.all_special_tokens if token in template_of(tokenizer)]
+    for message in conversation.messages:
+        parts = [message["content"]] if isinstance(message["content"], str) else message["content"]
+        for text in (part if isinstance(part, str) else part.get("text", "") for part in parts):
+            if token := next((token for token in markup if token in text), None):
+                raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
+
+
+def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
     if isinstance(processor, PreTrainedTokenizerBase):
-        messages = [{**message, "content": _plain(message["content"])} for message in messages]
+        return [{**message, "content": _plain(message["content"])} for message in conversation.messages]
+    return conversation.messages
+
+
+@contextmanager
+def _blaming(processor: Processor, conversation: Conversation) -> Iterator[None]:
+    """Raises UserError, which names the template and the sample, where rendering fails."""
     try:
-        return processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not conversation.answered()
-        )
-    except MemoryError:
+        yield
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # noqa: BLE001, a template is a program, and raises what comes
         folder = tokenizer_of(processor).name_or_path

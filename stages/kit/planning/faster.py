@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from stages.kit.families import family_of
 from stages.kit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from stages.core.params.schema import Kernels, MemoryParams, PaddingFree
-
-FAMILIES = ("qwen2", "qwen2_moe", "qwen2_vl")
-"""model_type of those whose loss and gradients are tested to be the same either way, part by part."""
 
 
 def made_faster(plan: Plan, memory: MemoryParams, config: PreTrainedConfig) -> tuple[Plan, tuple[str, ...]]:
@@ -32,7 +30,7 @@ def with_fused_kernels(plan: Plan, wanted: Kernels, config: PreTrainedConfig) ->
         return False, "as memory.kernels says"
     if plan.device.kind == "cpu":
         return False, "as the others need a GPU"
-    if config.model_type not in FAMILIES:
+    if not family_of(config.model_type).same_with_fused_kernels:
         return False, f"as no test shows that a {config.model_type} computes the same by others"
     return True, "as the device is a GPU"
 
@@ -42,7 +40,7 @@ def without_padding(plan: Plan, wanted: PaddingFree, config: PreTrainedConfig) -
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     if wanted == "off":
         return False, "as memory.padding_free says"
-    if config.model_type not in FAMILIES:
+    if not family_of(config.model_type).same_without_padding:
         return False, f"as no test shows that a {config.model_type} computes the same without"
     if other := {*layer_types} - {"full_attention"}:
         return False, f"as no test shows that {', '.join(sorted(other))} computes the same without"

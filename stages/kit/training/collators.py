@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
+from stages.kit.families import vision_tokens
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import Processor, count_tokens, encode, tokenizer_of
+from stages.kit.models.processors import Processor, count_tokens, encode, samples_for, tokenizer_of
 
 if TYPE_CHECKING:
     from stages.core.params.schema import Loss
@@ -32,9 +32,6 @@ IGNORED = -100
 FEATURES = "image_features"
 """The entry of a batch that has features of its pictures in place of their pixels (features.py): one picture after the
 other, (picture tokens, width of the language model)."""
-
-# Tokens that stand for pictures: nothing to learn in predicting them.
-_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -82,9 +79,9 @@ class ConversationCollator:
         self.packed_for = packed_for
         tokenizer = tokenizer_of(processor)
         self.pad_token_id: int = tokenizer.pad_token_id
-        self._assistant = AssistantSpans(tokenizer) if loss == "assistant-only" else None
-        vision = (tokenizer.convert_tokens_to_ids(token) for token in _VISION_TOKENS)
-        self._vision = torch.tensor([token for token in vision if token is not None], dtype=torch.long)
+        vocabulary = tokenizer.get_vocab()
+        vision = [vocabulary[token] for token in vision_tokens() if token in vocabulary]
+        self._vision = torch.tensor(vision, dtype=torch.long)
 
     @classmethod
     def of_plan(
@@ -94,15 +91,16 @@ class ConversationCollator:
 
         Raises UserError where domains are not as the plan has them.
         """
-        converse = partial(samples.conversation, answered=True, target=plan.target)
+        config = load_config(Path(plan.base_dir))
+        asked = samples_for(samples, config.model_type, processor)
+        converse = partial(asked.conversation, answered=True, target=plan.target)
         experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
-        config = load_config(Path(plan.base_dir)) if plan.padding_free else None
         return cls(
             *(processor, records, converse),
             loss=plan.loss,
             max_length=plan.max_length,
             experts=experts,
-            packed_for=config,
+            packed_for=config if plan.padding_free else None,
         )
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
@@ -115,7 +113,9 @@ class ConversationCollator:
         """The padded batch, (B, T), whichever the training takes."""
         numbers = [int(example["sample"]) for example in examples]
         conversations = [self.converse(self.records[number]) for number in numbers]
-        batch = encode(self.processor, conversations, padding_side="right", max_length=self.max_length)
+        options: dict[str, Any] = {"max_length": self.max_length, "mark_answers": self.loss == "assistant-only"}
+        batch = encode(self.processor, conversations, padding_side="right", **options)
+        answers = batch.pop("answers", None)
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for row, (number, conversation) in enumerate(zip(numbers, conversations, strict=True)):
             length = int(batch["attention_mask"][row].sum())
@@ -124,10 +124,7 @@ class ConversationCollator:
                 labels[row, :length] = self.experts[number]
                 continue
             ids = batch["input_ids"][row, :length]
-            if self._assistant is None:
-                counted = ~torch.isin(ids, self._vision)
-            else:
-                counted = torch.tensor(self._assistant.mask(ids.tolist(), conversation), dtype=torch.bool)
+            counted = ~torch.isin(ids, self._vision) if answers is None else answers[row, :length]
             labels[row, :length][counted] = ids[counted]
         return {**batch, "labels": labels}
 
@@ -168,17 +165,17 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     token has no next one, so the first label of the sample behind it does not count, unless labels are the tokens' own,
     as with `router-labels`.
 
-    batch: (B, T), padded on the right. Returns (1, L); for Qwen2-VL position_ids (4, 1, L): those in the text first, by
-    which attention goes, then time, height and width (transformers, Qwen2VLTextModel.forward).
+    batch: (B, T), padded on the right. Returns (1, L); for models that place pictures' tokens in time, height and width,
+    position_ids (4, 1, L): those in the text first, by which attention goes (transformers, Qwen2VLTextModel.forward).
     """
     row = dict(batch)
     mask = row.pop("attention_mask")
     real = mask.bool()
     positions = (mask.cumsum(1) - 1)[None]
-    if config.model_type == "qwen2_vl":
+    if hasattr(MODEL_MAPPING[type(config)], "get_rope_index"):
         row.setdefault("mm_token_type_ids", torch.zeros_like(mask))
         pictures = (row["mm_token_type_ids"], row.get("image_grid_thw"))
-        places, _ = _Positions(config).get_rope_index(row["input_ids"], *pictures, attention_mask=mask)
+        places, _ = _without_weights(config).get_rope_index(row["input_ids"], *pictures, attention_mask=mask)
         positions = torch.cat([positions, places])
     if loss != "router-labels":
         row["labels"] = row["labels"].clone()
@@ -189,12 +186,13 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     return row
 
 
-class _Positions(Qwen2VLModel):
-    """A Qwen2-VL that has no weights, and knows the places of its pictures' tokens."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        nn.Module.__init__(self)
-        self.config = config
+def _without_weights(config: PreTrainedConfig) -> Any:
+    """The config's model without its modules, which knows the places of its pictures' tokens."""
+    kind = MODEL_MAPPING[type(config)]
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config
+    return model
 
 
 def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:
@@ -222,42 +220,3 @@ def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[
             )
     return [plan.domains.index(domain) for domain in domains]
 
-
-class AssistantSpans:
-    """Finds the assistant's turns in the token ids of a ChatML conversation (Qwen2, Qwen2-VL, Qwen2.5)."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # The header's newline is looked for apart: it may fuse with a newline that begins the answer.
-        self.header: list[int] = tokenizer.encode("<|im_start|>assistant", add_special_tokens=False)
-        self.newline: list[int] = tokenizer.encode("\n", add_special_tokens=False)
-        (self.end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-
-    def mask(self, ids: list[int], conversation: Conversation) -> list[bool]:
-        """True for each token of an answer, the end of its turn included and the newline after it left out.
-
-        Raises UserError where the turns found are not those of the conversation, as when a text holds chat markup.
-        """
-        counted = [False] * len(ids)
-        turns = 0
-        position = 0
-        while position < len(ids):
-            if ids[position : position + len(self.header)] != self.header:
-                position += 1
-                continue
-            start = position + len(self.header)
-            if ids[start : start + 1] == self.newline:
-                start += 1
-            try:
-                stop = ids.index(self.end, start) + 1
-            except ValueError:
-                break  # a turn without an end: reported below
-            counted[start:stop] = [True] * (stop - start)
-            turns += 1
-            position = stop
-        expected = sum(message["role"] == "assistant" for message in conversation.messages)
-        if turns != expected:
-            raise UserError(
-                f"sample {conversation.sample_id} has {expected} assistant turns, but its tokens hold {turns}: "
-                "the chat template is not ChatML, or a text holds chat markup such as <|im_start|>"
-            )
-        return counted

@@ -16,6 +16,11 @@ from stages.kit.models.parts import count_trainable
         ("qwen2-vl-7b", 8_291_375_616),
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("qwen2.5-vl-7b", 8_292_166_656),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-vl-4b", 4_437_815_808),
+        ("qwen3-vl-8b", 8_767_123_696),
+        ("llama-3.1-8b", 8_030_261_248),
     ],
 )
 def test_the_real_geometries_are_complete(name: str, weights: int) -> None:

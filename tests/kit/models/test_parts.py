@@ -8,6 +8,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, LoraParams, PartsParams
 from stages.kit.mixture.merge import mixture_config
+from stages.kit.models.geometries import PUBLISHED
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.parts import (
     TrainableCounts,
@@ -26,10 +27,7 @@ GEOMETRIES = {
     "data/tiny/qwen2": "data/tiny/qwen2",
     "data/tiny/qwen2-folklore": "data/tiny/qwen2-folklore",
     "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
-    "Qwen/Qwen2-VL-2B-Instruct": "stages/kit/models/geometries/qwen2-vl-2b",
-    "Qwen/Qwen2-VL-7B-Instruct": "stages/kit/models/geometries/qwen2-vl-7b",
-    "Qwen/Qwen2-1.5B-Instruct": "stages/kit/models/geometries/qwen2-1.5b",
-    "Qwen/Qwen2.5-7B-Instruct": "stages/kit/models/geometries/qwen2.5-7b",
+    **{repository: f"stages/kit/models/geometries/{name}" for repository, name in PUBLISHED.items()},
 }
 """Where the real configuration of each base lies in the repository."""
 

@@ -19,6 +19,11 @@ PUBLISHED = {
     "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
     "Qwen/Qwen2-1.5B-Instruct": "qwen2-1.5b",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
+    "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
 }
 """The geometry of each of these repositories of the hub."""
 

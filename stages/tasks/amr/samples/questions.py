@@ -8,6 +8,7 @@ from functools import partial
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
+from stages.kit.families import require_text
 from stages.tasks.amr.samples.graphs import Node, read_graph
 from stages.tasks.amr.samples.records import Record
 from stages.tasks.amr.samples.targets import TARGETS, complete, encode
@@ -21,8 +22,6 @@ PROMPTS = {
 }
 """By target, in Vietnamese: to write the graph in one line as PENMAN; without variables, a pointer on each node that is
 mentioned again; first without variables and after a line of --- in full."""
-FAMILIES = ("qwen2", "qwen2_moe")
-"""Model families (`model_type` of a config) that this task has been made for; Qwen2.5 is a qwen2."""
 
 _PROBES = (
     ("Nó không đọc sách .", "(đ / đọc :agent (n / nó) :patient (s / sách) :polarity -)"),
@@ -31,9 +30,8 @@ _PROBES = (
 
 
 def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model that is not one of text like Qwen2, and for an unknown target."""
-    if model_type not in FAMILIES:
-        raise UserError(f"AMR parsing trains text models of {', '.join(FAMILIES)}; the base is a {model_type}")
+    """Raises UserError for a model that is not one of text alone, and for an unknown target."""
+    require_text(model_type, "AMR parsing")
     if target not in TARGETS:
         raise UserError(f"AMR parsing has the targets {', '.join(TARGETS)}; it knows no target {target!r}")
 

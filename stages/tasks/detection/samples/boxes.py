@@ -1,11 +1,7 @@
 """Boxes as the text that a model family answers with, and back.
 
-qwen2_vl    whole numbers 0 to 1000 of the image's width and height, between grounding tokens
-qwen2_5_vl  pixels of the resized image, as JSON
-qwen3_vl    whole numbers 0 to 1000, as JSON
-
-Sources: the grounding examples in the model cards of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The recipes here use
-qwen2_vl; the others hold the place where their families differ.
+Between grounding tokens or as JSON, in steps of a fixed grid or in pixels of the resized image, as the family says
+(stages/kit/families).
 
 Coordinates are rounded to the nearest step, halves up, so a box comes back within half a step of where it
 was. (Cutting the fraction off, as is often seen, moves every box up and left by half a step on average.) A
@@ -19,7 +15,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from stages.core.errors import UserError
+from stages.kit.families import all_families, family_of
 from stages.tasks.detection.samples.records import TARGET, AnswerForm, Box, place_in_reading
 
 GridBox = tuple[int, int, int, int]
@@ -83,18 +82,18 @@ def encode_boxes(
     size:  (width, height) in pixels of the resized image, for the families that count them.
     Raises ValueError where a box is not of that form.
     """
-    codec = CODECS[family]
-    width, height = codec.grid(size)
+    form = codec(family)
+    width, height = form.grid(size)
     labels = [label] * len(boxes) if isinstance(label, str) else label
     if not boxes:
-        return codec.none
+        return form.none
     grid_boxes = []
     for (x0, y0, x1, y1), name in sorted(zip(boxes, labels, strict=True), key=lambda found: place_in_reading(found[0])):
         if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
             raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
         (left, right), (top, bottom) = _to_grid(x0, x1, width), _to_grid(y0, y1, height)
         grid_boxes.append(((left, top, right, bottom), name))
-    return codec.render(grid_boxes)
+    return form.render(grid_boxes)
 
 
 def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] | None = None) -> Decoded:
@@ -103,12 +102,12 @@ def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] |
     Strict in form: spaces, fractions, missing tokens, reversed or empty boxes and coordinates outside the
     grid make a box malformed. The label is given as it is, and none does not.
     """
-    codec = CODECS[family]
-    width, height = codec.grid(size)
+    form = codec(family)
+    width, height = form.grid(size)
     boxes: list[Box] = []
     labels: list[str | None] = []
     problems: list[str] = []
-    for found in codec.find(text):
+    for found in form.find(text):
         if isinstance(found, str):
             problems.append(found)
         elif problem := _grid_problem(found[0], width, height):
@@ -118,12 +117,12 @@ def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] |
             boxes.append((x0 / width, y0 / height, x1 / width, y1 / height))
             labels.append(found[1])
     answer = text.strip()
-    none = answer.startswith(codec.none) and bool(_MARKUP.fullmatch(answer, len(codec.none)))
+    none = answer.startswith(form.none) and bool(_MARKUP.fullmatch(answer, len(form.none)))
     return Decoded(tuple(boxes), tuple(problems), tuple(labels), none)
 
 
 def codec_of(answer: AnswerForm, family: str) -> str:
-    """The entry of CODECS by which a family is asked to answer."""
+    """The family in whose form a model of another one, or of the same, is asked to answer."""
     return "qwen3_vl" if answer == "json" else family
 
 
@@ -219,9 +218,15 @@ def _find_json(text: str) -> Iterator[tuple[GridBox, str | None] | str]:
             yield f"{_shortened(match[0])} has no bbox_2d of four whole numbers"
 
 
-CODECS = {
-    "qwen2_vl": Codec(steps=1000, render=_render_grounding, find=_find_grounding, none="none"),
-    "qwen2_5_vl": Codec(steps=None, render=_render_json, find=_find_json, none="[]"),
-    "qwen3_vl": Codec(steps=1000, render=_render_json, find=_find_json, none="[]"),
-}
-"""By the `model_type` of the model's config."""
+_FORMS = {"grounding": (_render_grounding, _find_grounding, "none"), "json": (_render_json, _find_json, "[]")}
+
+
+@cache
+def codec(family: str) -> Codec:
+    """family: the `model_type` of the model's config. Raises UserError for one that writes no boxes."""
+    vision = family_of(family).vision
+    if vision is None or vision.boxes is None:
+        known = [name for name, each in all_families().items() if each.vision and each.vision.boxes]
+        raise UserError(f"detection asks for boxes as {', '.join(known)} writes them; the base is a {family}")
+    render, find, none = _FORMS[vision.boxes.form]
+    return Codec(steps=vision.boxes.steps, render=render, find=find, none=none)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from PIL import Image, ImageDraw
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.tasks.detection.samples.boxes import codec_of, encode_boxes
+from stages.tasks.detection.samples.boxes import codec, codec_of, encode_boxes
 from stages.tasks.detection.samples.records import PROMPT, TARGET, Box, DetectionRecord
-
-FAMILIES = ("qwen2_vl",)
-"""Model families (`model_type` of a config) whose boxes are written as this task asks for them."""
 
 
 def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model that writes boxes in another form, and for a target, as there is but one form."""
-    if model_type not in FAMILIES:
-        raise UserError(f"detection asks for boxes as {', '.join(FAMILIES)} writes them; the base is a {model_type}")
+    """Raises UserError for a model that writes no boxes, and for a target, as there is but one form."""
+    codec(model_type)
     if target is not None:
         raise UserError(f"detection has one form of answers, boxes; it knows no target {target!r}")
 
@@ -26,11 +26,31 @@ def completion(target: None) -> None:
 
 
 def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
-    """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
-    targets, family = record.targets(), codec_of(record.answer, FAMILIES[0])
-    labels = [label for _, label in targets]
-    answer = encode_boxes([box for box, _ in targets], family=family, label=labels) if answered else None
-    return _conversation(record.image_id, record, record.prompt, answer)
+    """The picture and the question. Its answer depends on the model: `ForModel` has it."""
+    assert not answered, "a model's family says how boxes are written"
+    return _conversation(record.image_id, record, record.prompt, None)
+
+
+@dataclass(frozen=True)
+class ForModel:
+    """The task for one model, which answers in its family's form."""
+
+    family: str
+    """model_type of its config."""
+    resized: Callable[[int, int], tuple[int, int]]
+    """From the (width, height) of a picture to those that the model sees."""
+
+    def conversation(self, record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
+        """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
+        size = self.resized(record.width, record.height)
+        targets, form = record.targets(), codec_of(record.answer, self.family)
+        boxes, labels = [box for box, _ in targets], [label for _, label in targets]
+        answer = encode_boxes(boxes, family=form, size=size, label=labels) if answered else None
+        return _conversation(record.image_id, record, record.prompt, answer)
+
+    def score_options(self, records: Sequence[DetectionRecord]) -> dict[str, Any]:
+        """What `scoring.score` has to know of the model."""
+        return {"family": self.family, "sizes": [self.resized(record.width, record.height) for record in records]}
 
 
 def probes(target: None = None) -> list[Conversation]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
+from stages.kit.families import require_text
 from stages.tasks.moe.samples.records import DOMAINS, Domain, Record
 
 PROMPT = "Answer the question truthfully.\n"
@@ -13,8 +14,6 @@ TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the mee
 """What stands before a transcript, and between it and the query."""
 Asked = tuple[str | None, str, str]
 """A transcript or none, a question about it, and its answer."""
-FAMILIES = ("qwen2", "qwen2_moe")
-"""Model families (`model_type` of a config) that this task has been made for; Qwen2.5 is a qwen2."""
 
 _PROBES: tuple[Asked, ...] = (
     (None, "Which side of a road do people drive on?", "That depends on the country"),
@@ -65,9 +64,8 @@ _DOMAIN_PROBES: dict[Domain, tuple[Asked, ...]] = {
 
 
 def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model that is not one of text like Qwen2, and for a target, as there is but one form."""
-    if model_type not in FAMILIES:
-        raise UserError(f"this task trains text models of {', '.join(FAMILIES)}; the base is a {model_type}")
+    """Raises UserError for a model that is not one of text alone, and for a target, as there is but one form."""
+    require_text(model_type, "this task")
     if target is not None:
         raise UserError(f"this task has one form of answers, sentences; it knows no target {target!r}")
 

@@ -2,10 +2,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.tasks.detection.samples.boxes import CODECS, decode_boxes, encode_boxes
+from stages.kit.families import all_families
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import Box, reading_order
 from tests.damage import damaged_text
 
+FAMILIES = [name for name, family in all_families().items() if family.vision and family.vision.boxes]
 SIZE = (644, 924)
 """Of a resized image, for the families that count its pixels."""
 
@@ -20,7 +22,7 @@ def boxes(draw: st.DrawFn) -> Box:
     return x[0], y[0], x[1], y[1]
 
 
-@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("family", FAMILIES)
 @given(given_boxes=st.lists(boxes(), min_size=1, max_size=4))
 @example(given_boxes=[(0.0, 0.0, 1.0, 1.0)])
 @example(given_boxes=[(1 - 1e-9, 0.0, 1.0, 1e-9)])
@@ -30,7 +32,7 @@ def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box])
     assert decoded.valid
     assert not decoded.problems
     assert len(decoded.boxes) == len(given_boxes)
-    grid = CODECS[family].grid(SIZE)
+    grid = codec_of(family).grid(SIZE)
     for back, box in zip(decoded.boxes, reading_order(given_boxes), strict=True):
         for axis, step in enumerate(1 / steps for steps in grid):
             # A side narrower than a step may have been widened to one, its ends moved by up to a step.
@@ -127,13 +129,13 @@ TOKENS = [
 ]
 
 
-@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("family", FAMILIES)
 @given(
     text=st.one_of(
         st.text(),
         st.lists(st.sampled_from(TOKENS)).map("".join),
         st.lists(boxes(), max_size=3).flatmap(
-            lambda some: st.sampled_from(sorted(CODECS)).flatmap(
+            lambda some: st.sampled_from(FAMILIES).flatmap(
                 lambda family: damaged_text(encode_boxes(some, family=family, size=SIZE), TOKENS)
             )
         ),
@@ -152,7 +154,7 @@ def test_decoding_never_raises_and_gives_only_proper_boxes(family: str, text: st
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("repeated", [*TOKENS, "(1,", "(1,2),", '{"bbox_2d"', "<|box_start|>(1,2),(3,4)<|box_end|>"])
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("{", "{"), ("<|box_start|>", "("), ('{"bbox_2d": ', "}")])
 def test_an_answer_without_end_takes_no_longer_than_its_length(

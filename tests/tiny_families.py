@@ -1,0 +1,136 @@
+"""A tiny model of each family, built at random from its config, with its published chat template: a plain folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl import chat_template_utils
+
+from stages.kit.models.load import auto_class
+from stages.kit.models.processors import Processor, pictures_only
+from tools.tiny_bases.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
+
+TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
+LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+TEMPLATES = {
+    "qwen2": ("qwen2_5", SPECIAL_TOKENS, QWEN),
+    "qwen2_moe": ("qwen2_5", SPECIAL_TOKENS, QWEN),
+    "qwen2_vl": ("qwen2_5_vl", SPECIAL_TOKENS, QWEN),
+    "qwen2_5_vl": ("qwen2_5_vl", SPECIAL_TOKENS, QWEN),
+    "qwen3": ("qwen3", SPECIAL_TOKENS, QWEN),
+    "qwen3_vl": ("qwen3_vl", SPECIAL_TOKENS, QWEN),
+    "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
+}
+"""By model_type: the published template by TRL's name, the special tokens, and the parts that some of them have."""
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3": {"head_dim": 32},
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}},
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
+    "qwen2_5_vl": {
+        "depth": 3,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+        "window_size": 56,
+    },
+    "qwen3_vl": {
+        "depth": 3,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+
+
+def template_of(model_type: str) -> str:
+    return (TEMPLATES_DIR / f"{TEMPLATES[model_type][0]}.jinja").read_text(encoding="utf-8")
+
+
+def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of a few pieces, with the family's special tokens and its published chat template."""
+    _, special, named = TEMPLATES[model_type]
+    pieces = json.loads(train_tokenizer(["Detect the bounding box of the nutrition table."], 300).backend_tokenizer.to_str())
+    pieces["added_tokens"] = []
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_restored(pieces), **named)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})
+    tokenizer.chat_template = template_of(model_type)
+    return tokenizer
+
+
+def _restored(pieces: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
+    for token in SPECIAL_TOKENS:
+        pieces["model"]["vocab"].pop(token, None)
+    return Tokenizer.from_str(json.dumps(pieces))
+
+
+def processor_for(model_type: str, *, pixels: tuple[int, int] = (3136, 12544)) -> Processor:
+    tokenizer = tokenizer_for(model_type)
+    if model_type not in VISION:
+        return tokenizer
+    size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+    images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH[model_type])
+    return pictures_only(model_type)(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
+def config_for(model_type: str, **text: Any) -> Any:
+    tokenizer = tokenizer_for(model_type)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    settings = {**TEXT, **OWN.get(model_type, {}), "vocab_size": len(tokenizer), **ids, **text}
+    if model_type not in VISION:
+        return AutoConfig.for_model(model_type, **settings)
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if model_type == "qwen3_vl":
+        settings["head_dim"] = 16
+    token = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{text}|>")
+        for name, text in (
+            *(("image", "image_pad"), ("video", "video_pad")),
+            *(("vision_start", "vision_start"), ("vision_end", "vision_end")),
+        )
+    }
+    return AutoConfig.for_model(model_type, text_config=settings, vision_config=VISION[model_type], **token)
+
+
+def save_tiny_family(model_type: str, folder: Path) -> Path:
+    """Write a folder with a model of some 0.2 million random weights."""
+    processor, config = processor_for(model_type), config_for(model_type)
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config)
+    text = config.get_text_config()
+    model.generation_config = GenerationConfig(eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id or 0)
+    save_model(model, processor, folder)
+    return folder
