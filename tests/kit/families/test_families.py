@@ -1,0 +1,196 @@
+"""What the descriptions of families say is so, on tiny models of each."""
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from stages.core.errors import UserError
+from stages.core.params.schema import LoraParams, PartsParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.families import all_families, family_of
+from stages.kit.models.load import meta_model, new_model
+from stages.kit.models.packed_attention import PACKED
+from stages.kit.models.parts import apply_recipe, part_of, trained_modules
+from stages.kit.models.processors import Processor, encode, load_processor, resizing, tokenizer_of
+from stages.kit.models.templates import marked_template, rendered_messages
+from stages.kit.training.collators import ConversationCollator, packed
+from stages.tasks.detection.samples import ForModel
+from stages.tasks.detection.samples.boxes import decode_boxes
+from tests.tiny_families import TEMPLATES, TEMPLATES_DIR, config_for, template_of
+from tests.tiny_families import processor_for as built_processor
+
+FAMILIES = all_families()
+VISION = [name for name, family in FAMILIES.items() if family.vision]
+ENDS = {"llama": "<|eot_id|>"}
+
+
+@cache
+def processor_for(name: str) -> Processor:
+    """As it is loaded from a model's folder."""
+    with TemporaryDirectory() as folder:
+        built_processor(name).save_pretrained(folder)
+        config_for(name).save_pretrained(folder)
+        return load_processor(Path(folder), None)
+
+
+def turns(*texts: str, images: int = 0) -> Conversation:
+    roles = ("user", "assistant")
+    messages: list[dict[str, Any]] = [
+        {"role": roles[turn % 2], "content": [{"type": "text", "text": text}]} for turn, text in enumerate(texts)
+    ]
+    messages[0]["content"] = [{"type": "image"}] * images + messages[0]["content"]
+    pictures = [Image.linear_gradient("L").resize((70 + 30 * i, 61)).convert("RGB") for i in range(images)]
+    return Conversation(sample_id="sample-7", messages=messages, images=pictures)
+
+
+def test_every_family_is_tried_here() -> None:
+    assert FAMILIES.keys() == TEMPLATES.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_that_count_are_the_answers_and_the_ends_of_their_turns(name: str) -> None:
+    processor, end = processor_for(name), ENDS.get(name, "<|im_end|>")
+    conversation = turns("What is it?", "A table", "Sure?", "yes, two\nlines", images=2 if name in VISION else 0)
+    batch = encode(processor, [conversation, turns("a", "b")], padding_side="right", mark_answers=True)
+    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    for row, answers in enumerate((["A table", "yes, two\nlines"], ["b"])):
+        counted = tokenizer_of(processor).decode(batch["input_ids"][row][batch["answers"][row]])
+        assert counted == "".join(f"{thought}{answer}{end}" for answer in answers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_marks_change_nothing_of_what_a_conversation_reads_as(name: str) -> None:
+    tokenizer = tokenizer_of(processor_for(name))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}]
+    marked = rendered_messages(tokenizer, messages)
+    assert marked == tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = rendered_messages(tokenizer, messages[:1])
+    assert marked.startswith(prompt)
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_2", "qwen3_instruct_2507"])
+def test_other_published_templates_of_the_families_are_known(name: str) -> None:
+    assert "generation" in marked_template((TEMPLATES_DIR / f"{name}.jinja").read_text(encoding="utf-8"))
+
+
+def test_the_date_in_a_prompt_is_not_todays() -> None:
+    tokenizer = tokenizer_of(built_processor("llama"))
+    tokenizer.chat_template = (TEMPLATES_DIR / "llama3_2.jinja").read_text(encoding="utf-8")
+    assert "Today Date: 26 Jul 2024" in rendered_messages(tokenizer, [{"role": "user", "content": "Who?"}])
+
+
+def test_a_template_without_marks_is_refused_with_the_page_that_says_how_to_bring_some() -> None:
+    with pytest.raises(UserError, match=r"does not mark answers .* docs/extending.md#a-model-family"):
+        marked_template(template_of("llama").replace("'tool_calls' in message", "false"))
+
+
+def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UserError, match=r"called 'bert' .* there are: llama, qwen2, .*docs/extending.md#a-model-family"):
+        family_of("bert")
+    with pytest.raises(UserError, match="no model family"):
+        family_of("../families/qwen2")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_linear_is_every_linear_layer_of_a_part_but_the_head(name: str) -> None:
+    model = meta_model(config_for(name))
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    parts = ("vision", "llm") if name in VISION else ("llm",)
+    lora = LoraParams(rank=2, alpha=4, targets={part: ("all-linear",) for part in parts})
+    adapted = trained_modules(apply_recipe(model, PartsParams(**dict.fromkeys(parts, "lora")), lora))
+    shared = {linear for linear in linears if "shared_expert" in linear}
+    wanted = {linear for linear in linears if part_of(linear) in parts and linear != "lm_head"}
+    assert adapted == wanted - shared
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_vision_tower_projector_and_language_model_are_where_the_family_says(name: str) -> None:
+    model = meta_model(config_for(name))
+    tower = {f"model.visual.{each}" for each, _ in model.model.visual.named_parameters()}
+    merging = {each for each in tower if "merger" in each}
+    parts = {part: {each for each, _ in model.named_parameters() if part_of(each) == part} for part in ("vision", "projector")}
+    assert parts == {"vision": tower - merging, "projector": merging}
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.same_without_padding])
+def test_a_row_without_padding_gives_the_same_loss_and_gradients_part_by_part(name: str) -> None:
+    processor, config = processor_for(name), config_for(name)
+    samples = [turns("What is it?" * count, "yes " * count, images=int(name in VISION) * (count % 2)) for count in (1, 2, 4)]
+    collate = ConversationCollator(processor, samples, lambda it: it, loss="assistant-only", max_length=4096)
+    padded = collate([{"sample": number} for number in range(3)])
+    assert not padded["attention_mask"].all()
+    found = []
+    for attn, batch in (("sdpa", padded), (PACKED, packed(padded, config, "assistant-only"))):
+        torch.manual_seed(0)
+        model = new_model(config, precision="fp32", attn=attn).train()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        parts: dict[str, list[torch.Tensor]] = {}
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parts.setdefault(part_of(parameter_name), []).append(parameter.grad.flatten())
+        found.append((float(loss), {part: torch.cat(gradients) for part, gradients in parts.items()}))
+    (loss, one), (other_loss, other) = found
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+    assert one.keys() == other.keys() == ({"vision", "projector", "llm"} if name in VISION else {"llm"})
+    for part in one:
+        assert float((one[part] - other[part]).norm() / one[part].norm()) < 1e-4, part
+
+
+@pytest.mark.parametrize("name", VISION)
+@given(width=st.integers(29, 700), height=st.integers(29, 700), box=st.tuples(*[st.floats(0, 1)] * 4))
+@settings(max_examples=25, deadline=None)
+def test_boxes_come_back_through_the_processor(name: str, width: int, height: int, box: Any) -> None:
+    """In steps of what the model is shown: the size that it is told is the one that the processor makes."""
+    x0, y0, x1, y1 = (min(box[::2]), min(box[1::2]), max(box[::2]), max(box[1::2]))
+    if x0 == x1 or y0 == y1 or not 1 / 150 < width / height < 150:
+        return
+    processor = processor_for(name)
+    record: Any = _Record(width, height, (x0, y0, x1, y1))
+    asked = ForModel(name, pickle.loads(pickle.dumps(resizing(processor))))  # noqa: S301 - our own bytes
+    conversation = replace(asked.conversation(record, answered=True), images=[Image.new("RGB", (width, height))])
+    batch = encode(processor, [conversation], padding_side="right", mark_answers=True)
+    _, rows, columns = batch["image_grid_thw"][0].tolist()
+    patch = processor.image_processor.patch_size
+    shown = (columns * patch, rows * patch)
+    answer = tokenizer_of(processor).decode(batch["input_ids"][0][batch["answers"][0]])
+    options = asked.score_options([record])
+    assert options == {"family": name, "sizes": [shown]}
+    (back,) = decode_boxes(answer, family=name, size=shown).boxes
+    boxes = FAMILIES[name].vision.boxes
+    steps = shown if boxes.steps is None else (boxes.steps, boxes.steps)
+    for axis in (0, 1):
+        assert abs(back[axis] - (x0, y0)[axis]) <= 1 / steps[axis] + 1e-9
+        assert abs(back[axis + 2] - (x1, y1)[axis]) <= 1 / steps[axis] + 1e-9
+
+
+class _Record:
+    """A picture and a box, as a DetectionRecord has them."""
+
+    image_id, prompt, category = "picture", "Where?", "table"
+
+    def __init__(self, width: int, height: int, box: tuple[float, float, float, float]) -> None:
+        self.width, self.height, self.box = width, height, box
+
+    def target_boxes(self) -> Any:
+        return (self.box,)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_processor_survives_saving_copying_and_workers(name: str, tmp_path: Path) -> None:
+    processor = processor_for(name)
+    processor.save_pretrained(tmp_path)
+    for other in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):  # noqa: S301 - our own bytes
+        assert type(other) is type(processor)
+        assert other.to_dict() == processor.to_dict()
