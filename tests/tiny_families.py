@@ -114,7 +114,8 @@ def config_for(model_type: str, **text: Any) -> Any:
         return AutoConfig.for_model(model_type, **settings)
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     if model_type == "qwen3_vl":
-        settings["head_dim"] = 16
+        # Features that go to the last layer reach no token that counts.
+        settings |= {"head_dim": 16, "num_hidden_layers": 3}
     token = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{text}|>")
         for name, text in (

@@ -11,6 +11,7 @@ FAMILY = Family(
         linears=("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
         tokens=TOKENS,
         boxes=Boxes(form="json", steps=None),
+        same_from_features=False,
     ),
     same_without_padding=True,
     same_with_fused_kernels=False,

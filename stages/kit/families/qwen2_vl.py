@@ -12,6 +12,7 @@ FAMILY = Family(
         linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
         tokens=TOKENS,
         boxes=Boxes(form="grounding", steps=1000),
+        same_from_features=True,
     ),
     same_without_padding=True,
     same_with_fused_kernels=True,

@@ -11,6 +11,7 @@ FAMILY = Family(
         linears=("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
         tokens=TOKENS,
         boxes=Boxes(form="json", steps=1000),
+        same_from_features=False,  # some features go to several layers
     ),
     same_without_padding=True,
     same_with_fused_kernels=False,

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.families import family_of
 from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
@@ -81,6 +82,9 @@ class MemoryPredictor:
 
         limit_gb: of their size. Not where a tower is sharded: its processes would compute each picture together.
         """
+        vision = family_of(self.config.model_type).vision
+        if vision is None or not vision.same_from_features:
+            return plan
         frozen = "vision" not in plan.parts.trained() and "projector" not in plan.parts.trained()
         longest = self.batch_of(micro_batch=1)
         if not frozen or "pixel_values" not in longest or plan.placement == "sharded":

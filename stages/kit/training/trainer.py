@@ -45,6 +45,8 @@ class RecipeTrainer(ResumableTrainer):
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         base.enable_input_require_grads = lambda: None
+        # TRL's head divides by a step's tokens for every model, also where the model's own loss would not (Qwen2.5-VL).
+        base.accepts_loss_kwargs = True
         super().__init__(
             model=model,
             args=training_arguments(plan, scratch_dir, **arguments),
