@@ -1,4 +1,4 @@
-"""A tiny random model of each family through all stages: plan, training with an interruption, certificate, evaluation."""
+"""A tiny random model of each family through all stages: plan, training, certificate, evaluation."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import pytest
 from stages.kit.families import all_families
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.load import load_config
-from tests.test_stages import done, refused, small_params, write_params
+from tests.test_stages import done, small_params, write_params
 from tests.tiny_families import save_tiny_family
 
 pytestmark = pytest.mark.pipeline
 
 FAMILIES = all_families()
-TEXT = {"amr-ptr": {}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
-PICTURES = {"r1-llm-only": {}, "r2-vision-only": {}, "r4-joint": {}}
+TEXT: dict[str, Any] = {"amr-ptr": {}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
+PICTURES: dict[str, Any] = {"r1-llm-only": {}, "r2-vision-only": {}, "r4-joint": {}}
 
 
 def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
@@ -37,9 +37,7 @@ def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_of_the_family_goes_all_the_way(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_family_goes_all_the_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipes = PICTURES if FAMILIES[name].vision else TEXT
     prepared(name, recipes, tmp_path)

@@ -47,8 +47,16 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3": {"head_dim": 32},
-    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}},
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        }
+    },
 }
 VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
@@ -81,7 +89,9 @@ def template_of(model_type: str) -> str:
 def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE of a few pieces, with the family's special tokens and its published chat template."""
     _, special, named = TEMPLATES[model_type]
-    pieces = json.loads(train_tokenizer(["Detect the bounding box of the nutrition table."], 300).backend_tokenizer.to_str())
+    pieces = json.loads(
+        train_tokenizer(["Detect the bounding box of the nutrition table."], 300).backend_tokenizer.to_str()
+    )
     pieces["added_tokens"] = []
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_restored(pieces), **named)
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})

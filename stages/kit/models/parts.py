@@ -30,9 +30,9 @@ def _places() -> tuple[tuple[Part, re.Pattern[str]], ...]:
     No family's language model has the names of another's vision tower.
     """
     visions = [family.vision for family in all_families().values() if family.vision]
-    projectors = [("projector", vision.projector) for vision in visions]
-    towers = [("vision", vision.tower) for vision in visions]
-    return tuple((part, re.compile(where)) for part, where in dict.fromkeys([*projectors, *towers]))
+    places: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
+    places += [("vision", vision.tower) for vision in visions]
+    return tuple((part, re.compile(where)) for part, where in dict.fromkeys(places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _full_parameters(
     return found
 
 
-def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
+def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
     """PEFT's configuration with a target expression that matches what the recipe names and nothing else.
 
     Raises UserError for a target that matches no linear layer of its part.
@@ -139,9 +139,7 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
                 raise UserError(
                     f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}"
                 )
-    names = [
-        name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))
-    ]
+    names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -152,7 +150,7 @@ def lora_config(model: nn.Module, lora: LoraParams) -> LoraConfig:
     )
 
 
-def _named(model: nn.Module, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
+def _named(model: PreTrainedModel, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
     """ALL_LINEAR as the names that the model's family has."""
     if ALL_LINEAR not in suffixes:
         return suffixes

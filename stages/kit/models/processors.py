@@ -68,13 +68,16 @@ class PicturesOnly:
 @cache
 def pictures_only(model_type: str) -> type[ProcessorMixin]:
     """The PicturesOnly of a family."""
-    plain = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    return type(f"PicturesOnly{plain.__name__}", (PicturesOnly, plain), {"model_type": model_type})
+    plain: type[ProcessorMixin] = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    kind: type[ProcessorMixin] = type(
+        f"PicturesOnly{plain.__name__}", (PicturesOnly, plain), {"model_type": model_type}
+    )
+    return kind
 
 
 def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
     kind = pictures_only(model_type)
-    processor = kind.__new__(kind)
+    processor: ProcessorMixin = object.__new__(kind)
     vars(processor).update(settings)
     return processor
 

@@ -1,7 +1,7 @@
 """Chat templates: what a conversation reads as, and which of it the assistant says, by the template's own marks.
 
-A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template). Published
-ones seldom do; TRL has the same templates with marks, and a family those that TRL lacks (Family.answer_marks).
+A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template).
+Published ones seldom do; TRL has the same templates with marks, and a family those that TRL lacks (answer_marks).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     token has no next one, so the first label of the sample behind it does not count, unless labels are the tokens' own,
     as with `router-labels`.
 
-    batch: (B, T), padded on the right. Returns (1, L); for models that place pictures' tokens in time, height and width,
+    batch: (B, T), padded on the right. Returns (1, L); where pictures' tokens have places in time, height and width,
     position_ids (4, 1, L): those in the text first, by which attention goes (transformers, Qwen2VLTextModel.forward).
     """
     row = dict(batch)
@@ -219,4 +219,3 @@ def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[
                 f"it has {', '.join(found)}"
             )
     return [plan.domains.index(domain) for domain in domains]
-

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from stages.core.errors import UserError
-from stages.core.params.schema import LoraParams, PartsParams
+from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.families import all_families, family_of
 from stages.kit.models.load import meta_model, new_model
@@ -26,7 +26,7 @@ from stages.kit.models.processors import Processor, encode, load_processor, resi
 from stages.kit.models.templates import marked_template, rendered_messages
 from stages.kit.training.collators import ConversationCollator, packed
 from stages.tasks.detection.samples import ForModel
-from stages.tasks.detection.samples.boxes import decode_boxes
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
 from tests.tiny_families import TEMPLATES, TEMPLATES_DIR, config_for, template_of
 from tests.tiny_families import processor_for as built_processor
 
@@ -96,7 +96,9 @@ def test_a_template_without_marks_is_refused_with_the_page_that_says_how_to_brin
 
 
 def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UserError, match=r"called 'bert' .* there are: llama, qwen2, .*docs/extending.md#a-model-family"):
+    with pytest.raises(
+        UserError, match=r"called 'bert' .* there are: llama, qwen2, .*docs/extending.md#a-model-family"
+    ):
         family_of("bert")
     with pytest.raises(UserError, match="no model family"):
         family_of("../families/qwen2")
@@ -106,9 +108,11 @@ def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
 def test_all_linear_is_every_linear_layer_of_a_part_but_the_head(name: str) -> None:
     model = meta_model(config_for(name))
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    parts = ("vision", "llm") if name in VISION else ("llm",)
-    lora = LoraParams(rank=2, alpha=4, targets={part: ("all-linear",) for part in parts})
-    adapted = trained_modules(apply_recipe(model, PartsParams(**dict.fromkeys(parts, "lora")), lora))
+    parts: tuple[Part, ...] = ("vision", "llm") if name in VISION else ("llm",)
+    lora = LoraParams(rank=2, alpha=4, targets=dict.fromkeys(parts, ("all-linear",)))
+    adapted = trained_modules(
+        apply_recipe(model, PartsParams(llm="lora", vision="lora" if name in VISION else "frozen"), lora)
+    )
     shared = {linear for linear in linears if "shared_expert" in linear}
     wanted = {linear for linear in linears if part_of(linear) in parts and linear != "lm_head"}
     assert adapted == wanted - shared
@@ -119,14 +123,19 @@ def test_vision_tower_projector_and_language_model_are_where_the_family_says(nam
     model = meta_model(config_for(name))
     tower = {f"model.visual.{each}" for each, _ in model.model.visual.named_parameters()}
     merging = {each for each in tower if "merger" in each}
-    parts = {part: {each for each, _ in model.named_parameters() if part_of(each) == part} for part in ("vision", "projector")}
+    parts = {
+        part: {each for each, _ in model.named_parameters() if part_of(each) == part}
+        for part in ("vision", "projector")
+    }
     assert parts == {"vision": tower - merging, "projector": merging}
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.same_without_padding])
 def test_a_row_without_padding_gives_the_same_loss_and_gradients_part_by_part(name: str) -> None:
     processor, config = processor_for(name), config_for(name)
-    samples = [turns("What is it?" * count, "yes " * count, images=int(name in VISION) * (count % 2)) for count in (1, 2, 4)]
+    samples = [
+        turns("What is it?" * count, "yes " * count, images=int(name in VISION) * (count % 2)) for count in (1, 2, 4)
+    ]
     collate = ConversationCollator(processor, samples, lambda it: it, loss="assistant-only", max_length=4096)
     padded = collate([{"sample": number} for number in range(3)])
     assert not padded["attention_mask"].all()
@@ -168,8 +177,7 @@ def test_boxes_come_back_through_the_processor(name: str, width: int, height: in
     options = asked.score_options([record])
     assert options == {"family": name, "sizes": [shown]}
     (back,) = decode_boxes(answer, family=name, size=shown).boxes
-    boxes = FAMILIES[name].vision.boxes
-    steps = shown if boxes.steps is None else (boxes.steps, boxes.steps)
+    steps = codec_of(name).grid(shown)
     for axis in (0, 1):
         assert abs(back[axis] - (x0, y0)[axis]) <= 1 / steps[axis] + 1e-9
         assert abs(back[axis + 2] - (x1, y1)[axis]) <= 1 / steps[axis] + 1e-9

@@ -4,11 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams
+from stages.kit.families import family_of
 from stages.kit.models.load import load_config
+from stages.kit.planning import faster
 from stages.kit.planning.faster import with_fused_kernels, without_padding
 from stages.kit.planning.ladder import rungs
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -31,7 +33,6 @@ VLM = load_config(ROOT / "data/tiny/qwen2-vl")
         (replace(GPU, precision="fp16"), "on", VLM, True, "memory.padding_free"),
         (PLAN, "auto", VLM, False, "of a CPU"),
         (PLAN, "on", VLM, True, "memory.padding_free"),
-        (GPU, "on", Qwen2_5_VLConfig(), False, "no test shows that a qwen2_5_vl"),
         (GPU, "on", Qwen2Config(use_sliding_window=True, max_window_layers=2), False, "sliding_attention"),
     ],
 )
@@ -58,6 +59,13 @@ def test_a_plan_says_which_kernels_it_takes_and_why(
     found, said = with_fused_kernels(plan, wanted, config)
     assert found == chosen
     assert why in said
+
+
+def test_a_family_that_no_test_shows_to_be_the_same_without_padding_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    untested = replace(family_of("llama"), same_without_padding=False)
+    monkeypatch.setattr(faster, "family_of", {"llama": untested}.get)
+    found, said = without_padding(GPU, "on", LlamaConfig())
+    assert (found, "no test shows that a llama computes the same without" in said) == (False, True)
 
 
 def test_they_stay_so_on_every_rung_of_the_ladder() -> None:
