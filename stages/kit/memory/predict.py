@@ -193,15 +193,18 @@ def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: depth[0]]
     if depth[1]:
-        config.vision_config.depth = depth[1]
+        tower = config.vision_config
+        tower.depth = depth[1]
+        full = getattr(tower, "fullatt_block_indexes", None)
+        if full and min(full) >= depth[1]:  # the others go by window, with as much kept for backward
+            tower.fullatt_block_indexes = [0]
     return config
 
 
 def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     """A shallow model, and one layer more of each kind; the model itself where its layers differ or are few.
 
-    A vision tower whose layers differ is recorded whole: by window (Qwen2.5-VL), or because some of them feed the first
-    layers of the language model too (Qwen3-VL).
+    A vision tower is recorded whole where some of its layers feed the first layers of the language model (Qwen3-VL).
     """
     text, vision = depth_of(config)
     tower = getattr(config, "vision_config", None)
@@ -215,7 +218,7 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     )
     if uneven or text <= few or 0 < vision <= SHALLOW:
         return [(text, vision)]
-    if fed or getattr(tower, "fullatt_block_indexes", None):
+    if fed:
         return [(few, vision), (few + 1, vision)]
     if not vision:
         return [(SHALLOW, 0), (SHALLOW + 1, 0)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 from transformers import PreTrainedConfig
 
@@ -36,7 +38,8 @@ def stand_in_batch(
         ids[:, 0], ids[:, start:stop] = config.vision_start_token_id, config.image_token_id
         labels[:, :stop] = -100
         features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        grid = [1, vision.spatial_merge_size, patches // vision.spatial_merge_size]
+        rows = max(rows for rows in range(1, isqrt(tokens) + 1) if tokens % rows == 0)  # few windows, as a real one has
+        grid = [1, rows * vision.spatial_merge_size, tokens // rows * vision.spatial_merge_size]
         batch |= {
             "pixel_values": torch.empty(micro_batch * patches, features),
             "image_grid_thw": torch.tensor([grid] * micro_batch),

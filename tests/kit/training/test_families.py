@@ -13,7 +13,8 @@ from stages.kit.models.packed_attention import Row
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.training.small import plan_for
 from tests.kit.training.test_packing import assert_unlike, one_step, taken, unlike
-from tests.kit.training.test_resume import At, Workplace, kill, text_workplace
+from tests.kit.training.test_resume import Workplace, kill, text_workplace
+from tests.kit.training.two_processes import At
 from tests.tiny_families import save_tiny_family
 
 PLAN = plan_for("amr-ptr", quantization="none", max_length=4096)
