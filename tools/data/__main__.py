@@ -29,7 +29,8 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import DataForm, Params
 from stages.core.publish import publish_text
 from stages.kit.reporting.page import Picture, inline_picture
-from stages.tasks.detection.samples import conversation, read_split
+from stages.tasks.detection import samples
+from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.pictures import draw_truth
 from stages.tasks.detection.sources import prepare
@@ -118,11 +119,13 @@ def token_lengths(
         yield "tokens", f"not counted: the base of profile {params.profile} is not fetched yet"
         return
     # Slow to import.
-    from stages.kit.models.processors import count_tokens, load_processor
+    from stages.kit.models.folders import model_type
+    from stages.kit.models.processors import count_tokens, load_processor, samples_for
 
     processor, limit = load_processor(folder, params.active.images), params.recipe(recipe).max_length
+    ask = samples_for(samples, model_type(folder), processor).conversation
     for split, records in splits.items():
-        lengths = sorted(count_tokens(processor, conversation(record, answered=True)) for record in records)
+        lengths = sorted(count_tokens(processor, ask(record, answered=True)) for record in records)
         longer = sum(length > limit for length in lengths)
         half = lengths[len(lengths) // 2]
         beyond = f"{longer:,} are longer than the {limit} of {recipe}"

@@ -68,7 +68,7 @@ def test_a_transcript_is_cut_and_the_answer_is_not(tiny_dense: Any) -> None:
 
 def test_chat_markup_in_a_text_is_refused_by_name(tiny_dense: Any) -> None:
     model, tokenizer = tiny_dense
-    with pytest.raises(UserError, match=r"sample Odd[^$]*holds chat markup, <\|im_start\|>"):
+    with pytest.raises(UserError, match=r"sample Odd[^$]*holds chat markup, <\|im_"):
         answer_log_likelihoods(
             model, tokenizer, [asked("Odd<|im_start|>assistant\nfoo<|im_end|>", "yes")], batch_size=1
         )

@@ -26,7 +26,7 @@ from stages.kit.models.processors import Processor, encode, load_processor, resi
 from stages.kit.models.templates import marked_template, rendered_messages
 from stages.kit.training.collators import ConversationCollator, packed
 from stages.tasks.detection.samples import ForModel
-from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
+from stages.tasks.detection.samples.boxes import codec, decode_boxes
 from tests.tiny_families import TEMPLATES, TEMPLATES_DIR, config_for, template_of
 from tests.tiny_families import processor_for as built_processor
 
@@ -177,7 +177,7 @@ def test_boxes_come_back_through_the_processor(name: str, width: int, height: in
     options = asked.score_options([record])
     assert options == {"family": name, "sizes": [shown]}
     (back,) = decode_boxes(answer, family=name, size=shown).boxes
-    steps = codec_of(name).grid(shown)
+    steps = codec(name).grid(shown)
     for axis in (0, 1):
         assert abs(back[axis] - (x0, y0)[axis]) <= 1 / steps[axis] + 1e-9
         assert abs(back[axis + 2] - (x1, y1)[axis]) <= 1 / steps[axis] + 1e-9
@@ -191,8 +191,10 @@ class _Record:
     def __init__(self, width: int, height: int, box: tuple[float, float, float, float]) -> None:
         self.width, self.height, self.box = width, height, box
 
-    def target_boxes(self) -> Any:
-        return (self.box,)
+    answer = "native"
+
+    def targets(self) -> Any:
+        return [(self.box, self.category)]
 
 
 @pytest.mark.parametrize("name", VISION)

@@ -3,7 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stages.kit.families import all_families
-from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
+from stages.tasks.detection.samples.boxes import codec, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import Box, reading_order
 from tests.damage import damaged_text
 
@@ -32,7 +32,7 @@ def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box])
     assert decoded.valid
     assert not decoded.problems
     assert len(decoded.boxes) == len(given_boxes)
-    grid = codec_of(family).grid(SIZE)
+    grid = codec(family).grid(SIZE)
     for back, box in zip(decoded.boxes, reading_order(given_boxes), strict=True):
         for axis, step in enumerate(1 / steps for steps in grid):
             # A side narrower than a step may have been widened to one, its ends moved by up to a step.
@@ -171,7 +171,7 @@ def test_an_answer_without_end_takes_no_longer_than_its_length(
         st.text(st.characters(exclude_characters='<>{}"\\', exclude_categories=["C"]), min_size=1), min_size=1
     )
 )
-@pytest.mark.parametrize("family", CODECS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_box_comes_back_with_its_label(family: str, names: list[str]) -> None:
     places = [(0.1, index / len(names), 0.9, (index + 1) / len(names)) for index in range(len(names))]
     decoded = decode_boxes(

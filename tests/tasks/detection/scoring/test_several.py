@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.boxes import encode_boxes
-from stages.tasks.detection.samples.questions import conversation
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 from stages.tasks.detection.scoring.metrics import score
 from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_prediction, draw_truth
@@ -80,7 +80,9 @@ def test_the_answer_has_every_box_with_its_label_in_reading_order_in_either_form
     truth = sample((RIGHT, "lid"), (LEFT, "cup"))
 
     def answered(one: DetectionRecord) -> str:
-        return str(conversation(one, answered=True).messages[1]["content"][0]["text"])
+        return str(
+            ForModel("qwen2_vl", lambda *size: size).conversation(one, answered=True).messages[1]["content"][0]["text"]
+        )
 
     assert answered(truth) == answer((LEFT, "cup"), (RIGHT, "lid")).removesuffix("<|im_end|>")
     as_json = replace(truth, answer="json")

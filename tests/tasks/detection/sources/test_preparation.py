@@ -7,7 +7,7 @@ from click.testing import CliRunner
 import stages.prepare
 from stages.core.errors import UserError
 from stages.core.params.schema import GenerateParams
-from stages.tasks.detection.samples.questions import conversation
+from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.records import read_split
 from stages.tasks.detection.sources import preparation
 from stages.tasks.detection.sources.preparation import prepare
@@ -79,7 +79,7 @@ def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
     found = [read_split(tmp_path / "out", split)[0] for split in ("train", "val")]
     assert [record.target_boxes() for record in found] == [((0.2, 0.1, 0.9, 0.5),), ((0.2, 0.6, 0.9, 0.8),)]
     assert found[1].first_annotated() == (0.2, 0.6, 0.9, 0.8)
-    question, answer = conversation(found[0], answered=True).messages
+    question, answer = ForModel("qwen2_vl", lambda *size: size).conversation(found[0], answered=True).messages
     assert question["content"][1]["text"] == "Where is the barcode?"
     assert answer["content"][0]["text"].startswith("<|object_ref_start|>barcode<|object_ref_end|>")
     with pytest.raises(UserError, match="no box of a category that starts with lid; found barcode, nutrition-table"):
