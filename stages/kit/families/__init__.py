@@ -1,4 +1,4 @@
-"""Model families, a module each, named after the `model_type` of their config.json; docs/extending.md has a table of them.
+"""Model families, a module each, named after the `model_type` of a config.json; docs/extending.md has a table of them.
 
 A module says what the rest of the code cannot read from a model's own files. No other place knows a family by name.
 """
