@@ -12,9 +12,11 @@ from tools.verify.differences import Comparison, compare_outputs
 
 TRACEBACK = "Traceback (most recent call last):\n"
 NAMES = ("the reference", "the workspace")
-DVC_FAILS = re.compile(r"join\(\) argument must be str|'\S*dvc\.lock' (?:validation failed|is invalid)")
+DVC_FAILS = re.compile(
+    r"join\(\) argument must be str|'\S*dvc\.lock' (?:validation failed|is invalid)|Unable to read RWLock-file"
+)
 """Errors of DVC 3.67 after it was killed between making a folder of its run cache and filling it, or while it wrote
-dvc.lock, into the file itself. `make verify` names what fixes that."""
+dvc.lock or its rwlock, into the file itself. `make verify` names what fixes that."""
 
 
 class Outcome(StrEnum):

@@ -98,12 +98,23 @@ def run_cache_problem(folder: Path) -> str | None:
 
 
 def require_dvc_idle(workspace_dir: Path) -> None:
-    """Raises UserError while DVC runs here: a new result looks like damage until DVC has recorded it."""
+    """Raises UserError while DVC runs here: a new result looks like damage until DVC has recorded it.
+
+    Likewise where DVC was killed while it noted what it was using: it refuses to run from then on.
+    """
     if pid := next(_running_dvc(workspace_dir / ".dvc/tmp"), None):
         raise UserError(
             f"dvc is running in {workspace_dir} (pid {pid}), and what it has not yet recorded would look damaged; "
             f"try again when it has ended"
         )
+    rwlock_path = workspace_dir / ".dvc/tmp/rwlock"
+    try:
+        json.loads(rwlock_path.read_text(encoding="utf-8") if rwlock_path.exists() else "{}")
+    except ValueError:  # dvc 3.67 writes into the file itself
+        raise UserError(
+            f"{rwlock_path} is damaged, as DVC leaves it where it is killed while it writes\n"
+            f"  fix it with: rm .dvc/tmp/rwlock  # no DVC runs here"
+        ) from None
 
 
 def _running_dvc(tmp_dir: Path) -> Iterator[str]:

@@ -39,6 +39,7 @@ from tests.tools.verify.damaged import (
     only_finding,
 )
 from tests.tools.verify.made_up import ENVIRONMENT, run, weights
+from tools.faults.judge import DVC_FAILS
 from tools.verify import hashing
 from tools.verify.verify import verify
 
@@ -291,6 +292,16 @@ def test_while_dvc_runs_a_stage_verify_is_refused(workspace: Path) -> None:
     # Another process has the number by now.
     (workspace / ".dvc/tmp/rwlock").write_text(users.replace(str(dvc.pid), str(os.getppid())))
     assert found(workspace) == {}
+
+
+def test_where_dvc_was_killed_while_it_noted_what_it_uses_the_fix_is_named(workspace: Path) -> None:
+    (workspace / ".dvc/tmp/rwlock").write_text("")
+    repro = [sys.executable, "-m", "dvc", "repro"]
+    ended = subprocess.run(repro, cwd=workspace, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert DVC_FAILS.search(ended.stderr)
+    with pytest.raises(UserError, match=r"rwlock is damaged.*\n  fix it with: rm \.dvc/tmp/rwlock"):
+        verify(workspace)
 
 
 def test_between_its_stages_dvc_is_running_too_also_if_it_starts_meanwhile(
