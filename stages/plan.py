@@ -19,6 +19,7 @@ from stages.core.cpu import instruction_set
 from stages.core.errors import bytes_text
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
+from stages.kit.families import require_precision
 from stages.kit.memory.budget import budget_lines
 from stages.kit.memory.fit import Fit, answers_at_once, decide
 from stages.kit.memory.predict import MemoryPredictor
@@ -48,6 +49,7 @@ def main(recipe: str) -> None:
     require_weights(Path(plan.base_dir))
     config = load_config(Path(plan.base_dir))
     samples.check(config.model_type, wanted.target)
+    require_precision(config.model_type, plan.precision)
     processor = load_processor(Path(plan.base_dir), plan.images)
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())

@@ -15,7 +15,8 @@ from tests.tiny_families import save_tiny_family
 pytestmark = pytest.mark.pipeline
 
 FAMILIES = all_families()
-TEXT: dict[str, Any] = {"amr-ptr": {}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
+LORA = {"rank": 8, "alpha": 16, "targets": {"llm": ["all-linear"]}}
+TEXT: dict[str, Any] = {"amr-ptr": {"lora": LORA}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
 PICTURES: dict[str, Any] = {"r1-llm-only": {}, "r2-vision-only": {}, "r4-joint": {}}
 
 

@@ -17,6 +17,8 @@ from stages.kit.models.processors import Processor, pictures_only
 from tools.tiny_bases.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
+PHI_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>")
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
@@ -27,6 +29,11 @@ TEMPLATES = {
     "qwen2_5_vl": ("qwen2_5_vl", SPECIAL_TOKENS, QWEN),
     "qwen3": ("qwen3", SPECIAL_TOKENS, QWEN),
     "qwen3_vl": ("qwen3_vl", SPECIAL_TOKENS, QWEN),
+    "phi3": ("phi3", PHI_TOKENS, {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
+    "gemma3_text": (
+        *("gemma3", GEMMA_TOKENS),
+        {"bos_token": "<bos>", "eos_token": "<end_of_turn>", "pad_token": "<pad>"},
+    ),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
 }
 """By model_type: the published template by TRL's name, the special tokens, and the parts that some of them have."""
@@ -47,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "llama": {
         "rope_parameters": {
             "rope_type": "llama3",

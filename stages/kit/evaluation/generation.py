@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
 from stages.core.errors import counted
 from stages.kit.data.conversation import Conversation
@@ -183,9 +182,10 @@ def _read(model: PreTrainedModel, numbers: list[int], inputs: dict[str, torch.Te
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     # Sampling and penalties of a checkpoint's generation_config.json are ignored.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    output, prepared = model.generate(**inputs, **greedy, max_new_tokens=1, pad_token_id=0, custom_generate=_first_pass)
+    # Layers of it keep all tokens, those of sliding attention too: only such rows can be joined.
+    options: dict[str, Any] = {"past_key_values": DynamicCache(), "cache_implementation": None, "max_new_tokens": 1}
+    output, prepared = model.generate(**inputs, **greedy, **options, pad_token_id=0, custom_generate=_first_pass)
     cache = prepared["past_key_values"]
-    assert all(type(layer) is DynamicLayer for layer in cache.layers), "rows of other caches cannot be joined"
     return _Rows(
         numbers, cache, inputs["attention_mask"], prepared["position_ids"][..., -1:], _likeliest(output.logits)
     )

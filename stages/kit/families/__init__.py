@@ -59,6 +59,8 @@ class Family:
     answer_marks: Mapping[str, str] = field(default_factory=dict)
     """Lines of its chat template that neither the template nor TRL marks answers in, and the same with
     `{% generation %}`."""
+    overflows_in_fp16: bool = False
+    """Whether what its layers compute may leave the range of fp16."""
     same_without_padding: bool
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
     same_with_fused_kernels: bool
@@ -90,6 +92,13 @@ def all_families() -> dict[str, Family]:
 def vision_tokens() -> list[str]:
     """Tokens that stand for pictures in any family: nothing to learn in predicting them."""
     return sorted({token for family in all_families().values() if family.vision for token in family.vision.tokens})
+
+
+def require_precision(model_type: str, precision: str) -> None:
+    """Raises UserError where models of this family give no numbers in it. precision: of params.yaml."""
+    family = family_of(model_type)
+    if precision == "fp16" and family.overflows_in_fp16:
+        raise UserError(f"{family.name} overflows in fp16: set memory.precision of the profile to bf16 or fp32")
 
 
 def require_text(model_type: str, task: str) -> None:

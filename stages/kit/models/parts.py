@@ -137,7 +137,8 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
             if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
                 endings = sorted({name.rsplit(".", 1)[-1] for name in linears if part_of(name) == part})
                 raise UserError(
-                    f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}"
+                    f"lora.targets.{part}: {suffix!r} names no linear layer; the {part}'s end in {', '.join(endings)}; "
+                    f"{ALL_LINEAR} names those of any family"
                 )
     names = [name for name in linears if any(_ends_with(name, suffix) for suffix in targets.get(part_of(name), ()))]
     return LoraConfig(

@@ -68,7 +68,8 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iter
     turn is part of it. Raises UserError where the template marks another number of answers than there are.
     """
     template = marked_template(template_of(tokenizer))
-    text, spans = _render(tokenizer, template, messages, return_assistant_tokens_mask=True, **PROMPT_OPTIONS)
+    text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True, **PROMPT_OPTIONS)
+    spans = _joined(marked)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if len(spans) != len(turns):
         raise UserError(f"{len(turns)} assistant turns, but the chat template marks {len(spans)} answers; {PAGE}")
@@ -76,6 +77,16 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iter
         prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
         said = len(prompt) if text.startswith(prompt) else 0
         yield max(start, said), start + len(text[start:end].rstrip("\n"))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that touch as one: a template may mark the end of the text apart from the last answer (Phi-3)."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, end))
+    return joined
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:

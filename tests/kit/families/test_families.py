@@ -18,7 +18,7 @@ from torch import nn
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.families import all_families, family_of
+from stages.kit.families import all_families, family_of, require_precision
 from stages.kit.models.load import meta_model, new_model
 from stages.kit.models.packed_attention import PACKED
 from stages.kit.models.parts import apply_recipe, part_of, trained_modules
@@ -32,7 +32,9 @@ from tests.tiny_families import processor_for as built_processor
 
 FAMILIES = all_families()
 VISION = [name for name, family in FAMILIES.items() if family.vision]
-ENDS = {"llama": "<|eot_id|>"}
+ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
+LAST = {"phi3": "\n<|endoftext|>"}
+"""What a template has behind the last turn."""
 
 
 @cache
@@ -66,7 +68,7 @@ def test_the_tokens_that_count_are_the_answers_and_the_ends_of_their_turns(name:
     thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     for row, answers in enumerate((["A table", "yes, two\nlines"], ["b"])):
         counted = tokenizer_of(processor).decode(batch["input_ids"][row][batch["answers"][row]])
-        assert counted == "".join(f"{thought}{answer}{end}" for answer in answers)
+        assert counted == "".join(f"{thought}{answer}{end}" for answer in answers) + LAST.get(name, "")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -102,6 +104,13 @@ def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
         family_of("bert")
     with pytest.raises(UserError, match="no model family"):
         family_of("../families/qwen2")
+
+
+def test_gemma_3_in_fp16_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Gemma 3, text overflows in fp16: set memory.precision .* to bf16 or fp32"):
+        require_precision("gemma3_text", "fp16")
+    for name, precision in (("gemma3_text", "bf16"), ("gemma3_text", "fp32"), ("phi3", "fp16")):
+        require_precision(name, precision)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -23,7 +23,9 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": "qwen3-8b",
     "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
     "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
+    "google/gemma-3-1b-it": "gemma-3-1b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini",
 }
 """The geometry of each of these repositories of the hub."""
 
