@@ -44,6 +44,8 @@ class Vision:
     """Ends of the names of the tower's linear layers: `all-linear` of lora.targets.vision."""
     tokens: tuple[str, ...]
     """Special tokens that stand for pictures; they never count in a loss."""
+    video_processor: str
+    """transformers' class. A saved processor names it, and transformers does not tell without torchvision."""
     boxes: Boxes | None
     same_from_features: bool
     """Whether a test shows that features which a frozen tower was asked for once train alike (training/features.py)."""

@@ -10,6 +10,7 @@ FAMILY = Family(
         projector=r"model\.visual\.merger\.",
         linears=("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
         tokens=TOKENS,
+        video_processor="Qwen2VLVideoProcessor",
         boxes=Boxes(form="json", steps=None),
         same_from_features=False,
     ),

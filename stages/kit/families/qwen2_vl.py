@@ -11,6 +11,7 @@ FAMILY = Family(
         projector=r"model\.visual\.merger\.",
         linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
         tokens=TOKENS,
+        video_processor="Qwen2VLVideoProcessor",
         boxes=Boxes(form="grounding", steps=1000),
         same_from_features=True,
     ),

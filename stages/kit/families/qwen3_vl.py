@@ -10,6 +10,7 @@ FAMILY = Family(
         projector=r"model\.visual\.(merger|deepstack_merger_list)\.",
         linears=("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
         tokens=TOKENS,
+        video_processor="Qwen3VLVideoProcessor",
         boxes=Boxes(form="json", steps=1000),
         same_from_features=False,  # some features go to several layers
     ),

@@ -20,7 +20,6 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.core.errors import UserError
@@ -56,9 +55,10 @@ class PicturesOnly:
         """The settings to save: those of transformers' class, so that it loads where torchvision is installed."""
         settings = super().to_dict()  # type: ignore[misc]
         images = settings["image_processor"]
-        settings["video_processor"] = {"video_processor_type": VIDEO_PROCESSOR_MAPPING_NAMES[self.model_type]}
+        vision = family_of(self.model_type).vision
+        assert vision is not None
+        settings["video_processor"] = {"video_processor_type": vision.video_processor}
         settings["video_processor"] |= {name: images[name] for name in VIDEO_SETTINGS if name in images}
-        settings["processor_class"] = PROCESSOR_MAPPING_NAMES[self.model_type]
         return settings
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,9 +69,8 @@ class PicturesOnly:
 def pictures_only(model_type: str) -> type[ProcessorMixin]:
     """The PicturesOnly of a family."""
     plain: type[ProcessorMixin] = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-    kind: type[ProcessorMixin] = type(
-        f"PicturesOnly{plain.__name__}", (PicturesOnly, plain), {"model_type": model_type}
-    )
+    # Its name is written beside processor and tokenizer.
+    kind: type[ProcessorMixin] = type(plain.__name__, (PicturesOnly, plain), {"model_type": model_type})
     return kind
 
 

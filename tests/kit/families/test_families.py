@@ -1,6 +1,7 @@
 """What the descriptions of families say is so, on tiny models of each."""
 
 import copy
+import json
 import pickle
 from dataclasses import replace
 from functools import cache
@@ -204,6 +205,24 @@ class _Record:
 
     def targets(self) -> Any:
         return [(self.box, self.category)]
+
+
+@pytest.mark.parametrize(
+    ("name", "processor_class", "video_processor"),
+    [
+        ("qwen2_vl", "Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
+        ("qwen2_5_vl", "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+        ("qwen3_vl", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    ],
+)
+def test_a_saved_processor_names_the_classes_that_the_published_one_names(
+    name: str, processor_class: str, video_processor: str, tmp_path: Path
+) -> None:
+    processor_for(name).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "processor_config.json").read_text())
+    assert saved["processor_class"] == processor_class
+    assert saved["video_processor"]["video_processor_type"] == video_processor
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["processor_class"] == processor_class
 
 
 @pytest.mark.parametrize("name", VISION)
