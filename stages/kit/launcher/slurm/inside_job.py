@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stages.core.signals import ENDING
 from stages.kit.launcher.needs import repository_dir
+from stages.kit.launcher.outputs import remove
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
 from stages.kit.launcher.slurm.client import Unanswered, ask_to_end, described, requeue
 from stages.kit.launcher.slurm.job_dir import JobDir
@@ -45,6 +46,8 @@ def run_inside_job(
                 ask_to_end(os.environ["SLURM_JOB_ID"], alone=False)
         return code
     saved_before = newest_checkpoint(saves_in)
+    for out in declared.outs:  # DVC has removed them; a job that was cancelled after that may have left some
+        remove(workspace_dir / out)
     code = run()
     if failed_path.exists():
         code = int(failed_path.read_text(encoding="utf-8") or code)
