@@ -5,7 +5,7 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev, lm-eval.
+# What `make setup` installs beside the project's own: dev, lm-eval, try.
 EXTRAS ?=
 # What demo, compare, report and repeat are of: detection, amr or moe.
 TASK ?= detection
@@ -94,6 +94,11 @@ plan: setup ## Say whether a recipe fits a GPU, without one, and how to run it s
 .PHONY: lm-eval
 lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup EXTRAS=lm-eval (RUN=, BATCH_SIZE=)
 	@$(offline) $(python) -m tools.lm_eval $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
+
+.PHONY: try
+try: setup ## Ask a trained model and its base on a page in the browser, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
+	@$(offline) $(python) -m tools.try_it $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
+		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
 .PHONY: verify
 verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache; PUBLISHED=FOLDER, KEY=)

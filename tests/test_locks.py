@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 
-LOCKS = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval")
+LOCKS = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval", "try")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PIN = re.compile(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", re.MULTILINE)
 
@@ -54,7 +54,8 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     # layers and optimizers; its own kernels find no CUDA there.
     cuda = re.compile(r"nvidia|cuda|triton|torch$")
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
-    assert [package for package in locked("lm-eval") if cuda.match(package)] == [], "it is scored on the torch there is"
+    for extra in ("lm-eval", "try"):
+        assert [package for package in locked(extra) if cuda.match(package)] == [], "it works on the torch there is"
 
 
 def test_the_tests_run_the_triton_that_trains() -> None:

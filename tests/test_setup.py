@@ -111,7 +111,7 @@ def test_a_second_set_up_asks_for_nothing_and_an_extra_only_for_itself(workspace
 def test_an_unknown_extra_is_refused_before_anything_is_made(workspace: Path) -> None:
     code, said, asked = set_up(workspace, "lm_eval", TARGET="cpu")
     assert (code, asked) == (1, [])
-    assert "unknown extra lm_eval; there are dev and lm-eval" in said
+    assert "unknown extra lm_eval; there are dev, lm-eval and try" in said
 
 
 def test_a_changed_lock_is_installed(workspace: Path) -> None:

@@ -119,10 +119,22 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
         folder = Path("data/runs") / name / "merged"
         lineage = verified_lineage(folder, fix=f"dvc repro -f -s merge@{name}")
         require_certificate(folder.parent / "merge.json", lineage)
-    else:
-        base = params.subject(name).base
-        folder = Path("data") / base
-        lineage = verified_lineage(folder, fix=f"dvc repro -f -s {made_by(base)}")
+        log_model(folder, lineage)
+        return folder, lineage
+    return base_model(params.subject(name).base)
+
+
+def base_model(base: str) -> tuple[Path, Lineage]:
+    """A model to ask that no recipe trained, `bases/NAME` or `builds/NAME`, and its lineage.
+
+    Raises UserError where the folder has changed.
+    """
+    folder = Path("data") / base
+    lineage = verified_lineage(folder, fix=f"dvc repro -f -s {made_by(base)}")
+    log_model(folder, lineage)
+    return folder, lineage
+
+
+def log_model(folder: Path, lineage: Lineage) -> None:
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("model %s, content %s%s", folder, short(lineage.digest), label)
-    return folder, lineage

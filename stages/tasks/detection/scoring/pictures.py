@@ -55,11 +55,16 @@ def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Im
 
 def draw_truth(record: DetectionRecord) -> Image.Image:
     """A sample's boxes that are asked for, with their labels, as an RGB picture at most MAX_WIDTH wide."""
+    return draw_boxes(record, record.targets(), TRUTH_COLOUR)
+
+
+def draw_boxes(record: DetectionRecord, boxes: Sequence[tuple[Box, str]], colour: tuple[int, int, int]) -> Image.Image:
+    """Boxes with their labels on a sample's picture, RGB and at most MAX_WIDTH wide."""
     image = _scaled(record.open_image())
     draw = ImageDraw.Draw(image)
-    for box, label in record.targets():
-        _draw_outline(draw, _pixels(box, image.size), TRUTH_COLOUR, dashed=False)
-        _draw_label(draw, box, image.size, label, TRUTH_COLOUR)
+    for box, label in boxes:
+        _draw_outline(draw, _pixels(box, image.size), colour, dashed=False)
+        _draw_label(draw, box, image.size, label, colour)
     return image
 
 

@@ -1,0 +1,68 @@
+"""Detection on a page: a photograph in, boxes on it out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
+from stages.tasks.detection.samples import conversation, read_split
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
+from stages.tasks.detection.samples.records import DetectionRecord
+from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_boxes
+from tools.try_it.asking import Field, Shown, Subject
+
+if TYPE_CHECKING:
+    from stages.kit.evaluation.answering import Answerer
+
+
+class Form:
+    fields = (Field(kind="picture", label="Drop a photograph"),)
+    draws = "picture"
+
+    def __init__(self, subject: Subject) -> None:
+        params = subject.params
+        data = params.subject(subject.run).data
+        self.asked = read_split(Path("data/prepared") / data, "val")[0]
+        """A sample of the run's data: what is asked of every picture, and how it is to be answered."""
+        self.max_pixels = params.dataset(data).max_image_pixels or MAX_IMAGE_PIXELS
+
+    def question(self, *given: str) -> Conversation:
+        (path,) = given
+        if not path:
+            raise UserError("choose a photograph first")
+        row = {"image_id": Path(path).name, "image": {"bytes": Path(path).read_bytes()}}
+        fields, problems = parse_image(row, self.max_pixels)
+        if problems:
+            raise UserError("; ".join(problems))
+        record = replace(self.asked, **fields, boxes=(), labels=(), categories=(), place=None)
+        return conversation(record, answered=False)
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        from stages.kit.models.processors import resizing
+
+        (record,) = question.images
+        assert isinstance(record, DetectionRecord)
+        resized = resizing(answerer.processor)
+        assert resized is not None, "the task is refused to models without a vision tower"
+        family = codec_of(record.answer, answerer.model.config.model_type)
+        decoded = decode_boxes(answer, family=family, size=resized(record.width, record.height))
+        found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
+        if decoded.none:
+            said = "Says that there is none."
+        elif found:
+            said = "; ".join(_in_pixels(box, record) for box in decoded.boxes)
+        else:
+            said = "No box can be read in the answer."
+        return Shown(picture=draw_boxes(record, found, PREDICTION_COLOUR), text=said)
+
+
+def _in_pixels(box: tuple[float, float, float, float], record: DetectionRecord) -> str:
+    x0, y0, x1, y1 = box
+    return (
+        f"x {x0 * record.width:.0f} to {x1 * record.width:.0f}, y {y0 * record.height:.0f} to {y1 * record.height:.0f}"
+        f" of {record.width} x {record.height} pixels"
+    )
