@@ -1,4 +1,4 @@
-"""Open a page in a browser that asks a trained model and its base what you give it: a photograph, a sentence, a question.
+"""Open a page that asks a trained model and its base what you give it: a photograph, a sentence, a question.
 
 Reads   the model that `evaluate` scores and its certificate, the base that it goes back to, the prepared data
 Writes  nothing; what is asked lies in a temporary folder until the end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +17,17 @@ MAX_UPLOAD = "100mb"
 
 
 def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Blocks:
+    columns = 3 if form.draws == "picture" else 2
+    """Components a model."""
+
     def ask(*given: str | None) -> list[Any]:
         try:
             question = form.question(*(each or "" for each in given))
             with recognised_out_of_memory():
                 answers = [answer(model, question) for model in models]
         except (UserError, OutOfMemory) as error:
-            raise gr.Error(html.escape(error.message), duration=None, print_exception=False) from None
-        outputs: list[Any] = []
+            return [gr.Textbox(value=error.message, visible=True), *[None] * columns * len(models)]
+        outputs: list[Any] = [gr.Textbox(value="", visible=False)]
         for model, text in zip(models, answers, strict=True):
             shown = form.shown(question, text, model.answerer)
             outputs += [*([shown.picture] if form.draws == "picture" else []), shown.text, text]
@@ -34,7 +36,8 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         gr.Markdown(f"# {title}")
         given = [component(field) for field in form.fields]
-        button, outputs = gr.Button("Ask", variant="primary"), []
+        button = gr.Button("Ask", variant="primary")
+        outputs: list[Any] = [gr.Textbox(label="Cannot be asked", visible=False, interactive=False)]
         with gr.Row():
             for model in models:
                 with gr.Column():
