@@ -34,13 +34,16 @@ from stages.kit.reporting.texts import (
     flat_metrics,
     print_comparison,
 )
+from stages.kit.reporting.tracking import track_comparison
 from stages.tasks import load_task
 
 
 @click.command(help=__doc__)
 @click.argument("task")
 def main(task: str) -> None:
-    compare_task(load_params(), task, data_dir=Path("data"), console=Console(highlight=False))
+    params = load_params()
+    comparison = compare_task(params, task, data_dir=Path("data"), console=Console(highlight=False))
+    track_comparison(params.tracking, task, csv_text(comparison_table(comparison)))
 
 
 def compare_task(params: Params, task: str, *, data_dir: Path, console: Console) -> Comparison:

@@ -29,6 +29,7 @@ from stages.kit.models.certificate import certified_model
 from stages.kit.planning.memory_record import beside_measured, read_memory_record
 from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.cards import cards_dir, write_card
+from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.record import read_record
 from stages.tasks import load_task
 
@@ -43,7 +44,7 @@ def main(name: str, attempt: int) -> None:
     configure_logging(f"evaluate {name}")
     params = load_params()
     subject = params.subject(name)
-    model_dir, _ = certified_model(params, name)
+    model_dir, lineage = certified_model(params, name)
     target = read_plan(name).target if name in params.recipes else subject.target
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
@@ -72,6 +73,7 @@ def main(name: str, attempt: int) -> None:
     write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
+    track_evaluation(params.tracking, name, metrics, run_dir / "pictures", model=lineage, model_dir=model_dir)
 
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:

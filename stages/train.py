@@ -54,11 +54,12 @@ from stages.kit.training.features import features_dir, kept_features, use_featur
 from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
 from stages.kit.training.peak import PeakMemory
-from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback, wandb_settings
+from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback
 from stages.kit.training.record import TrainingRecord, write_record, write_trace
 from stages.kit.training.resumable import train_to_the_end
 from stages.kit.training.reuse import reuse_training
 from stages.kit.training.seed import seed_everything
+from stages.kit.training.tracking import trainer_settings
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -90,7 +91,7 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
 
     # What a person may have to fix is looked at before the weights, which can take minutes to load.
     params = load_params()
-    reporting = wandb_settings(params.tracking, recipe)
+    reporting = trainer_settings(params.tracking, recipe)
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")

@@ -41,6 +41,7 @@ FAST = (
     "tools/plan/__main__",
     "tools/plan/available_inputs",
     "tools/plan/recipe_memory",
+    "tools/try_it/__main__",
     "tools/verify",
 )
 """Modules, or packages with all that is in them."""

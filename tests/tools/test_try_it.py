@@ -271,7 +271,10 @@ def test_a_photograph_in_a_browser_comes_back_with_its_boxes(workspace: Path, tm
         said = next(line for line in process.stdout if "http://" in line)
         listening = [each.laddr.ip for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"]
         assert listening == ["127.0.0.1"]
-        with opened(said.split("(")[0].split()[-1]) as page:
+        url = said.split("(")[0].split()[-1]
+        with opened(url) as page:
+            assert page.request.get(f"{url}gradio_api/file={Path.cwd()}/params.yaml").status == 403
+            assert page.request.get(url, headers={"Host": "elsewhere.example"}).status == 400
             page.set_input_files("input[type=file]", tmp_path / "photograph.jpg")
             for index, run in enumerate(("base-vlm", DETECTION)):
                 row = pq.read_table(f"data/runs/{run}/predictions.parquet").to_pylist()[0]

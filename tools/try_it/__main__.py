@@ -22,11 +22,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from stages.core.cpu import pinned_instructions
 from stages.core.errors import OutOfMemory, UserError
 from stages.core.lineage import short
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.kit.evaluation.answering import load_answerer
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import base_model, certified_model
 from stages.kit.planning.plan import read_plan
@@ -42,6 +42,7 @@ from tools.try_it.asking import Form, LoadedModel, Subject
 def main(run: str, alone: bool, port: int | None) -> None:
     configure_logging(f"try {run}")
     require_gradio()
+    os.environ |= pinned_instructions(os.environ)  # those of stages; torch reads them when it is imported
     params = load_params()
     trained = run in params.recipes
     subject = Subject(params=params, run=run, target=read_plan(run).target if trained else params.subject(run).target)
@@ -89,6 +90,8 @@ def load_models(subject: Subject, *, with_base: bool) -> list[LoadedModel]:
 
     Raises UserError where a model's files are not as recorded.
     """
+    from stages.kit.evaluation.answering import load_answerer
+
     params, run = subject.params, subject.run
     folders = {run: certified_model(params, run)}
     if with_base:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from stages.core.errors import OutOfMemory, UserError
 from stages.kit.data.images import FORMATS
@@ -82,6 +84,8 @@ def serve(page: gr.Blocks, port: int | None) -> str:
             footer_links=[],
             max_file_size=MAX_UPLOAD,
             theme=theme,
+            # A web page elsewhere whose name leads to 127.0.0.1 is another host to the browser, and is refused here.
+            app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])]},
         )
     except OSError as error:
         raise UserError(f"the page cannot be opened: {error}; choose another one: PORT=7900") from None

@@ -32,6 +32,7 @@ from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import triton_dir
 from stages.kit.launcher.needs import (
+    TRACKED,
     gpus_wanted,
     hub_cache,
     kept_dirs,
@@ -260,10 +261,10 @@ def name_open_paths(repository: Path, say_once: Callable[[str], None]) -> None:
 
 def refuse_online_tracking(stage: str, engine: Engine, params: Params) -> None:
     tracking = params.tracking
-    if stage == "train" and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
+    if stage in TRACKED and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
         raise UserError(
-            "tracking.wandb_mode is online, but a container has no network to train with. Track offline and send the "
-            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or train without one: BAKEOFF_ENGINE=process"
+            "tracking.wandb_mode is online, but a container has no network. Track offline and send the "
+            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or work without one: BAKEOFF_ENGINE=process"
         )
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.training.checkpoints import checkpoints_dir
 
+TRACKED = ("train", "evaluate", "compare")
+"""Stages that leave a run in Weights & Biases, where tracking is on."""
+
 
 def gpus_wanted(stage: str, device: DeviceParams) -> int:
     """Training takes the devices of the profile, what holds one model for inference takes one of them."""
@@ -37,16 +40,18 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
 
 
 def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[Path, ...]:
-    """Folders that a training writes to beside its outputs, and publish, which may have to make a key; none for the
-    other stages, and for a name that a training will refuse.
+    """Folders that a stage writes to beside its outputs: a training, what is tracked, and publish, which may have to
+    make a key; none for the other stages, and for a name that a training will refuse.
 
-    Weights & Biases keeps runs in the second one, as stages/kit/training/progress.py says.
+    Weights & Biases keeps runs in .bakeoff/tracking, as stages/kit/training/tracking.py says.
     """
     if stage == "publish":
         return (repository / ".bakeoff/signing",)
-    if stage != "train" or name not in params.recipes:
+    tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb and stage in TRACKED else ()
+    if stage != "train":
+        return tracked
+    if name not in params.recipes:
         return ()
-    tracked = (repository / ".bakeoff/tracking",) if params.tracking.wandb else ()
     return (checkpoints_dir(repository, name), repository / ".bakeoff/features", *tracked)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 from dvclive import Live
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
-
-from stages.core.params.schema import TrackingParams
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +75,3 @@ class LiveMetrics(TrainerCallback):
 def progress_callback() -> TrainerCallback:
     """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
     return ProgressCallback() if sys.stderr.isatty() else LineProgress()
-
-
-def wandb_settings(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
-    """Trainer arguments for Weights & Biases, the run named after recipe and experiment; nothing where it is off."""
-    if not tracking.wandb:
-        return {"report_to": "none"}
-    # Below the repository also when DVC runs an experiment in a clone that it throws away.
-    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff/tracking")  # wandb adds a folder of its name
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    os.environ |= {
-        "WANDB_DIR": str(runs_dir),
-        "WANDB_MODE": tracking.wandb_mode,
-        "WANDB_PROJECT": tracking.wandb_project,
-    }
-    experiment = os.environ.get("DVC_EXP_NAME")
-    return {"report_to": "wandb", "run_name": f"{recipe}-{experiment}" if experiment else recipe}

@@ -254,7 +254,7 @@ def test_downloads_are_kept_where_the_hubs_own_client_keeps_them() -> None:
     assert hub_cache({}) == Path.home() / ".cache/huggingface"
 
 
-def test_only_a_training_and_what_signs_write_beside_their_outputs_a_training_for_its_own_recipe() -> None:
+def test_only_a_training_what_is_tracked_and_what_signs_write_beside_their_outputs() -> None:
     params, repository = load_params(ROOT / "params.yaml"), Path("/repository")
     checkpoints = repository / ".bakeoff/checkpoints/r1-llm-only"
     features, tracking = repository / ".bakeoff/features", repository / ".bakeoff/tracking"
@@ -263,6 +263,9 @@ def test_only_a_training_and_what_signs_write_beside_their_outputs_a_training_fo
     assert kept_dirs("train", "r1-llm-only", tracked, repository) == (checkpoints, features, tracking)
     for stage, name in (("merge", "r1-llm-only"), ("train", ""), ("train", "--help"), ("train", "../../x")):
         assert kept_dirs(stage, name, tracked, repository) == ()
+    for stage, name in (("evaluate", "base-vlm"), ("compare", "detection")):
+        assert kept_dirs(stage, name, params, repository) == ()
+        assert kept_dirs(stage, name, tracked, repository) == (tracking,)
     assert kept_dirs("publish", "r1-llm-only", params, repository) == (repository / ".bakeoff/signing",)
 
 

@@ -1,0 +1,88 @@
+"""Results in Weights & Biases: figures, pictures and the model's digest of an evaluation; the table of a comparison.
+
+Offline they are in .bakeoff/tracking, to be read there, or sent by `wandb sync`. No weights are ever sent.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.core.errors import UserError
+from stages.core.lineage import LINEAGE_FILE, Lineage
+from stages.core.params.schema import TrackingParams
+from stages.kit.training.tracking import run_name, set_environment
+
+if TYPE_CHECKING:
+    import wandb
+
+
+def track_evaluation(
+    tracking: TrackingParams,
+    name: str,
+    metrics: Mapping[str, Any],
+    pictures_dir: Path,
+    *,
+    model: Lineage,
+    model_dir: Path,
+) -> None:
+    """Nothing where tracking is off.
+
+    metrics: of metrics.json, which become the run's summary and, as they are, its table `metrics`. The model is an
+    artifact with its digest and its lineage, without its weights.
+    """
+    if not tracking.wandb:
+        return
+    with _tracked_run(tracking, f"{name}-evaluation", job_type="evaluate", group=name) as run:
+        import wandb
+
+        run.summary.update(dict(metrics))
+        pictures = {f"pictures/{path.stem}": wandb.Image(str(path)) for path in sorted(pictures_dir.glob("*.png"))}
+        run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **pictures})
+        artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
+        artifact.add_file(str(model_dir / LINEAGE_FILE))
+        run.log_artifact(artifact)
+
+
+def track_comparison(tracking: TrackingParams, task: str, comparison_csv: str) -> None:
+    """The table of comparison.csv, as it is. Nothing where tracking is off."""
+    if not tracking.wandb:
+        return
+    with _tracked_run(tracking, f"{task}-comparison", job_type="compare", group=task) as run:
+        header, *rows = csv.reader(io.StringIO(comparison_csv))
+        run.log({"comparison": _table(header, [[_number(cell) for cell in row] for row in rows])})
+
+
+@contextmanager
+def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: str) -> Iterator[wandb.Run]:
+    """Raises UserError where wandb cannot send, or will not without a key."""
+    import wandb  # a third of a second
+
+    set_environment(tracking)
+    settings = wandb.Settings(console="off", quiet=True)
+    try:
+        with wandb.init(name=run_name(name), job_type=job_type, group=group, settings=settings) as run:
+            yield run
+    except wandb.Error as error:
+        raise UserError(
+            f"Weights & Biases refused the results of {name}: {error}; log in with .venv/bin/wandb login, or track "
+            "offline: -S tracking.wandb_mode=offline"
+        ) from error
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> wandb.Table:
+    import wandb
+
+    return wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
+
+
+def _number(cell: str) -> float | str | None:
+    """A cell of a CSV file: a number where it is one, None where it is empty."""
+    try:
+        return float(cell)
+    except ValueError:
+        return cell or None
