@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
+from stages.kit.data.conversation import Conversation
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples import read_split
@@ -33,8 +35,8 @@ from tests.tasks.moe.made_up import fact, meeting
 from tests.test_amr_stages import CORPUS
 from tests.test_stages import done, write_params
 from tools.try_it import __main__ as command
-from tools.try_it.asking import Form, Subject, answer
-from tools.try_it.forms import moe
+from tools.try_it.asking import Form, LoadedModel, Subject, answer, said
+from tools.try_it.forms import chat, moe
 from tools.try_it.forms.amr import escaped, mermaid
 
 pipeline = pytest.mark.pipeline
@@ -211,7 +213,7 @@ def test_a_task_without_a_page_and_a_missing_package_are_said(workspace: Path, m
 
 
 def _missing(name: str) -> str:
-    raise command.PackageNotFoundError(name)
+    raise PackageNotFoundError(name)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -220,7 +222,8 @@ browser_test = pytest.mark.skipif(
     CHROMIUM is None or None in NEEDED.values(),
     reason="needs a Chromium (apt install chromium), playwright and gradio (make setup EXTRAS='dev try')",
 )
-GRAPH = '(muốn :agent (cậu_bé #1) :polarity - :theme ("mua <b>x</b>" :agent #1))'
+HOSTILE = """"x ``` <img src='http://192.0.2.1/x.png'> &amp;\""""
+GRAPH = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
 """An answer in the form `ptr`."""
 
 
@@ -247,6 +250,16 @@ def opened(url: str) -> Iterator[Any]:
     assert elsewhere == []
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Killed, if a test fails before it has ended it."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pipeline
 @browser_test
 def test_a_photograph_in_a_browser_comes_back_with_its_boxes(workspace: Path, tmp_path: Path) -> None:
@@ -263,15 +276,20 @@ def test_a_photograph_in_a_browser_comes_back_with_its_boxes(workspace: Path, tm
         "PYTHONUNBUFFERED": "1",
         "BROWSER": "true",
     }
-    command_line = [sys.executable, "-m", "tools.try_it", DETECTION]
-    with subprocess.Popen(
-        command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    with ended(
+        subprocess.Popen(
+            [sys.executable, "-m", "tools.try_it", DETECTION],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     ) as process:
         assert process.stdout is not None
-        said = next(line for line in process.stdout if "http://" in line)
+        line = next(line for line in process.stdout if "http://" in line)
         listening = [each.laddr.ip for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"]
         assert listening == ["127.0.0.1"]
-        url = said.split("(")[0].split()[-1]
+        url = line.split("(")[0].split()[-1]
         with opened(url) as page:
             assert page.request.get(f"{url}gradio_api/file={Path.cwd()}/params.yaml").status == 403
             assert page.request.get(url, headers={"Host": "elsewhere.example"}).status == 400
@@ -293,38 +311,57 @@ def test_a_photograph_in_a_browser_comes_back_with_its_boxes(workspace: Path, tm
             assert page.get_by_label("Answer, word for word").first.input_value() == ""
         assert list(scratch.iterdir())
         process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
+        rest = process.communicate()[0]
     assert (process.returncode, "Traceback" in rest) == (0, False), rest
     assert list(scratch.iterdir()) == []
+
+
+@contextmanager
+def served(title: str, form: Form, models: list[LoadedModel]) -> Iterator[Any]:
+    """The page in a browser, served by this process."""
+    from tools.try_it.page import make_page, serve
+
+    blocks = make_page(title, form, models)
+    try:
+        with opened(serve(blocks, None)) as page:
+            yield page
+    finally:
+        blocks.close()
 
 
 @pipeline
 @browser_test
 def test_a_sentence_in_a_browser_comes_back_as_a_drawn_graph(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.try_it import page as page_module
-
     subject = subject_of(AMR)
     models = command.load_models(subject, with_base=False)
-    monkeypatch.setattr(page_module, "answer", lambda model, question: GRAPH)
-    blocks = page_module.make_page("amr", command.form_of(subject), models)
-    url = page_module.serve(blocks, None)
-    try:
-        with opened(url) as page:
-            page.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
+    monkeypatch.setattr("tools.try_it.page.answer", lambda model, question: GRAPH)
+    with served("amr", command.form_of(subject), models) as page:
+        page.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
+        page.get_by_role("button", name="Ask").click()
+        page.locator("svg .nodeLabel").first.wait_for()
+        assert sorted(page.locator("svg .nodeLabel").all_inner_texts()) == sorted(["muốn", "cậu_bé", "-", HOSTILE])
+        roles = [":agent", ":agent", ":polarity", ":theme"]
+        assert sorted(page.locator("svg .edgeLabel p").all_inner_texts()) == roles
+        page.get_by_label("A sentence").fill("")
+        page.get_by_role("button", name="Ask").click()
+        refused = page.get_by_label("Cannot be asked")
+        refused.wait_for()
+        assert refused.input_value() == "write a sentence first"
+
+
+@pipeline
+@browser_test
+def test_a_talk_in_a_browser_goes_on_from_the_models_own_answers(workspace: Path) -> None:
+    (model,) = command.load_models(subject_of(AMR), with_base=False)
+    messages, answers = [said("system", "Short.")], []
+    with served("chat", chat.Form(subject_of(AMR)), [model]) as page:
+        page.get_by_label("A system prompt").fill("Short.")
+        for turn, text in enumerate(("Xin chào", HOSTILE)):
+            messages.append(said("user", text))
+            answers.append(answer(model, Conversation(sample_id="", messages=messages)))
+            messages.append(said("assistant", answers[-1]))
+            page.get_by_label("A message").fill(text)
             page.get_by_role("button", name="Ask").click()
-            page.locator("svg .nodeLabel").first.wait_for()
-            nodes = page.locator("svg .nodeLabel").all_inner_texts()
-            assert sorted(nodes) == sorted(["muốn", "cậu_bé", "-", '"mua <b>x</b>"'])
-            assert sorted(page.locator("svg .edgeLabel p").all_inner_texts()) == [
-                ":agent",
-                ":agent",
-                ":polarity",
-                ":theme",
-            ]
-            page.get_by_label("A sentence").fill("")
-            page.get_by_role("button", name="Ask").click()
-            refused = page.get_by_label("Cannot be asked")
-            refused.wait_for()
-            assert refused.input_value() == "write a sentence first"
-    finally:
-        blocks.close()
+            page.get_by_test_id("bot").nth(turn).wait_for()
+        assert page.get_by_test_id("bot").all_text_contents() == answers
+        assert page.get_by_test_id("user").all_text_contents() == ["Xin chào", HOSTILE]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -53,7 +54,8 @@ class Form(Protocol):
     """A task on a page; made of the Subject."""
 
     fields: tuple[Field, ...]
-    draws: Literal["picture", "text"]
+    draws: Literal["picture", "text", "talk"]
+    """What an answer becomes; a talk goes on, and each of its questions is `following` those before."""
 
     def question(self, *given: str) -> Conversation:
         """The question as `evaluate` and `predict` ask it. Raises UserError for what none can be made of."""
@@ -75,6 +77,17 @@ def answer(model: LoadedModel, question: Conversation) -> str:
             f"too long: {tokens:,} tokens, and {settings.max_new_tokens:,} of the answer; the model takes {longest:,}"
         )
     return answerer.answers([question])[0]
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    """A message of a conversation."""
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:
+    """The question after what was said before: turns of (role, text), of user and assistant."""
+    *system, last = question.messages
+    return replace(question, messages=[*system, *(said(*turn) for turn in turns), last])
 
 
 def required_text(given: str, what: str) -> str:

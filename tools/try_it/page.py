@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,25 +13,28 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from stages.core.errors import OutOfMemory, UserError
 from stages.kit.data.images import FORMATS
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from tools.try_it.asking import Field, Form, LoadedModel, answer
+from tools.try_it.asking import Field, Form, LoadedModel, answer, following, said
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]
 MAX_UPLOAD = "100mb"
 
 
 def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Blocks:
-    columns = 3 if form.draws == "picture" else 2
-    """Components a model."""
-
-    def ask(*given: str | None) -> list[Any]:
+    def ask(*values: Any) -> list[Any]:
+        given, talks = values[: len(form.fields)], values[len(form.fields) :]
         try:
-            question = form.question(*(each or "" for each in given))
+            asked = form.question(*(each or "" for each in given))
+            questions = [following(asked, turns_of(talk)) for talk in talks] or [asked] * len(models)
             with recognised_out_of_memory():
-                answers = [answer(model, question) for model in models]
+                answers = [answer(*each) for each in zip(models, questions, strict=True)]
         except (UserError, OutOfMemory) as error:
-            return [gr.Textbox(value=error.message, visible=True), *[None] * columns * len(models)]
+            kept = talks or [None] * sum(map(len, columns))
+            return [gr.Textbox(value=error.message, visible=True), *kept]
         outputs: list[Any] = [gr.Textbox(value="", visible=False)]
-        for model, text in zip(models, answers, strict=True):
+        for model, question, text in zip(models, questions, answers, strict=True):
+            if form.draws == "talk":
+                outputs.append(talk_of([*question.messages, said("assistant", text)]))
+                continue
             shown = form.shown(question, text, model.answerer)
             outputs += [*([shown.picture] if form.draws == "picture" else []), shown.text, text]
         return outputs
@@ -39,25 +43,46 @@ def make_page(title: str, form: Form, models: Sequence[LoadedModel]) -> gr.Block
         gr.Markdown(f"# {title}")
         given = [component(field) for field in form.fields]
         button = gr.Button("Ask", variant="primary")
-        outputs: list[Any] = [gr.Textbox(label="Cannot be asked", visible=False, interactive=False)]
+        problem = gr.Textbox(label="Cannot be asked", visible=False, interactive=False)
+        columns = []
         with gr.Row():
             for model in models:
                 with gr.Column():
                     gr.Markdown(f"### {model.name}")
-                    if form.draws == "picture":
-                        outputs.append(
-                            gr.Image(label="Boxes", format="png", interactive=False, buttons=["fullscreen", "download"])
-                        )
-                    outputs.append(gr.Markdown())
-                    outputs.append(gr.Textbox(label="Answer, word for word", interactive=False))
+                    columns.append(answer_components(form))
+        answered = [each for column in columns for each in column]
         started = [button.click]
         started += [
             each.upload if field.kind == "picture" else each.submit
             for field, each in zip(form.fields, given, strict=True)
             if field.kind != "text"
         ]
-        gr.on(started, ask, given, outputs, api_visibility="private")
+        talks = answered if form.draws == "talk" else []
+        gr.on(started, ask, [*given, *talks], [problem, *answered], api_visibility="private")
     return page
+
+
+def answer_components(form: Form) -> list[Any]:
+    """What shows a model's answers."""
+    if form.draws == "talk":
+        return [gr.Chatbot(label="Conversation", render_markdown=False, buttons=["copy_all"])]
+    picture = {"format": "png", "interactive": False, "buttons": ["fullscreen", "download"]}
+    return [
+        *([gr.Image(label="Boxes", **picture)] if form.draws == "picture" else []),
+        gr.Markdown(),
+        gr.Textbox(label="Answer, word for word", interactive=False),
+    ]
+
+
+def talk_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A Chatbot's messages. It would read HTML in them, pictures from elsewhere too."""
+    turns = ((message["role"], message["content"][0]["text"]) for message in messages)
+    return [{"role": role, "content": html.escape(text)} for role, text in turns if role != "system"]
+
+
+def turns_of(talk: Sequence[Any] | None) -> list[tuple[str, str]]:
+    """What `talk_of` showed, as a Chatbot gives it back: (role, text)."""
+    return [(message["role"], html.unescape(message["content"][0]["text"])) for message in talk or ()]
 
 
 def component(field: Field) -> Any:

@@ -14,9 +14,6 @@ from tools.try_it.asking import Field, Shown, Subject, required_text
 if TYPE_CHECKING:
     from stages.kit.evaluation.answering import Answerer
 
-FENCE = "`" * 8
-"""Around a graph, whose words may have some."""
-
 
 class Form:
     fields = (Field(kind="line", label="A sentence"),)
@@ -39,7 +36,10 @@ class Form:
         notes = ["The answer is no graph; this is what could be repaired of it.\n"] if made.repaired else []
         notes += ["Nothing can be made of the answer; `predict` writes an empty graph.\n"] if made.empty else []
         drawn = "\n".join(mermaid(read_graph(graph)))
-        return Shown(text=f"{''.join(notes)}\n```mermaid\n{drawn}\n```\n\n{FENCE}\n{graph.rstrip()}\n{FENCE}\n")
+        fence = "```"
+        while fence in graph:
+            fence += "`"
+        return Shown(text=f"{''.join(notes)}\n```mermaid\n{drawn}\n```\n\n{fence}\n{graph.rstrip()}\n{fence}\n")
 
 
 def mermaid(graph: Node) -> Iterator[str]:
