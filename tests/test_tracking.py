@@ -16,11 +16,15 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from stages.core.lineage import read_lineage
+from stages.core.params.load import load_params
+from stages.kit.reporting.tracking import track_comparison
 from tests import ROOT
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 KEPT = Path(".bakeoff/tracking")
+MADE_UP = "model,mean_iou,mean_iou_low,note\na,0.1234567890123456,1e-05,x y\nb,-2.0,,\n"
+"""A comparison.csv."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,7 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not KEPT.exists()
         done("evaluate", "base-vlm")
         done("compare", "detection")
+        track_comparison(load_params().tracking, "made-up", MADE_UP)
         wandb.teardown()  # as at the end of a stage's process: all is written
     return workspace
 
@@ -112,16 +117,13 @@ def test_the_model_is_an_artifact_with_its_digest_and_no_weights(finished: Path)
 
 def test_the_tracked_table_of_a_comparison_is_its_csv(finished: Path) -> None:
     media, _ = tracked_run(finished, "detection-comparison")
-    tracked = table(media, "comparison")
     header, *rows = csv.reader((finished / "data/report/detection/comparison.csv").open(newline=""))
-    assert tracked["columns"] == header
-    assert [["" if cell is None else cell for cell in row] for row in tracked["data"]] == [
-        [_read(cell) for cell in row] for row in rows
-    ]
-
-
-def _read(cell: str) -> float | str:
-    return float(cell) if cell.replace(".", "", 1).replace("e-", "").isdigit() else cell
+    tracked = table(media, "comparison")
+    assert (tracked["columns"], [row[0] for row in tracked["data"]]) == (header, [row[0] for row in rows])
+    media, _ = tracked_run(finished, "made-up-comparison")
+    tracked = table(media, "comparison")
+    assert tracked["columns"] == ["model", "mean_iou", "mean_iou_low", "note"]
+    assert tracked["data"] == [["a", 0.1234567890123456, 1e-05, "x y"], ["b", -2.0, None, None]]
 
 
 def test_results_that_cannot_be_sent_are_refused_in_words(finished: Path, tmp_path: Path) -> None:

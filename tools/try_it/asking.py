@@ -53,9 +53,12 @@ class Shown:
 class Form(Protocol):
     """A task on a page; made of the Subject."""
 
-    fields: tuple[Field, ...]
-    draws: Literal["picture", "text", "talk"]
-    """What an answer becomes; a talk goes on, and each of its questions is `following` those before."""
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+
+    @property
+    def draws(self) -> Literal["picture", "text", "talk"]:
+        """What an answer becomes; a talk goes on, and each of its questions is `following` those before."""
 
     def question(self, *given: str) -> Conversation:
         """The question as `evaluate` and `predict` ask it. Raises UserError for what none can be made of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Form:
     fields = (Field(kind="line", label="A sentence"),)
-    draws = "text"
+    draws: Final = "text"
 
     def __init__(self, subject: Subject) -> None:
         assert subject.target is not None, "plans and baselines of this task have one"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -18,7 +18,7 @@ class Form:
         Field(kind="line", label="A message"),
         Field(kind="text", label="A system prompt before all messages, or nothing"),
     )
-    draws = "talk"
+    draws: Final = "talk"
 
     def __init__(self, subject: Subject) -> None:
         pass

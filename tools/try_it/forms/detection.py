@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Form:
     fields = (Field(kind="picture", label="Drop a photograph"),)
-    draws = "picture"
+    draws: Final = "picture"
 
     def __init__(self, subject: Subject) -> None:
         params = subject.params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -20,7 +20,7 @@ class Form:
         Field(kind="line", label="A question"),
         Field(kind="text", label="A transcript that it is about, or nothing"),
     )
-    draws = "text"
+    draws: Final = "text"
 
     def __init__(self, subject: Subject) -> None:
         pass
