@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.core.errors import counted
 from stages.kit.data.conversation import Conversation
@@ -50,14 +50,14 @@ def generate_answers(
     """
     # One of its own: a fast tokenizer may not encode in one thread while it decodes in another.
     tokenizer = copy.deepcopy(tokenizer_of(processor))
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model.generation_config, tokenizer)
     room = room_for_questions(max_length, max_new_tokens)
 
     def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
         return encode(processor, [questions[index] for index in indices], padding_side="left", max_length=room)
 
     def is_whole(tokens: list[int]) -> bool:
-        return tokens[-1] in ends or (complete is not None and complete(_decode(tokenizer, tokens, ends)))
+        return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
 
     batches = prepared_ahead(longest_first(questions, read_at_once(batch_size)), prepare)
     started = said = time.monotonic()
@@ -66,7 +66,7 @@ def generate_answers(
     for index, tokens in answered_tokens(
         model, batches, is_whole, batch_size=batch_size, max_new_tokens=max_new_tokens
     ):
-        answers[index] = _decode(tokenizer, tokens, ends)
+        answers[index] = decoded(tokenizer, tokens, ends)
         num_cut += not is_whole(tokens)
         if (now := time.monotonic()) - said > LOG_INTERVAL_S or len(answers) == len(questions):
             said = now
@@ -210,12 +210,14 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, -1].float().argmax(dim=-1)[:, None]
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    configured = model.generation_config.eos_token_id
+def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens after which nothing of an answer follows. settings: the model's generation_config.json."""
+    configured = settings.eos_token_id
     ends = {configured} if isinstance(configured, int) else set(configured or ())
     return ends | {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: set[int]) -> str:
+    """The text of an answer, special tokens kept, up to the first token that ends it."""
     length = next((position for position, token in enumerate(ids) if token in ends), len(ids))
     return tokenizer.decode(ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -139,7 +139,7 @@ class ContainerEngine:
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
             *("--workdir", str(stage_run.workspace_dir)),
-            *(_podman_options(stage_run.gpus) if self.client.is_podman else self._docker_options(stage_run.gpus)),
+            *self.account_and_gpus(stage_run.gpus),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
             *(self.image_id, *INSIDE, *stage_run.command),
@@ -155,6 +155,10 @@ class ContainerEngine:
             return code
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
+
+    def account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
+        """Options for a container that is the caller's, with these GPUs, by their UUIDs, and no other."""
+        return _podman_options(gpus) if self.client.is_podman else self._docker_options(gpus)
 
     def _docker_options(self, gpus: tuple[str, ...]) -> list[str]:
         # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.

@@ -1,0 +1,115 @@
+"""The certificate of a second engine: it answers as the models that `evaluate` asks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from stages.core.errors import UserError, counted
+from stages.core.publish import publish_text
+from tools.engine.questions import Answer, View
+
+TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 3e-1}
+"""How far the log-probability of an answer's token, in nats, may be from our own model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    run: str
+    engine: str
+    """Its name and version."""
+    model: str
+    """Digest of the model's folder."""
+    environment: str
+    """Digest of the engine's image, or of its lock."""
+    request: str
+    """Digest of what it was asked: its options, the prompts, the pictures."""
+    device: str
+    """The device of both: cpu, or the GPU's name."""
+    precision: str
+    tolerance: float
+    samples: int
+    tokens: int
+    """Of all answers."""
+    log_prob_deviation: float
+    """The largest of any token of any answer."""
+    ties: int
+    """Tokens that are not the likeliest for our own model, yet as likely within twice the tolerance."""
+    same_answers: int
+    """Of the samples: word for word as `evaluate` has them, and so are their boxes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same_answers} of {counted(self.samples, 'answer')} are the same, log-probabilities of "
+            f"{counted(self.tokens, 'token')} within {self.log_prob_deviation:.1e} (tolerance {self.tolerance:g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One sample, answered by both."""
+
+    sample_id: str
+    deviation: float
+    """The largest of its tokens; NaN where any is."""
+    ties: int
+    same_answer: bool
+    unlike: str
+    """What differs more than rounding explains; "" for nothing."""
+
+
+def compared(sample_id: str, theirs: Answer, view: View, *, same_answer: bool, tolerance: float) -> Compared:
+    """A sample's answers. view: our model's, of the tokens of the other engine. same_answer: our own words for it."""
+    deviation, ties, unlike = float("nan"), 0, ""
+    if theirs.prompt != view.prompt:
+        unlike = f"reads another prompt: {difference(theirs.prompt, view.prompt)}"
+    else:
+        deviation = max(map(abs, (a - b for a, b in zip(theirs.log_probs, view.log_probs.tolist(), strict=True))))
+        margins = view.margins
+        ties = int(((margins > 0) & (margins <= 2 * tolerance)).sum())
+        if not deviation <= tolerance:  # a NaN is unlike too
+            unlike = f"log-probabilities off by {deviation:.2g}"
+        if (margins > 2 * tolerance).any():
+            place = int((margins > 2 * tolerance).nonzero()[0])
+            unlike = f"token {place + 1} of the answer is another; {unlike}".removesuffix("; ")
+        elif not same_answer and not bool((margins.abs() <= 2 * tolerance).any()):
+            unlike = f"the answer is another, and no token of it was a close choice; {unlike}".removesuffix("; ")
+    return Compared(sample_id=sample_id, deviation=deviation, ties=ties, same_answer=same_answer, unlike=unlike)
+
+
+def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
+    """Where two sequences of token ids part."""
+    place = next((place for place, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+    if place is None:
+        return f"{len(theirs)} tokens, not {len(ours)}"
+    return f"its token {place + 1} is {theirs[place]}, not {ours[place]}"
+
+
+def require_alike(run: str, engine: str, results: Sequence[Compared]) -> None:
+    """Raises UserError, which names the samples, where the engine answers unlike our own model."""
+    unlike = [result for result in results if result.unlike]
+    if unlike:
+        shown = "\n".join(f"  {result.sample_id}: {result.unlike}" for result in unlike[:5])
+        more = f"\n  and {len(unlike) - 5} more" if len(unlike) > 5 else ""
+        raise UserError(
+            f"{engine} does not answer as {run} was evaluated, in {len(unlike)} of {counted(len(results), 'sample')}; "
+            f"it is not served:\n{shown}{more}"
+        )
+
+
+def write_certificate(certificate: Certificate, path: Path) -> None:
+    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
+
+
+def read_certificate(path: Path) -> Certificate | None:
+    """None where there is none, or one that is damaged: it is made anew then."""
+    try:
+        return TypeAdapter(Certificate).validate_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValidationError):
+        return None

@@ -1,0 +1,66 @@
+"""vLLM in a process of its own: answers prompts, or serves. Runs in vLLM's environment and imports nothing of ours.
+
+    python worker.py answer FOLDER          reads request.json there, writes answers.json
+    python worker.py serve OPTION ...       vLLM's OpenAI-compatible server, with the options of `vllm serve`
+
+request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of an answer; `prompts`, of each its token
+ids with one placeholder a picture, and the files of its pictures.
+answers.json: vLLM's version; of each prompt the ids that vLLM read (each picture widened to its tokens), those that it
+wrote, and the log-probability of each of these.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def answer(folder):
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: nothing is left running when it is killed
+    from PIL import Image
+    from vllm import LLM, SamplingParams, __version__
+
+    request = json.loads((folder / "request.json").read_text())
+    engine = LLM(**request["engine"])
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=request["max_tokens"],
+        stop_token_ids=request["end_tokens"],
+        ignore_eos=True,  # it is among them
+        logprobs=0,
+        detokenize=False,
+    )
+    prompts = []
+    for prompt in request["prompts"]:
+        prompts.append({"prompt_token_ids": prompt["ids"]})
+        if prompt["pictures"]:
+            prompts[-1]["multi_modal_data"] = {"image": [Image.open(folder / name) for name in prompt["pictures"]]}
+    answers = []
+    for output in engine.generate(prompts, sampling, use_tqdm=False):
+        (written,) = output.outputs
+        steps = zip(written.logprobs, written.token_ids, strict=True)
+        answers.append(
+            {
+                "prompt": list(output.prompt_token_ids),
+                "tokens": list(written.token_ids),
+                "log_probs": [step[token].logprob for step, token in steps],
+            }
+        )
+    partial = folder / "answers.partial"
+    partial.write_text(json.dumps({"version": __version__, "answers": answers}))
+    partial.rename(folder / "answers.json")
+
+
+def serve(options):
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", "serve", *options]
+    main()
+
+
+if __name__ == "__main__":
+    # As the first process of a container it would not be ended by it otherwise.
+    signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
+    command, *rest = sys.argv[1:]
+    answer(Path(*rest)) if command == "answer" else serve(rest)
