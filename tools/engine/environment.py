@@ -6,7 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -124,8 +123,7 @@ def find_environment(
                 return Environment(digest=engine.image_id, python=None, engine=engine)
     if wanted not in ("process", "auto"):
         raise UserError(
-            "; ".join(reasons)
-            or f"BAKEOFF_ENGINE is {wanted}; vLLM can be run by docker, podman or process"
+            "; ".join(reasons) or f"BAKEOFF_ENGINE is {wanted}; vLLM can be run by docker, podman or process"
         )
     folder, lock = environment_dir(), Path("docker") / f"{target}.lock"
     installed, python = folder / ".bakeoff" / lock.name, folder / "bin/python"
@@ -143,5 +141,3 @@ def worker_failed(code: int, log_path: Path) -> UserError:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     lines = [line for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return UserError(f"vLLM ended with {how}; all that it said: {log_path}; the end of it:\n" + "\n".join(lines[-5:]))
-
-

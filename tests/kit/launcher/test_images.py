@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.kit.launcher.images import image_references, read_pins
+from stages.kit.launcher.images import TARGETS, image_references, read_pins
 from tests import ROOT
 
 IMAGES = YAML(typ="safe", pure=True).load((ROOT / "docker/images.yaml").read_text())
@@ -46,6 +46,9 @@ BOTH, PINNED, STAND_IN, NEITHER = [True, True], [True, False], [False, True], [F
         ("docker/flash-attn.lock", None, NEITHER, PINNED),
         ("docker/dev.lock", None, NEITHER, NEITHER),
         ("docker/lm-eval.lock", None, NEITHER, NEITHER),
+        ("docker/vllm.lock", None, NEITHER, NEITHER),
+        ("docker/vllm-cpu.lock", None, NEITHER, NEITHER),
+        ("docker/torchvision_on_cpu.py", None, NEITHER, NEITHER),
         ("docker/images.yaml", None, NEITHER, NEITHER),  # its values count, not how they are written
         ("bases python digest", "sha256:" + 64 * "1", PINNED, PINNED),
         ("bases cuda-devel digest", "sha256:" + 64 * "1", NEITHER, PINNED),
@@ -69,6 +72,25 @@ def test_a_file_or_a_pin_changes_the_tags_of_the_images_that_are_built_from_it(
     for target, expected in (("cpu", cpu), ("cuda", cuda)):
         after = image_references(workspace, target)
         assert [new != old for new, old in zip(after, before[target], strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_gpu", "of_cpu"),
+    [
+        ("vllm.lock", True, False),
+        ("check_triton.py", True, False),
+        ("vllm-cpu.lock", False, True),
+        ("torchvision_on_cpu.py", False, True),
+        ("install", True, True),
+        ("cuda.lock", False, False),
+    ],
+)
+def test_the_second_engine_has_images_of_its_own(workspace: Path, changed: str, *, of_gpu: bool, of_cpu: bool) -> None:
+    before = [image_references(workspace, target) for target in ("vllm", "vllm-cpu")]
+    path = workspace / "docker" / changed
+    path.write_text(f"{path.read_text()}\n# changed\n")
+    after = [image_references(workspace, target) for target in ("vllm", "vllm-cpu")]
+    assert [old != new for old, new in zip(before, after, strict=True)] == [of_gpu, of_cpu]
 
 
 def test_the_pinned_image_comes_first_and_the_stand_ins_is_named_so(workspace: Path) -> None:
@@ -122,20 +144,23 @@ def stages_of_the_dockerfile() -> dict[str, str]:
     return {part.split(maxsplit=3)[2]: part for part in re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]}
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_both_targets_end_as_a_user_without_rights(target: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_all_targets_end_as_a_user_without_rights(target: str) -> None:
     stages = stages_of_the_dockerfile()
-    assert stages[target].startswith("runtime ")
+    below = stages[target].split()[0]
+    assert below in ("runtime", "compiler")
     assert re.findall(r"^USER (.*)", stages["runtime"] + stages[target], re.MULTILINE)[-1] == "1000:1000"
+    assert below == "runtime" or "USER" in stages[target]
 
 
-def test_cuda_alone_has_a_compiler_and_is_no_image_before_triton_has_compiled_in_it() -> None:
+def test_those_for_gpus_alone_have_a_compiler_and_are_no_image_before_triton_has_compiled_in_it() -> None:
     stages = stages_of_the_dockerfile()
-    assert [name for name, text in stages.items() if "docker/install compiler" in text] == ["cuda"]
-    *_, last = (line for line in stages["cuda"].splitlines() if line)
-    assert last.startswith("RUN ")
-    assert last.endswith(" python /docker/check_triton.py")
-    places = [stages["cuda"].index(text) for text in ("install compiler", "USER 1000:1000", last)]
-    assert places == sorted(places)
+    assert [name for name, text in stages.items() if "docker/install compiler" in text] == ["compiler"]
+    assert [name for name, text in stages.items() if text.startswith("compiler ")] == ["cuda", "vllm"]
+    for name in ("cuda", "vllm"):
+        *_, last = (line for line in stages[name].splitlines() if line)
+        assert last.startswith("RUN ")
+        assert last.endswith(" python /docker/check_triton.py")
+        assert stages[name].index("USER 1000:1000") < stages[name].index(last)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {"!docker/check_triton.py", "!docker/install"} <= set(ignored), "the build does not see what it runs"
