@@ -5,7 +5,7 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev, lm-eval, try.
+# What `make setup` installs beside the project's own: dev, lm-eval, try, vllm.
 EXTRAS ?=
 # What demo, compare, report and repeat are of: detection, amr or moe.
 TASK ?= detection
@@ -38,7 +38,7 @@ help: ## List the targets
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
-setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev lm-eval", PYTHON=...)
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev lm-eval vllm", PYTHON=...)
 	@docker/setup $(EXTRAS)
 
 .PHONY: setup-dev
@@ -53,11 +53,11 @@ setup-tools:
 build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
 
 .PHONY: image
-image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda, ENGINE=docker|podman|apptainer)
+image: setup-tools ## Build the image that stages run in, or vLLM in (TARGET=cpu|cuda|vllm, ENGINE=docker|podman|apptainer)
 	@$(build_tool) image
 
 .PHONY: wheelhouse
-wheelhouse: setup-tools ## Fetch every package of an image, to build it without network (TARGET=cpu|cuda)
+wheelhouse: setup-tools ## Fetch every package of an image, to build it without network (TARGET=cpu|cuda|vllm)
 	@$(build_tool) wheelhouse
 
 .PHONY: base-image
@@ -100,6 +100,16 @@ try: setup ## Ask a trained model and its base on a page in the browser, after m
 	@$(offline) $(python) -m tools.try_it $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
 		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
+.PHONY: certify
+certify: setup ## Have vLLM answer samples too, and refuse it where it answers otherwise, after make setup EXTRAS=vllm (RUN=, SAMPLES=32)
+	@$(if $(RUN),,$(error which run? make certify RUN=r4-joint))
+	@$(offline) $(python) -m tools.engine certify '$(RUN)' $(if $(SAMPLES),--samples $(SAMPLES))
+
+.PHONY: serve
+serve: setup ## Serve a run's merged model by vLLM on this machine alone, once it is certified (RUN=, PORT=8000, SAMPLES=32)
+	@$(if $(RUN),,$(error which run? make serve RUN=r4-joint))
+	@$(offline) $(python) -m tools.engine serve '$(RUN)' $(if $(PORT),--port $(PORT)) $(if $(SAMPLES),--samples $(SAMPLES))
+
 .PHONY: verify
 verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache; PUBLISHED=FOLDER, KEY=)
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore) \
@@ -141,7 +151,12 @@ quick := core tasks $(addprefix kit/,data evaluation planning reporting statisti
 
 .PHONY: test-quick
 test-quick: setup-dev ## Run the tests that take no training, for the inner loop
-	@$(offline) $(python) -m pytest -m "not pipeline and not engine" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
+	@$(offline) $(python) -m pytest -m "not pipeline and not engine and not vllm" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: ## Test vLLM itself on a CPU: equal answers, and a model that it is refused for
+	@docker/setup dev vllm
+	@$(offline) $(python) -m pytest -m vllm -n 0 tests/tools/engine $(ARGS)
 
 .PHONY: gpu
 gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)

@@ -46,7 +46,7 @@ class Place:
 def place(holder: str) -> Iterator[Place]:
     """vLLM's environment, and the profile's device, leased where it is a GPU. Raises UserError where one is missing."""
     kind = load_params().active.device.kind
-    environment = find_environment(kind, workspace_dir=Path.cwd(), caller=os.environ, say=say)
+    environment = find_environment(kind, caller=os.environ, say=say)
     with leased_gpus(
         int(kind == "cuda"),
         locks_dir=Path(".bakeoff/gpus"),

@@ -22,6 +22,7 @@ from stages.kit.launcher.docker import HARDENING, ContainerEngine
 from stages.kit.launcher.mounts import Mount
 
 WORKER = Path(__file__).with_name("worker.py")
+WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 ENDING_S = 30.0
 """How long a process has from being asked to end until it is killed."""
 SETTINGS = {
@@ -103,9 +104,7 @@ def environment_dir() -> Path:
     return Path(sys.prefix).parent / ".bakeoff/vllm"
 
 
-def find_environment(
-    kind: str, *, workspace_dir: Path, caller: Mapping[str, str], say: Callable[[str], None]
-) -> Environment:
+def find_environment(kind: str, *, caller: Mapping[str, str], say: Callable[[str], None]) -> Environment:
     """vLLM for a device, cpu or cuda: in a container where BAKEOFF_ENGINE has one, else in .bakeoff/vllm.
 
     Raises UserError where it is not installed.
@@ -115,7 +114,7 @@ def find_environment(
     for program in ("docker", "podman"):
         if wanted in (program, "auto"):
             try:
-                engine = ContainerEngine.find(program, workspace_dir, target)
+                engine = ContainerEngine.find(program, WORKSPACE_DIR, target)
             except NotUsable as reason:
                 reasons.append(reason.message)
             else:
@@ -130,7 +129,7 @@ def find_environment(
     fix = "make it with: make setup EXTRAS=vllm"
     if not python.exists() or not installed.is_file():
         raise UserError("; ".join((*reasons, f"vLLM is not installed in {folder}; {fix}")))
-    if file_digest(installed) != file_digest(workspace_dir / lock):
+    if file_digest(installed) != file_digest(WORKSPACE_DIR / lock):
         raise UserError(f"{folder} holds other packages than {lock}; {fix}")
     say("; ".join((f"vLLM in {folder}, without a container", *reasons)))
     return Environment(digest=file_digest(installed), python=python, engine=None)

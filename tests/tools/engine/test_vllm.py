@@ -1,0 +1,177 @@
+"""vLLM itself, in .bakeoff/vllm: it answers as our own models, or is refused. Run by make test-vllm.
+
+On a CPU by a community's build. What vLLM does with theta 1000 in a vision tower is its own doing: it takes 10,000
+whatever the model's config.json says.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from tests import ROOT
+from tests.test_stages import done, write_params
+from tools.engine import __main__ as engine
+from tools.engine.certificate import Certificate, read_certificate
+from tools.engine.certify import read_subject
+from tools.engine.server import chat_messages
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SAMPLES = 32
+
+
+def base_with_theta(folder: Path, theta: float) -> Path:
+    """The tiny Qwen2-VL; theta: of its vision tower."""
+    shutil.copytree(ROOT / "data/tiny/qwen2-vl", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["rope_parameters"]["rope_theta"] = theta
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Baselines of pictures and of texts, and one that vLLM does not understand."""
+    folder = tmp_path_factory.mktemp("workspace")
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    tiny = raw["profiles"]["tiny"]
+    tiny["bases"] = {
+        "vlm": f"folder:{base_with_theta(folder / 'vlm', 10_000.0)}",
+        "other": f"folder:{base_with_theta(folder / 'other', 1_000.0)}",
+        "llm": f"folder:{ROOT / 'data/tiny/qwen2'}",
+    }
+    tiny["datasets"] = {name: tiny["datasets"][name] for name in ("nutrition-tables", "visempar")}
+    for dataset in tiny["datasets"].values():
+        dataset["generate"] = {"train": 4, "val": SAMPLES, "seed": 7}
+    pictures = {"task": "detection", "data": "nutrition-tables"}
+    raw["baselines"] = {
+        "base-vlm": pictures | {"base": "bases/vlm"},
+        "base-other": pictures | {"base": "bases/other"},
+        "base-llm": {"task": "amr", "data": "visempar", "base": "bases/llm", "target": "full"},
+    }
+    raw |= {"profiles": {"tiny": tiny}, "recipes": {}, "builds": {}, "predictions": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("BAKEOFF_ENGINE", os.environ.get("BAKEOFF_ENGINE", "process"))
+        write_params(raw)
+        for name in tiny["bases"]:
+            done("base", name)
+        for name in tiny["datasets"]:
+            done("prepare", name)
+        yield folder
+
+
+def certify(name: str) -> Result:
+    return CliRunner().invoke(engine.main, ["certify", name])
+
+
+def certificate(name: str) -> Certificate | None:
+    return read_certificate(Path("data/runs") / name / "vllm.json")
+
+
+@pytest.fixture(scope="module")
+def certified(workspace: Path) -> Certificate:
+    result = certify("base-vlm")
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+    found = certificate("base-vlm")
+    assert found
+    return found
+
+
+def test_answers_to_pictures_are_the_same(certified: Certificate) -> None:
+    assert (certified.samples, certified.same_answers, certified.ties) == (SAMPLES, SAMPLES, 0)
+    assert certified.tokens > 40 * SAMPLES
+    assert 0 < certified.log_prob_deviation < 1e-4
+
+
+def test_answers_to_texts_are_the_same(workspace: Path) -> None:
+    result = certify("base-llm")
+    assert result.exit_code == 0, result.output
+    found = certificate("base-llm")
+    assert found
+    assert (found.samples, found.same_answers) == (SAMPLES, SAMPLES)
+    assert 0 < found.log_prob_deviation < 1e-4
+
+
+def test_a_model_that_vllm_reads_otherwise_is_refused_and_its_samples_are_named(workspace: Path) -> None:
+    result = certify("base-other")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert f"does not answer as base-other was evaluated, in {SAMPLES} of {SAMPLES} samples" in result.output
+    first = read_subject("base-other", 1).questions[0].sample_id
+    assert f"{first}: token " in result.output
+    assert "log-probabilities off by" in result.output
+    assert certificate("base-other") is None
+
+
+@contextmanager
+def serving(name: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command, as a person would type it, and the port that it serves at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tools.engine", "serve", name, "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Path("said").open("w") as said, subprocess.Popen(command, stderr=said, env=environment, text=True) as process:
+        try:
+            while process.poll() is None and f"serving {name} at" not in Path("said").read_text():
+                time.sleep(0.2)
+            yield process, port
+        finally:
+            process.kill()
+
+
+def ask(port: int, body: object) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.loads(response.read())
+
+
+def test_the_server_answers_what_was_certified_and_ends_with_ctrl_c(certified: Certificate) -> None:
+    subject = read_subject("base-vlm", 2)
+    done("evaluate", "base-vlm")
+    rows = pq.read_table("data/runs/base-vlm/predictions.parquet").to_pylist()
+    answers = {row["image_id"]: row["text"] for row in rows}
+    with serving("base-vlm") as (process, port):
+        said = Path("said").read_text()
+        assert process.poll() is None, said
+        assert "certified already: 32 of 32 answers" in said
+        for question in subject.questions:
+            body = {"messages": chat_messages(question, subject), "skip_special_tokens": False, "max_tokens": 256}
+            answer = ask(port, body)["choices"][0]["message"]["content"]
+            assert answer.removesuffix("<|im_end|>") == answers[question.sample_id]
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert started
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+
+
+def test_a_server_that_dies_ends_the_command_with_a_message(certified: Certificate) -> None:
+    with serving("base-vlm") as (process, _):
+        assert process.poll() is None, Path("said").read_text()
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "EngineCore" in child.name():
+                child.kill()
+        assert process.wait() == 1
+    assert "Error: vLLM ended with" in Path("said").read_text()
