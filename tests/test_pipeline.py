@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.data.prepared import read_prepared
-from stages.kit.launcher.images import TARGETS, image_inputs, read_pins
+from stages.kit.launcher.images import STAGE_TARGETS, image_inputs, read_pins
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, stage_of_command
 from tests import ROOT
 from tests.closure import import_closure, task_modules
@@ -143,7 +143,7 @@ def test_every_stage_depends_on_all_that_images_are_built_from_and_on_nothing_el
     pins = read_pins(ROOT)
     inputs = {
         path
-        for target in TARGETS
+        for target in STAGE_TARGETS
         for path in image_inputs(ROOT, target, pins, pins.bases.python)
         if path.startswith("docker/")
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from stages.core.errors import UserError, counted
@@ -70,7 +71,7 @@ def compared(sample_id: str, theirs: Answer, view: View, *, same_answer: bool, t
     if theirs.prompt != view.prompt:
         unlike = f"reads another prompt: {difference(theirs.prompt, view.prompt)}"
     else:
-        deviation = max(map(abs, (a - b for a, b in zip(theirs.log_probs, view.log_probs.tolist(), strict=True))))
+        deviation = (torch.tensor(theirs.log_probs) - view.log_probs).abs().max().item()
         margins = view.margins
         ties = int(((margins > 0) & (margins <= 2 * tolerance)).sum())
         if not deviation <= tolerance:  # a NaN is unlike too

@@ -13,9 +13,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, file_digests
 from stages.core.params.load import load_params
-from stages.core.params.schema import ProfileParams
+from stages.core.params.schema import ProfileParams, made_by
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer, load_answerer
 from stages.kit.evaluation.generation import decoded, end_tokens, room_for_questions
@@ -96,6 +97,11 @@ def read_subject(name: str, num_samples: int) -> Subject:
     """
     params = load_params()
     subject, profile = params.subject(name), params.active
+    folder, stage = Path("data") / subject.base, made_by(subject.base)
+    if name in params.recipes:
+        folder, stage = Path("data/runs") / name / "merged", f"merge@{name}"
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
     model_dir, lineage = certified_model(params, name)
     require_weights(model_dir)
     target = read_plan(name).target if name in params.recipes else subject.target

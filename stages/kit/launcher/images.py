@@ -19,8 +19,10 @@ from pydantic import Field
 from stages.core.documents import read_settings
 from stages.core.lineage import file_digest
 
-TARGETS = ("cpu", "cuda", "vllm", "vllm-cpu")
-"""What stages run in, by device; vLLM in its own packages, and its build for CPUs, for tests."""
+STAGE_TARGETS = ("cpu", "cuda")
+"""Images that stages run in, by device."""
+TARGETS = (*STAGE_TARGETS, "vllm", "vllm-cpu")
+"""All; vLLM runs in the last two, by device."""
 WITH_CPU_TORCH = ("cpu", "vllm-cpu")
 WITH_COMPILER = ("cuda", "vllm")
 

@@ -20,7 +20,7 @@ from tools.engine import __main__ as engine
 from tools.engine import environment
 from tools.engine.certificate import Compared, compared, require_alike
 from tools.engine.certify import SAMPLES
-from tools.engine.environment import Environment, find_environment
+from tools.engine.environment import Environment, find_environment, worker_failed
 from tools.engine.questions import Answer, View, view
 from tools.engine.server import command_line, listening_on
 
@@ -82,7 +82,7 @@ def test_our_view_of_our_own_answer_finds_each_of_its_tokens_the_likeliest(
 def test_without_vllm_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
     for caller in ({"BAKEOFF_ENGINE": "process"}, {}):
-        with pytest.raises(UserError, match="is not installed in .*; make it with: make setup EXTRAS=vllm"):
+        with pytest.raises(UserError, match=r"is not installed in .*; make it with: make setup EXTRAS=vllm"):
             find_environment("cpu", caller=caller, say=print)
     with pytest.raises(UserError, match="vLLM can be run by docker, podman or process"):
         find_environment("cpu", caller={"BAKEOFF_ENGINE": "apptainer"}, say=print)
@@ -90,14 +90,12 @@ def test_without_vllm_the_command_that_installs_it_is_named(tmp_path: Path, monk
     (tmp_path / "bin/python").touch()
     (tmp_path / ".bakeoff").mkdir()
     (tmp_path / ".bakeoff/vllm-cpu.lock").write_text("of another day")
-    with pytest.raises(UserError, match="holds other packages than docker/vllm-cpu.lock"):
+    with pytest.raises(UserError, match=r"holds other packages than docker/vllm-cpu\.lock"):
         find_environment("cpu", caller={"BAKEOFF_ENGINE": "process"}, say=print)
 
 
 def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
     """The project's own interpreter, which has no vLLM."""
-    from tools.engine.environment import worker_failed
-
     log_path = tmp_path / "log"
     (tmp_path / "request.json").write_text("{}")
     own = Environment(digest="", python=Path(sys.executable), engine=None)
@@ -109,9 +107,7 @@ def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
     assert str(log_path) in error.message
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts(
-    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -128,7 +124,7 @@ def test_a_run_without_a_merged_model_is_refused(
     write_params(small_params(tiny_vlm))
     result = CliRunner().invoke(engine.main, [command, "r1-llm-only"])
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
-    assert "dvc repro -f -s merge@r1-llm-only" in result.output
+    assert "data/runs/r1-llm-only/merged is not there; make it with: dvc repro merge@r1-llm-only" in result.output
 
 
 def test_options_of_the_server_are_those_of_the_certificate() -> None:
