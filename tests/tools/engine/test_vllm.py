@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 import pyarrow.parquet as pq
@@ -160,6 +161,12 @@ def test_the_server_answers_what_was_certified_and_ends_with_ctrl_c(certified: C
             body = {"messages": chat_messages(question, subject), "skip_special_tokens": False, "max_tokens": 256}
             answer = ask(port, body)["choices"][0]["message"]["content"]
             assert answer.removesuffix("<|im_end|>") == answers[question.sample_id]
+        web = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}
+        disk = {"type": "image_url", "image_url": {"url": f"file://{ROOT}/docs/report.png"}}
+        for elsewhere, reason in ((web, "allowed domain"), (disk, "--allowed-local-media-path")):
+            with pytest.raises(HTTPError) as refused:
+                ask(port, {"messages": [{"role": "user", "content": [elsewhere]}]})
+            assert reason in refused.value.read().decode()
         started = psutil.Process(process.pid).children(recursive=True)
         assert started
         process.send_signal(signal.SIGINT)
