@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, file_digests
 from stages.core.params.load import load_params
@@ -20,7 +21,7 @@ from stages.core.params.schema import ProfileParams, made_by
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer, load_answerer
 from stages.kit.evaluation.generation import decoded, end_tokens, room_for_questions
-from stages.kit.launcher.mounts import Mount
+from stages.kit.launcher.mounts import Mount, links_into_cache
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
@@ -68,6 +69,11 @@ class Subject:
     @property
     def certificate_path(self) -> Path:
         return Path("data/runs") / self.name / "vllm.json"
+
+    def mounts(self, folder: Path) -> list[Mount]:
+        """What a container of the engine sees: the model, with what DVC linked into it, and a folder to write to."""
+        linked = links_into_cache([self.model_dir], cache_dir(Path.cwd()))
+        return [Mount(self.model_dir, self.model_dir), *linked, Mount(folder, folder, writable=True)]
 
     def options(self) -> dict[str, Any]:
         """vLLM's, by the names of its EngineArgs: those of the certificate and of the server alike."""
@@ -197,11 +203,10 @@ def certified(
 def _answers(
     subject: Subject, environment: Environment, folder: Path, gpus: tuple[str, ...], log_path: Path
 ) -> Answers:
-    mounts = [Mount(subject.model_dir, subject.model_dir), Mount(folder, folder, writable=True)]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with (
         log_path.open("wb") as output,
-        environment.process(("answer", str(folder)), mounts, gpus=gpus, output=output) as child,
+        environment.process(("answer", str(folder)), subject.mounts(folder), gpus=gpus, output=output) as child,
     ):
         code = child.wait()
     if code or not (folder / ANSWERS).is_file():

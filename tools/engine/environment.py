@@ -25,10 +25,10 @@ WORKER = Path(__file__).with_name("worker.py")
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
 ENDING_S = 30.0
 """How long a process has from being asked to end until it is killed."""
-SETTINGS = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, of a CPU's memory; otherwise half of it
+SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise half of the machine's memory
+    "TORCHDYNAMO_DISABLE": "1",  # enforce_eager leaves some functions to torch.compile, which wants a C++ compiler
 }
 
 
@@ -39,6 +39,8 @@ class Environment:
     python: Path | None
     """Its interpreter, where it is a virtual environment."""
     engine: ContainerEngine | None
+    settings: Mapping[str, str]
+    """Variables that a process gets, beside those of a stage."""
 
     @contextmanager
     def process(
@@ -55,7 +57,7 @@ class Environment:
         """
         name = f"bakeoff-vllm-{secrets.token_hex(4)}"
         if self.engine is None:
-            environment = stage_environment("vllm", os.environ, network=False, terminal=False) | SETTINGS
+            environment = stage_environment("vllm", os.environ, network=False, terminal=False) | dict(self.settings)
             environment |= {"VLLM_CACHE_ROOT": str(environment_dir() / "cache")}
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
             command = [str(self.python), str(WORKER), *arguments]
@@ -88,7 +90,7 @@ class Environment:
     ) -> list[str]:
         assert self.engine is not None
         passed, given = container_environment("vllm", os.environ, network=False, terminal=False)
-        environment = [*passed, *(f"{key}={value}" for key, value in (given | SETTINGS).items())]
+        environment = [*passed, *(f"{key}={value}" for key, value in (given | dict(self.settings)).items())]
         return [
             *(self.engine.client.program, "run", "--rm", "--name", name, "--pull", "never", "--log-driver", "none"),
             *("--network", "none", "--hostname", "localhost", *HARDENING),
@@ -110,7 +112,7 @@ def find_environment(kind: str, *, caller: Mapping[str, str], say: Callable[[str
     Raises UserError where it is not installed.
     """
     wanted, reasons = caller.get("BAKEOFF_ENGINE", "auto"), []
-    target = "vllm" if kind == "cuda" else "vllm-cpu"
+    target, settings = ("vllm", SETTINGS) if kind == "cuda" else ("vllm-cpu", SETTINGS | ON_CPU)
     for program in ("docker", "podman"):
         if wanted in (program, "auto"):
             try:
@@ -119,7 +121,7 @@ def find_environment(kind: str, *, caller: Mapping[str, str], say: Callable[[str
                 reasons.append(reason.message)
             else:
                 say(f"vLLM in {engine.reference} of {engine.name}, without a network")
-                return Environment(digest=engine.image_id, python=None, engine=engine)
+                return Environment(digest=engine.image_id, python=None, engine=engine, settings=settings)
     if wanted not in ("process", "auto"):
         raise UserError(
             "; ".join(reasons) or f"BAKEOFF_ENGINE is {wanted}; vLLM can be run by docker, podman or process"
@@ -132,7 +134,7 @@ def find_environment(kind: str, *, caller: Mapping[str, str], say: Callable[[str
     if file_digest(installed) != file_digest(WORKSPACE_DIR / lock):
         raise UserError(f"{folder} holds other packages than {lock}; {fix}")
     say("; ".join((f"vLLM in {folder}, without a container", *reasons)))
-    return Environment(digest=file_digest(installed), python=python, engine=None)
+    return Environment(digest=file_digest(installed), python=python, engine=None, settings=settings)
 
 
 def worker_failed(code: int, log_path: Path) -> UserError:

@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
-from stages.kit.launcher.mounts import Mount
 from stages.kit.models.processors import encode, shortened
 from stages.kit.models.templates import PROMPT_OPTIONS
 from tools.engine.certificate import difference
@@ -58,9 +57,8 @@ def serve_model(subject: Subject, environment: Environment, *, gpus: tuple[str, 
     with tempfile.TemporaryDirectory(prefix="bakeoff-vllm-") as folder_name:
         folder = Path(folder_name)
         socket_path = folder / "socket"
-        mounts = [Mount(subject.model_dir, subject.model_dir), Mount(folder, folder, writable=True)]
         arguments = ("serve", *command_line(subject.options()), "--uds", str(socket_path))
-        with environment.process(arguments, mounts, gpus=gpus) as child:
+        with environment.process(arguments, subject.mounts(folder), gpus=gpus) as child:
             _wait_until_ready(child, socket_path)
             check_chat(subject, socket_path)
             log.info("serving %s at http://127.0.0.1:%d/v1; Ctrl-C ends it", subject.name, listening.getsockname()[1])

@@ -2,7 +2,7 @@
 
 docker and podman keep their images; Apptainer's is a file, .bakeoff/images/TARGET-HASH.sif.
 Reads docker/images.yaml, docker/Dockerfile and the locks. A package index is needed for the wheelhouse only, and a
-network in the build only for cuda and vllm: their compiler is Debian's, and flash-attn's build wants one.
+network in the build for all but cpu: a compiler is Debian's, and flash-attn's build wants one.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
         labels["org.opencontainers.image.base.digest"] = base.reference.rpartition("@")[2]
     return [
         *("--file", str(WORKSPACE_DIR / "docker/Dockerfile"), "--target", target, "--tag", reference),
-        *(() if target in images.WITH_COMPILER else ("--network", "none")),
+        *(("--network", "none") if target == "cpu" else ()),
         *(option for name, value in arguments.items() for option in ("--build-arg", f"{name}={value}")),
         *(option for name, value in labels.items() for option in ("--label", f"{name}={value}")),
     ]

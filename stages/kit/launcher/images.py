@@ -1,8 +1,8 @@
 """Which images stages run in: their pins, and the tag that follows from all that an image is built from.
 
 The launcher finds an image by its tag alone, so whatever an image is built from is in its tag. Only what Debian has on
-the day is there by name alone: the stand-in base, and the compiler of cuda and vllm. Light to import: every stage waits
-for it.
+the day is there by name alone: the stand-in base, and what the images but cpu have beside it. Light to import: every
+stage waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ STAGE_TARGETS = ("cpu", "cuda")
 TARGETS = (*STAGE_TARGETS, "vllm", "vllm-cpu")
 """All; vLLM runs in the last two, by device."""
 WITH_CPU_TORCH = ("cpu", "vllm-cpu")
-WITH_COMPILER = ("cuda", "vllm")
 
 SOURCE_DATE_EPOCH = "1767225600"
 """2026-01-01: the date of all that is put into an image, so that two builds do not differ in when they ran."""
@@ -104,7 +103,7 @@ def image_inputs(workspace_dir: Path, target: str, pins: Pins, base: Base) -> di
     """All that the image is built from: files by their digest, the rest as it is."""
     flash_attn = has_flash_attn(target, pins, base)
     files = ["Dockerfile", "install", f"{target}.lock", "installer.lock", *(["flash-attn.lock"] if flash_attn else [])]
-    files += ["check_triton.py"] if target in WITH_COMPILER else []
+    files += ["check_triton.py"] if target in ("cuda", "vllm") else []
     files += ["torchvision_on_cpu.py"] if target == "vllm-cpu" else []
     inputs = {f"docker/{name}": file_digest(workspace_dir / "docker" / name) for name in files}
     inputs["date"] = SOURCE_DATE_EPOCH

@@ -57,7 +57,7 @@ def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> li
         for form in ("runs/{}/trained", "runs/{}/training", "report/*/memory/{}"):
             inputs += (workspace_dir / "data").glob(form.format(stage_run.same_as))
     found = [Mount(path, path) for path in inputs]
-    found += _links_into_cache(inputs, cache_dir(workspace_dir))
+    found += links_into_cache(inputs, cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
         found += [
             Mount(stage_run.source_dir, stage_run.source_dir),
@@ -106,7 +106,7 @@ def _where_it_says(link: Path) -> Path:
     return Path(os.path.normpath(link.parent / link.readlink()))
 
 
-def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
+def links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
     """The workspace's DVC cache, where DVC makes such links (cache.type symlink). Any other link is refused."""
     found = set()
     for link in (link for path in inputs for link in _links(path)):

@@ -98,7 +98,7 @@ def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
     """The project's own interpreter, which has no vLLM."""
     log_path = tmp_path / "log"
     (tmp_path / "request.json").write_text("{}")
-    own = Environment(digest="", python=Path(sys.executable), engine=None)
+    own = Environment(digest="", python=Path(sys.executable), engine=None, settings={})
     with log_path.open("wb") as log, own.process(("answer", str(tmp_path)), (), gpus=(), output=log) as child:
         code = child.wait()
     error = worker_failed(code, log_path)
