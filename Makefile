@@ -7,7 +7,7 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, lm-eval, try, vllm.
 EXTRAS ?=
-# What demo, compare, report and repeat are of: detection, amr or moe.
+# What demo, compare, report and repeat are of: detection, amr, moe or chat.
 TASK ?= detection
 # What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
@@ -67,14 +67,14 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
 
 .PHONY: demo
-demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe)
+demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe|chat)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@began=$$(date +%s) && $(offline) $(python) -m tools.run compare@$(TASK) && \
 		$(python) -m tools.report $(TASK) --table --printed-since $$began && \
 		$(python) -m tools.published $(TASK)
 
 .PHONY: run
-run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=detection|amr|moe, JOBS=4, ARGS=-f)
+run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=detection|amr|moe|chat, JOBS=4, ARGS=-f)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 	@$(python) -m tools.report $(TASK) --table
@@ -135,7 +135,7 @@ truth: ## Compare a recipe with itself: how often are two halves of its seeds ca
 	@$(python) -m tools.compare.truth $(or $(RECIPE),r1-llm-only)
 
 .PHONY: report
-report: ## Open the last comparison in a browser (TASK=detection|amr|moe)
+report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
 	@$(python) -m tools.report $(TASK)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".

@@ -25,7 +25,7 @@ from stages.kit.reporting.comparison import Comparison, compare
 from stages.kit.reporting.contenders import read_contenders
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.tables import csv_text
-from stages.kit.reporting.task_report import TaskReport
+from stages.kit.reporting.task_report import TaskReport, chosen_report
 from stages.kit.reporting.texts import (
     comparison_markdown,
     comparison_table,
@@ -62,7 +62,7 @@ def load_report(params: Params, task: str) -> TaskReport:
     tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
     if task not in tasks:
         raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
-    report = load_task(task, "report").REPORT
+    report = chosen_report(load_task(task, "report"), params, task)
     assert isinstance(report, TaskReport)
     return report
 

@@ -41,6 +41,7 @@ from stages.kit.publishing.statements import PublishedFile, write_statement
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.reporting.comparison import compare
 from stages.kit.reporting.contenders import read_contenders
+from stages.kit.reporting.task_report import chosen_report
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -107,7 +108,8 @@ def publish_run(params: Params, run: str, published_dir: Path) -> None:
 def gather(params: Params, run: str, model: Lineage, merged_dir: Path, *, adapter: str | None) -> Publication:
     """All that is known of a run. Raises UserError where it has not been evaluated, or lacks a record."""
     recipe = params.recipe(run)
-    report, samples = load_task(recipe.task, "report").REPORT, load_task(recipe.task, "samples")
+    samples = load_task(recipe.task, "samples")
+    report = chosen_report(load_task(recipe.task, "report"), params, recipe.task)
     contenders = read_contenders(params, recipe.task, report, [DATA_DIR])
     contender = next(each for each in contenders if each.name == run)
     if contender.run is None:

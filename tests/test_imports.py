@@ -32,7 +32,7 @@ FAST = (
     ),
     *(
         f"stages/tasks/{task}/{module}"
-        for task in ("detection", "amr", "moe")
+        for task in ("detection", "amr", "moe", "chat")
         for module in ("samples", "sources", "scoring", "report")
     ),
     "stages/tasks/amr/predictions",

@@ -241,7 +241,7 @@ def test_a_new_rank_reruns_its_branch_and_what_compares_and_nothing_else(dvc_rep
 def test_the_only_metrics_are_those_of_comparisons(dvc_repo: Repo) -> None:
     """DVC shows every figure of every metrics file side by side, and it names those that one file alone has bare."""
     metrics = {out.def_path for stage in dvc_repo.index.stages for out in stage.outs if out.metric}
-    assert metrics == {f"data/report/{task}/comparison.json" for task in ("detection", "amr", "moe")}
+    assert metrics == {f"data/report/{task}/comparison.json" for task in ("detection", "amr", "moe", "chat")}
 
 
 def test_compare_waits_for_every_recipe_and_baseline_of_its_task() -> None:

@@ -38,7 +38,10 @@ def made() -> None:
 def test_an_unknown_task_and_a_report_that_is_missing_are_named() -> None:
     unknown = report("detektion")
     assert unknown.exit_code == 1
-    assert "no task is called 'detektion' (did you mean 'detection'?); there are: detection, amr, moe" in unknown.output
+    assert (
+        "no task is called 'detektion' (did you mean 'detection'?); there are: detection, amr, moe, chat"
+        in unknown.output
+    )
     missing = report("detection")
     assert missing.exit_code == 1
     assert "there is no report of task detection yet; make it with: dvc repro compare@detection" in missing.output

@@ -21,6 +21,9 @@ Kernels = Literal["auto", "off"]
 DataForm = Literal["parquet", "coco", "yolo", "voc"]
 BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
 BoxUnit = Literal["share", "pixels"]
+TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
+TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
+"""Of a dataset that names none."""
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -122,6 +125,11 @@ class DatasetParams:
     a list of categories all."""
     empty_pictures: bool | None = None
     """Whether a picture without a box that is asked for is a sample, to be answered by `none`; else it is invalid."""
+    group: Text | None = None
+    """Column of a chat dataset by whose value conversations belong together, such as a customer or a document: all of a
+    group are in one split. Null: only conversations that ask the same belong together."""
+    metrics: Annotated[tuple[TextMetric, ...], Field(min_length=1)] | None = None
+    """How answers of a chat dataset are scored (docs/chat.md); models are ranked by the first. Null: the task's own."""
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] | None = None
     """A picture with more is an invalid row, seen before it is decoded, which takes some nine bytes a pixel. Null: the
     task's own. Pillow refuses any above the highest."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from stages.core.documents import shown
 from stages.core.errors import UserError
 
 _TOKEN = re.compile(r"<\|[^<>|\s]{1,60}\|>")
@@ -40,6 +44,19 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise EmptyText("the file is empty")
     return text
+
+
+def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The lines that are not blank, counted from 1, each as an object or what is wrong with it."""
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(), which also breaks at U+2028
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+            yield number, f"not JSON: {error}"
+            continue
+        yield number, content if isinstance(content, dict) else f"a JSON object is expected, found {shown(content)}"
 
 
 def same_text(text: str) -> str:

@@ -19,6 +19,8 @@ _WIDTH = 512
 _FONT_SIZE, _LINE_HEIGHT, _MARGIN = 12, 16, 8
 COLUMNS = (_WIDTH - 2 * _MARGIN) * 1000 // (602 * _FONT_SIZE)  # an advance of 0.602 em, as DejaVu Sans Mono has it
 """Characters in a line of a picture of text."""
+_MAX_LINES = 30
+"""Lines of one text of an answer's picture."""
 
 Lines = list[tuple[str, tuple[int, int, int]]]
 """Text with its colour."""
@@ -70,6 +72,13 @@ def text_picture(lines: Lines) -> Image.Image:
     for number, (line, colour) in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * _LINE_HEIGHT), line, fill=colour, font=font)
     return image
+
+
+def draw_answer(figure: str, question: str, truth: str, answer: str) -> Image.Image:
+    """One sample: a line about it, the question, the true answer in green, and below it the model's in red."""
+    answer = answer if answer.strip() else "(no answer)"
+    texts = ((figure, INK), (question, INK), (truth, TRUTH_INK), (answer, PREDICTION_INK))
+    return text_picture([(line, ink) for text, ink in texts for line in (*first_lines(wrapped(text), _MAX_LINES), "")])
 
 
 def wrapped(text: str, columns: int = COLUMNS) -> list[str]:

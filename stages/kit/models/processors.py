@@ -144,7 +144,10 @@ def encode(
     max_length: in tokens, to which `shortened` cuts each that has a text which may be cut; the others stay as they are.
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
+    Raises UserError where a text holds a token by which the template sets messages apart.
     """
+    for conversation in conversations:
+        _refuse_markup(processor, conversation)
     conversations = [shortened(processor, conversation, max_length) for conversation in conversations]
     texts = [rendered(processor, conversation) for conversation in conversations]
     options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
@@ -160,7 +163,6 @@ def encode(
     if mark_answers:
         batch["answers"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
         for row, (text, conversation) in enumerate(zip(texts, conversations, strict=True)):
-            _refuse_markup(processor, conversation)
             real = batch["attention_mask"][row].bool()
             batch["answers"][row, real] = _answers(processor, text, conversation, batch["input_ids"][row, real])
     return batch

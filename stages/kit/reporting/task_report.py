@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 
+from stages.core.params.schema import Params
 from stages.kit.statistics.intervals import Statistic, sample_mean
 
 UNAVAILABLE = "unavailable"
@@ -39,6 +41,17 @@ class Question:
     theirs: str
     metric: str | None = None
     """Key of the metric to compare them by, one with evidence; None for the primary one."""
+
+
+def chosen_report(module: ModuleType, params: Params, task: str) -> TaskReport:
+    """The report of a task, from its module `report`: REPORT, or what `report_for` makes of the datasets that its runs
+    are evaluated on."""
+    if not hasattr(module, "report_for"):
+        return module.REPORT
+    subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]
+    names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
+    known = params.active.datasets
+    return module.report_for({name: known[name] for name in names if name in known})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,13 @@ def perplexity(means: Floats) -> Floats:
     return np.exp(rates.sum(axis=-1) / np.maximum((tokens > 0).sum(axis=-1), 1))
 
 
+def figures(key: str, columns: Floats, statistic: Statistic) -> dict[str, float]:
+    """The statistic of columns (n, k) as `key`, and with two samples or more its 95% interval: KEY_low, KEY_high."""
+    interval = bootstrap(columns, statistic)
+    ends = {f"{key}_low": interval.low, f"{key}_high": interval.high} if interval else {}
+    return {key: float(statistic(columns.mean(axis=0))), **ends}
+
+
 def bootstrap_mean(
     values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = 10_000, level: float = 0.95
 ) -> Interval | None:

@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.statistics.intervals import bootstrap, bootstrap_mean, perplexity
+from stages.kit.evaluation.overlap import rouge
+from stages.kit.statistics.intervals import bootstrap_mean, figures, perplexity
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.scoring.bleurt import load_bleurt
 from stages.tasks.moe.scoring.choices import mc1, mc2
-from stages.tasks.moe.scoring.overlap import ROUGES, bleu, difference, rouge
+from stages.tasks.moe.scoring.overlap import ROUGES, bleu, difference
 
 if TYPE_CHECKING:
     from stages.kit.evaluation.likelihood import AnswerLikelihood
@@ -149,7 +150,7 @@ def _truthfulness(record: Record, text: str, logprobs: Sequence[float], bleurt: 
 
 
 def _rouges(text: str, references: Sequence[str]) -> dict[str, list[float]]:
-    scores = [rouge(text, reference) for reference in references]
+    scores = [rouge(text, reference, ROUGES) for reference in references]
     return {key: [each[key] for each in scores] for key in ROUGES}
 
 
@@ -160,9 +161,7 @@ def _routed(routing: Routing | None) -> dict[str, Any]:
 def _perplexity(key: str, rows: Sequence[Mapping[str, Any]], domains: Sequence[str]) -> dict[str, float]:
     columns = [f"{domain}_{what}" for domain in domains for what in ("nats", "tokens")]
     evidence = np.array([[row[column] for column in columns] for row in rows])
-    interval = bootstrap(evidence, perplexity)
-    ends = {f"{key}_low": interval.low, f"{key}_high": interval.high} if interval else {}
-    return {key: float(perplexity(evidence.mean(axis=0))), **ends}
+    return figures(key, evidence, perplexity)
 
 
 def _mean(key: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

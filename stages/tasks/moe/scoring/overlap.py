@@ -1,6 +1,4 @@
-"""How many words an answer shares with given ones: BLEU as sacrebleu computes it, and ROUGE as torchmetrics does, which
-is that of Google's rouge-score without stemming.
-"""
+"""How many words an answer shares with given ones: BLEU as sacrebleu computes it."""
 
 from __future__ import annotations
 
@@ -9,18 +7,6 @@ from collections.abc import Callable, Sequence
 import sacrebleu
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
-
-
-def rouge(answer: str, reference: str) -> dict[str, float]:
-    """F-measures of one-word, two-word and longest common sequences, by ROUGES, from 0 to 1.
-
-    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004.
-    """
-    # Imports torch, which what only reads this module's names need not wait for.
-    from torchmetrics.functional.text.rouge import rouge_score
-
-    scores = rouge_score(answer, reference, rouge_keys=ROUGES)
-    return {key: float(scores[f"{key}_fmeasure"]) for key in ROUGES}
 
 
 def bleu(answer: str, reference: str) -> float:

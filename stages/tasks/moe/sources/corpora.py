@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from stages.core.documents import dotted, shown
 from stages.kit.data.preparation import Sample
 from stages.kit.data.sources import Place
-from stages.kit.data.texts import SURROGATE, UnreadableText, markup_problem, read_text
+from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text
 from stages.tasks.moe.samples.records import Domain, Record
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
@@ -40,7 +39,7 @@ def domain_of(path: Path) -> Domain | None:
     try:
         if path.suffix == ".csv":
             return "truthfulqa" if set(COLUMNS) <= set(_columns(path)) else None
-        _, first = next(_objects(read_text(path)))
+        _, first = next(json_lines(read_text(path)))
     except (UnreadableText, csv.Error):
         return "truthfulqa" if path.suffix == ".csv" else "qmsum"
     return "qmsum" if isinstance(first, str) or _reader(first) else None
@@ -51,7 +50,7 @@ def unknown_form(path: Path) -> str:
     if path.suffix == ".csv":
         columns = _columns(path)
         return f"lacks the columns {_keys(name for name in COLUMNS if name not in columns)} of TruthfulQA"
-    _, found = next(_objects(read_text(path)))
+    _, found = next(json_lines(read_text(path)))
     assert isinstance(found, dict), found
     return f"begins with neither {_keys(MEETING)} nor {_keys(LONGBENCH)}, but {_keys(found)}"
 
@@ -117,7 +116,7 @@ def _answers(text: str) -> tuple[str, ...]:
 
 
 def _qmsum(text: str) -> Iterator[tuple[int, str, Found]]:
-    for line, found in _objects(text):
+    for line, found in json_lines(text):
         if isinstance(found, str):
             yield line, "", found
         elif reader := _reader(found):
@@ -125,19 +124,6 @@ def _qmsum(text: str) -> Iterator[tuple[int, str, Found]]:
                 yield line, "" if reader is _longbench else f".{number}", sample
         else:
             yield line, "", f"neither {_keys(MEETING)} nor {_keys(LONGBENCH)}; found {_keys(found)}"
-
-
-def _objects(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The lines that are not blank, counted from 1, each as an object or what is wrong with it."""
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(), which also breaks at U+2028
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-            yield number, f"not JSON: {error}"
-            continue
-        yield number, content if isinstance(content, dict) else f"a JSON object is expected, found {shown(content)}"
 
 
 def _reader(content: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Found]] | None:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
+from stages.kit.evaluation.overlap import rouge
 from stages.kit.evaluation.routing import Routing
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, score, summary, write_pictures
 from stages.tasks.moe.scoring.bleurt import load_bleurt
 from stages.tasks.moe.scoring.choices import mc1, mc2
-from stages.tasks.moe.scoring.overlap import bleu, difference, rouge
+from stages.tasks.moe.scoring.overlap import ROUGES, bleu, difference
 from tests.tasks.moe.made_up import fact, meeting
 
 RECORDS = [fact(1), meeting(2), fact(3), meeting(4)]
@@ -107,11 +108,11 @@ def test_a_share_is_a_share_however_unlikely_the_answers(true: list[float], fals
 
 
 def test_overlap_by_hand() -> None:
-    scores = rouge("The cat sat.", "the cat ran away")
+    scores = rouge("The cat sat.", "the cat ran away", ROUGES)
     assert scores["rouge1"] == scores["rougeL"] == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
     assert scores["rouge2"] == pytest.approx(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
     assert bleu("The lamp is made of glass.", "The lamp is made of glass.") == pytest.approx(1)
-    assert bleu("", "The lamp.") == rouge("", "The lamp.")["rouge1"] == 0
+    assert bleu("", "The lamp.") == rouge("", "The lamp.", ROUGES)["rouge1"] == 0
     nearer = difference(bleu, "It is made of glass.", ["Clay.", "It is made of glass."], ["It is made of clay."])
     assert nearer == pytest.approx(1 - bleu("It is made of glass.", "It is made of clay."))
 

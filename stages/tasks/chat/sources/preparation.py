@@ -1,0 +1,184 @@
+"""Files of conversations as prepared splits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stages.core.documents import shown
+from stages.core.errors import UserError
+from stages.core.given_files import given_files
+from stages.core.params.schema import TEXT_METRICS, GenerateParams, TextMetric
+from stages.kit.data.parquet import read_rows
+from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
+from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
+from stages.kit.data.texts import UnreadableText, json_lines, read_text
+from stages.tasks.chat.samples.fields import parsed
+from stages.tasks.chat.samples.records import SCHEMA, Record
+from stages.tasks.chat.sources import orders
+from stages.tasks.chat.sources.messages import messages_of
+
+FORM = "train*.jsonl or train*.parquet with messages, or with prompt and completion, in each line or row"
+HELD_OUT = 0.1
+"""Share of the groups that is the validation split where no files make one."""
+
+Samples = Iterable[Sample[Record]]
+
+
+def prepare(
+    source: str,
+    *,
+    out_dir: Path,
+    skip_invalid: bool = False,
+    selection: float = 0.0,
+    generate: GenerateParams | None = None,
+    group: str | None = None,
+    metrics: Sequence[TextMetric] = TEXT_METRICS,
+) -> dict[str, Any]:
+    """Validate conversations and write them, whole or not at all, to `out_dir`.
+
+    source: `generated` (sizes and seed in `generate`), `folder:PATH` with JSON Lines or parquet files, or
+        `hub:OWNER/NAME@REVISION` with parquet. Files train* and val*, dev* or test* are the two splits; where one kind
+        is missing HELD_OUT of the groups are held out of the other's.
+    skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
+    selection: share of the training groups to set aside.
+    group, metrics: as DatasetParams has them. Conversations that ask the same are of one group, with all of theirs.
+    Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
+    by split, beside what write_prepared says, `files`, `groups`, `most_messages`, `longest_question` and
+    `longest_answer` in characters.
+    Raises UserError also where a folder holds files of both kinds.
+    """
+    parse = partial(_sample, group=group, as_json="json" in metrics)
+    found = _generated(generate) if source == "generated" else _from_files(source, parse)
+    found.splits = _in_groups(found.splits)
+
+    def scored(split: str, records: list[Record]) -> list[Record]:
+        return records if split == "train" else [replace(record, metrics=tuple(metrics)) for record in records]
+
+    def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
+        return {
+            "files": found.files_of(split),
+            "groups": len({record.group for record in records}),
+            "most_messages": max(len(record.messages) for record in records),
+            "longest_question": max(len(record.question()) for record in records),
+            "longest_answer": max(len(record.answer) for record in records),
+        }
+
+    return write_prepared(
+        found,
+        out_dir,
+        schema=SCHEMA,
+        summary=summary,
+        form=FORM,
+        subject="question" if group is None else f"question or {group}",
+        skip_invalid=skip_invalid,
+        held_out=HELD_OUT,
+        selection=selection,
+        limit=scored,
+    )
+
+
+def _generated(generate: GenerateParams | None) -> Source[Record]:
+    assert generate is not None, "params.yaml is refused where it is missing"
+    sizes = {"train": generate.train, "val": generate.val}
+    splits: dict[str, Samples] = {}
+    for split, lines in orders.generate(sizes, generate.seed).items():
+        places = (Place(f"generated {split}", number) for number in range(1, len(lines) + 1))
+        splits[split] = [
+            _sample(place, line, group="name", as_json=True) for place, line in zip(places, lines, strict=True)
+        ]
+    return Source(
+        origin={"source": "generated", "revision": None, "validation": "generated", "unused_files": []},
+        splits=splits,
+        files={split: [f"generated {split}"] for split in splits},
+    )
+
+
+def _from_files(source: str, parse: Callable[[Place, Mapping[str, Any]], Sample[Record]]) -> Source[Record]:
+    folder, resolved, revision = parquet_folder(source)
+    lines = [] if revision else given_files(folder, "*.jsonl")
+    tables = given_files(folder, "*.parquet", "data/*.parquet")
+    if lines and tables:
+        raise UserError(f"{folder} holds JSON Lines and parquet: {holds(folder)}. Keep one of them; {READ_ON}")
+    if lines:
+        chosen = files_by_split(lines)
+    else:
+        chosen = {split: paths for split in ("train", "val") if (paths := split_paths(folder, split))}
+    if not chosen.get("train"):
+        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
+    found = read_text_files(
+        resolved,
+        lines or tables,
+        chosen,
+        lambda path: _read_file(path, path.relative_to(folder).as_posix(), parse),
+        held_out=f"{HELD_OUT:.0%} of the training groups, by a digest of each",
+    )
+    found.origin["revision"] = revision
+    return found
+
+
+def _read_file(
+    path: Path, file: str, parse: Callable[[Place, Mapping[str, Any]], Sample[Record]]
+) -> Iterator[Sample[Record]]:
+    if path.suffix == ".parquet":
+        for number, row in enumerate(read_rows(path)):
+            yield parse(Place(file, number, "row"), row)
+        return
+    try:
+        text = read_text(path)
+    except UnreadableText as error:
+        yield Place(file), [str(error)]
+        return
+    for line, content in json_lines(text):
+        yield (Place(file, line), [content]) if isinstance(content, str) else parse(Place(file, line), content)
+
+
+def _sample(place: Place, content: Mapping[str, Any], *, group: str | None, as_json: bool) -> Sample[Record]:
+    """Its `group` is what the column says, or empty without one."""
+    assert isinstance(place.number, int), place
+    messages = messages_of(content)
+    problems = list(messages) if isinstance(messages, list) else []
+    value = content.get(group) if group else ""
+    if not isinstance(value, str | int) or (group and value == ""):
+        problems.append(f"{group} is {shown(value)}, expected the text or number of a group")
+    if isinstance(messages, list):
+        return place, problems
+    if as_json and parsed(messages[-1].content) is None:
+        problems.append(f"the answer is no JSON, by which the dataset's metrics score: {shown(messages[-1].content)}")
+    if problems:
+        return place, problems
+    name = f"{place.file}:{place.number}"
+    return place, Record(id=name, messages=messages, group=str(value), file=place.file, number=place.number)
+
+
+def _in_groups(splits: Mapping[str, Samples]) -> dict[str, Samples]:
+    """The samples with the digest of their group: records of the same group, or that ask the same, have one."""
+    parents: dict[str, str] = {}
+
+    def root(node: str) -> str:
+        while parents.setdefault(node, node) != node:
+            parents[node] = node = parents[parents[node]]
+        return node
+
+    read = {split: list(samples) for split, samples in splits.items()}
+    for samples in read.values():
+        for _, record in samples:
+            if isinstance(record, Record):
+                asked, named = root(f"asked {record.asked()}"), root(_node(record))
+                parents[max(asked, named)] = min(asked, named)
+
+    def grouped(record: Record | list[str]) -> Record | list[str]:
+        if isinstance(record, list):
+            return record
+        return replace(record, group=hashlib.sha256(root(_node(record)).encode()).hexdigest())
+
+    return {split: [(place, grouped(record)) for place, record in samples] for split, samples in read.items()}
+
+
+def _node(record: Record) -> str:
+    return f"named {json.dumps(record.group)}" if record.group else f"asked {record.asked()}"

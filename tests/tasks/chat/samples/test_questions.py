@@ -1,0 +1,88 @@
+from itertools import product
+
+import pytest
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.texts import markup_problem
+from stages.kit.models.processors import encode, rendered
+from stages.tasks.chat.samples import check, conversation, probes
+from stages.tasks.chat.samples.records import Message, Record
+from tests.tasks.chat.talks import record
+from tests.tiny_families import TEMPLATES, VISION, tokenizer_for
+
+MARKUP = (
+    *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end|>", "<|user|>"),
+    *("<start_of_turn>", "<end_of_turn>", "[INST]", "<s>", "</s>", "<think>", "</think>", "<tool_call>"),
+    *(
+        "<tool_response>",
+        "</tool_response>",
+        "{{ messages }}",
+        "{% generation %}",
+        "{%- endgeneration %}",
+        "\n\nassistant\n",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "markup"), list(product([name for name in TEMPLATES if name not in VISION], MARKUP))
+)
+def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, markup: str) -> None:
+    tokenizer = tokenizer_for(family)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    asked = f"Say {markup} twice."
+    if markup_problem(asked):
+        return
+    roles = ("system", "user", "assistant", "user", "assistant")
+    said = [
+        Record(
+            id="a",
+            messages=tuple(map(Message, roles, ("Be brief.", text, "One.", text, "Two."))),
+            group="",
+            file="a",
+            number=1,
+        )
+        for text in (asked, "Say it twice.")
+    ]
+    odd, plain = (conversation(each, answered=True) for each in said)
+    if markup in tokenizer.all_special_tokens and markup in str(tokenizer.chat_template):
+        with pytest.raises(UserError, match="a text of sample a holds chat markup"):
+            encode(tokenizer, [odd], padding_side="left")
+        return
+    assert rendered(tokenizer, odd) == rendered(tokenizer, plain).replace("Say it twice.", asked)
+    answers = []
+    for each in (odd, plain):
+        inputs = encode(tokenizer, [each], padding_side="right", mark_answers=True)
+        answers.append(tokenizer.decode(inputs["input_ids"][inputs["answers"]]))
+    assert answers[0] == answers[1]
+    assert "One." in answers[0]
+    assert "Two." in answers[0]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_special_token_that_reaches_a_model_is_refused_in_questions_too(answered: bool) -> None:
+    """One of a form that `markup_problem` does not know, in a template that writes it."""
+    tokenizer = tokenizer_for("qwen2")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<end_of_turn>")
+    asked = conversation(record("Say <end_of_turn>.", "No."), answered=answered)
+    with pytest.raises(UserError, match="a text of sample a:1 holds chat markup, <end_of_turn>; remove it"):
+        encode(tokenizer, [asked], padding_side="left")
+
+
+def test_a_question_is_all_but_the_answer() -> None:
+    def texts(found: Conversation) -> list[str]:
+        return [part["text"] for message in found.messages for part in message["content"]]
+
+    assert texts(conversation(record("Who?", "You."), answered=False)) == ["Who?"]
+    assert texts(conversation(record("Who?", "You."), answered=True)) == ["Who?", "You."]
+    assert all(each.answered() for each in probes())
+
+
+def test_a_model_of_pictures_and_a_target_are_refused() -> None:
+    check("llama", None)
+    with pytest.raises(UserError, match=r"chat trains text models of .*; the base is a qwen2_vl"):
+        check("qwen2_vl", None)
+    with pytest.raises(UserError, match="it knows no target 'full'"):
+        check("llama", "full")

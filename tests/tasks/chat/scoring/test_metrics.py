@@ -1,0 +1,108 @@
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.core.params.schema import TextMetric
+from stages.kit.data.parquet import read_rows, write_rows
+from stages.kit.evaluation.likelihood import AnswerLikelihood
+from stages.tasks.chat.samples.fields import field_accuracy, parsed
+from stages.tasks.chat.scoring import PREDICTIONS, candidates, score, summary, write_pictures
+from tests.damage import VALUES, damaged_text, quick
+from tests.tasks.chat.talks import record
+
+ORDER = '{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}'
+
+
+def one(metric: TextMetric, answer: str, truth: str, figure: str) -> float:
+    metrics, _ = score([record("?", truth, metric)], [answer])
+    return float(metrics[figure])
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "truth", "expected"),
+    [
+        ("exact", " A lamp.\n", "A lamp.", 1),
+        ("exact", "a lamp.", "A lamp.", 0),
+        ("exact", "Hue\u0302\u0301", "Hu\u1ebf", 1),
+        # 3 of 4 and 3 of 5 words, without "the" and the full stop: 2 * 3 / 9.
+        ("token_f1", "The red lamp is lit.", "red lamp stood lit today", 2 * 3 / 9),
+        ("token_f1", "đèn đỏ", "Đèn xanh", 0.5),
+        ("token_f1", "", "lamp", 0),
+        # "red lamp lit" is the longest common sequence: 3 of 5 and 3 of 4.
+        ("rouge_l", "the red lamp is lit", "red lamp, lit now", 2 * 0.6 * 0.75 / 1.35),
+        ("rouge_l", "lamp red", "red lamp", 0.5),
+        ("rouge_l", "chiếc đèn đỏ", "đèn đỏ", 2 * 2 / 3 / (1 + 2 / 3)),
+        ("rouge_l", "", "lamp", 0),
+        ("chrf", "lamp", "lamp", 1),
+        ("chrf", "", "lamp", 0),
+    ],
+)
+def test_a_figure_is_what_is_computed_by_hand(metric: TextMetric, answer: str, truth: str, expected: float) -> None:
+    assert one(metric, answer, truth, metric) == pytest.approx(expected, abs=1e-6)
+
+
+def test_chrf_counts_recall_twice() -> None:
+    """Of "abcd" against "abce", 3 of 4 letters, 2 of 3 pairs, 1 of 2 triples and no run of four."""
+    assert one("chrf", "abcd", "abce", "chrf") == pytest.approx((3 / 4 + 2 / 3 + 1 / 2 + 0) / 4, abs=1e-4)
+    # Precision 1 and recall 1/2, 1/3 and 0 of the lengths that both have: F2 of their means.
+    assert one("chrf", "ab", "abcd", "chrf") < one("chrf", "abcd", "ab", "chrf")
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [
+        (ORDER, 1),
+        ('{"count": 3.0, "to": {"days": [1, 2], "city": "Huế"}, "goods": "red lamp"}', 1),
+        ('{"goods": "red lamp", "count": 3}', 2 / 5),
+        ('{"goods": "lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}', 4 / 6),
+        ('{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2, 3]}}', 5 / 6),
+        ('{"goods": "red lamp", "count": "3", "to": {"city": "Huế", "days": [2, 1]}}', 2 / 8),
+        (f"{ORDER} ", 1),
+        (f"Here it is: {ORDER}", 0),
+        (ORDER[:-1], 0),
+        ("", 0),
+        ('{"count": NaN}', 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_fields_are_counted_by_path_and_value(answer: str, share: float) -> None:
+    assert field_accuracy(answer, ORDER) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("one", "other"), [("[]", "{}"), ("true", "1"), ("null", "false"), ('"1"', "1"), ("[1]", "1")])
+def test_kinds_of_values_are_told_apart(one: str, other: str) -> None:
+    assert field_accuracy(one, other) == 0
+    assert field_accuracy(one, one) == field_accuracy(other, other) == 1
+
+
+@given(data=st.data())
+@quick(500)
+def test_any_answer_has_a_share_of_right_fields(data: st.DataObject) -> None:
+    answer = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
+    share = field_accuracy(answer, ORDER)
+    assert 0 <= share <= 1
+    assert share == 0 or parsed(answer) is not None
+
+
+def test_figures_are_means_with_intervals_and_the_rows_have_them_too(tmp_path: Path) -> None:
+    metrics: tuple[TextMetric, ...] = ("json", "exact", "perplexity")
+    records = [record("One?", "1", *metrics), record("Two?", '{"a": 2}', *metrics, number=2)]
+    assert [each.sample_id for each in candidates(records)] == ["a:1", "a:2"]
+    assert all(each.answered() for each in candidates(records))
+    found, rows = score(records, ["1", "two"], likelihoods=[AnswerLikelihood(-1.0, 2), AnswerLikelihood(-5.0, 4)])
+    assert (found["field_accuracy"], found["json_valid"], found["exact"]) == (0.5, 0.5, 0.5)
+    assert found["perplexity"] == pytest.approx(math.exp(6 / 6))
+    assert found["exact_low"] <= 0.5 <= found["exact_high"]
+    assert not {"chrf", "token_f1", "rouge_l"} & set(found)
+    assert [row["token_probability"] for row in rows] == pytest.approx([math.exp(-0.5), math.exp(-1.25)])
+    assert "exact 0.500" in summary(found)
+    write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
+    assert [row["chrf"] for row in read_rows(tmp_path / "predictions.parquet")] == [None, None]
+    assert (tmp_path / "pictures/worst-1.png") in write_pictures(records, rows, tmp_path / "pictures")
+
+
+def test_nothing_is_weighed_where_perplexity_is_no_metric() -> None:
+    assert candidates([record("One?", "1", "exact")]) == []

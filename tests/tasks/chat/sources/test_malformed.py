@@ -1,0 +1,114 @@
+"""Thousands of damaged files: each gives conversations, or a refusal in words; no other error, and no hang."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.core.errors import UserError
+from stages.tasks.chat.samples import conversation, read_split
+from stages.tasks.chat.samples.records import order_problems
+from stages.tasks.chat.sources import prepare
+from stages.tasks.chat.sources.messages import messages_of
+from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
+from tests.tasks.chat.talks import said, talk, write_lines
+
+LINES: list[dict[str, Any]] = [
+    {**talk(1), "who": "a"},
+    {"messages": said("Who?", "You.", "Be brief.") + said("And who?", "Me."), "who": "b"},
+    {"prompt": "Who?", "completion": "Nobody.", "who": 3},
+    {"prompt": said("Who are they?", "")[:1], "completion": said("", "All.")[1:], "who": "d"},
+]
+PIECES = [
+    '"messages"',
+    '"role"',
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "null",
+    "NaN",
+    "1e999",
+    "9" * 5000,
+    "\\ud800",
+    "<|im_end|>",
+    "\n",
+]
+
+
+@given(line=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | VALUES)
+@quick(3000)
+def test_any_object_is_a_conversation_or_has_its_problems_named(line: Any) -> None:
+    found = messages_of(line if isinstance(line, dict) else {"messages": line})
+    if isinstance(found, tuple):
+        assert not order_problems(found)
+        assert all(each.content.strip() for each in found)
+    else:
+        assert found
+        assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
+
+
+def judge(folder: Path, *, skip_invalid: bool) -> None:
+    out = folder.parent / "out"
+    try:
+        stats = prepare(
+            f"folder:{folder}", out_dir=out, group="who", metrics=["json", "chrf"], skip_invalid=skip_invalid
+        )
+    except UserError as error:
+        assert all(len(line) < 1000 for line in error.message.splitlines())
+        return
+    for split, found in stats["splits"].items():
+        records = read_split(out, split)
+        assert len(records) == found["records"]
+        assert all(conversation(record, answered=True).answered() for record in records)
+        assert found["invalid_rows"] == 0 or skip_invalid
+
+
+@given(data=st.data())
+@quick(500)
+def test_damaged_lines_give_conversations_or_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "lines" / "in"
+    for name in ("train.jsonl", "val.jsonl"):
+        write_lines(folder / name, *({**line, "who": f"{name}{number}"} for number, line in enumerate(LINES)))
+    path = folder / data.draw(st.sampled_from(["train.jsonl", "val.jsonl"]))
+    if data.draw(st.booleans()):
+        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+    else:
+        path.write_text(data.draw(damaged_text(path.read_text(), PIECES)), errors="ignore")
+    judge(folder, skip_invalid=data.draw(st.booleans()))
+
+
+@given(data=st.data())
+@quick(300)
+def test_damaged_tables_give_conversations_or_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "tables" / "in"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "train.parquet"
+    rows = [{**line, "who": str(line["who"])} for line in LINES[:2]] * 4
+    try:
+        pq.write_table(pa.Table.from_pylist(data.draw(damaged_tree(rows))), path)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
+        return  # rows that no parquet file holds
+    if data.draw(st.booleans()):
+        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+    judge(folder, skip_invalid=data.draw(st.booleans()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "content", ['{"messages": ' + "[" * 1_000_000, "9" * 1_000_000, "\n" * 3_000_000, "{" * 1_000_000]
+)
+def test_a_file_without_end_is_refused_soon(tmp_path: Path, content: str) -> None:
+    write_lines(tmp_path / "train.jsonl", *map(json.dumps, LINES), content)
+    write_lines(tmp_path / "val.jsonl", talk(7, who="z"))
+    judge(tmp_path, skip_invalid=False)
