@@ -119,7 +119,7 @@ def build_tiny_qwen2_vl(
         vision_config={
             **geometry.vision,
             "hidden_size": geometry.hidden_size,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": 1_000.0},
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0},
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
