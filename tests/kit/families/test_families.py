@@ -100,7 +100,7 @@ def test_a_template_without_marks_is_refused_with_the_page_that_says_how_to_brin
 
 def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
-        UserError, match=r"called 'bert' .* there are: llama, qwen2, .*docs/extending.md#a-model-family"
+        UserError, match=r"called 'bert' .* there are: gemma3_text, llama, .*docs/extending.md#a-model-family"
     ):
         family_of("bert")
     with pytest.raises(UserError, match="no model family"):
