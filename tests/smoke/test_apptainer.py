@@ -108,19 +108,26 @@ def test_refused_user_namespaces_and_a_damaged_image_are_apptainers_failure_not_
         assert "apptainer could not start the container, for the reason above" in result.stderr, result.stderr
 
 
-def test_stages_give_the_bytes_that_a_process_gives(tmp_path: Path) -> None:
-    """Where the packages are the locked ones; the pipeline's weights: test_pipeline.py."""
+def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path) -> None:
+    """Where the packages are the locked ones; the pipeline's weights: test_pipeline.py. In jobs where Slurm is up."""
     digests = {}
-    for engine in ("process", "apptainer"):
-        workspace = copy_of_checkout(tmp_path / engine)
+    jobs = [("apptainer", "slurm")] if "SLURM_CONF" in os.environ else []
+    for engine, place in (("process", "here"), ("apptainer", "here"), *jobs):
+        workspace = copy_of_checkout(tmp_path / f"{engine} {place}")
+        chosen = environment(BAKEOFF_ENGINE=engine, BAKEOFF_PLACE=place)
         for stage in (("check",), ("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
-            subprocess.run(["docker/run", *stage], cwd=workspace, env=environment(BAKEOFF_ENGINE=engine), check=True)
+            ended = subprocess.run(
+                ["docker/run", *stage], cwd=workspace, env=chosen, capture_output=True, text=True, check=False
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            assert ("launcher: job" in ended.stdout + ended.stderr) == (place == "slurm" and stage != ("check",))
         files = [path for path in (workspace / "data").rglob("*") if path.is_file()]
-        digests[engine] = {
+        digests[engine, place] = {
             str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in files
             if not path.is_relative_to(workspace / "data/.outputs") and "provenance" not in path.parts
         }
         records = [json.loads(path.read_text()) for path in (workspace / "data/provenance").rglob("*.json")]
         assert {record["engine"] for record in records} == {engine}
-    assert digests["process"] == digests["apptainer"]
+    reference = digests.pop(("process", "here"))
+    assert all(found == reference for found in digests.values())
