@@ -123,7 +123,7 @@ def at_step(number: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(generation, "_decode", too_much)
+    patch.setattr(generation, "decoded", too_much)
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:

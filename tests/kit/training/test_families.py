@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from stages.core.params.schema import LoraParams
 from stages.kit.families import all_families
 from stages.kit.models import packed_attention
 from stages.kit.models.packed_attention import Row
@@ -17,7 +18,8 @@ from tests.kit.training.test_resume import Workplace, kill, text_workplace
 from tests.kit.training.two_processes import At
 from tests.tiny_families import save_tiny_family
 
-PLAN = plan_for("amr-ptr", quantization="none", max_length=4096)
+LORA = LoraParams(rank=8, alpha=16, targets={"llm": ("all-linear",)})
+PLAN = plan_for("amr-ptr", quantization="none", max_length=4096, lora=LORA)
 Build = Callable[..., RecipeTrainer]
 
 
