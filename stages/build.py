@@ -105,10 +105,10 @@ def main(name: str) -> None:
 
 
 def probes_of(expert: ExpertParams, recipe: RecipeParams) -> list[Conversation]:
-    """Conversations of the expert's domain, or of the whole task where it has none."""
+    """Conversations of the expert's domain, or of the whole task where it has none; experts take no pictures."""
     samples = load_task(recipe.task, "samples")
     if expert.domain is None:
-        return list(samples.probes(recipe.target))
+        return [probe for probe in samples.probes(recipe.target) if not probe.images]
     if not hasattr(samples, "domain"):
         raise UserError(f"expert {expert.recipe} has the domain {expert.domain}, but task {recipe.task} knows none")
     return list(samples.probes(recipe.target, expert.domain))

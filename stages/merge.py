@@ -50,7 +50,7 @@ from stages.kit.models.probes import (
     weight_checksums,
     weight_digests,
 )
-from stages.kit.models.processors import load_processor
+from stages.kit.models.processors import load_processor, takes
 from stages.kit.models.shards import MAX_SHARD_SIZE
 from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.planning.plan import read_plan
@@ -79,8 +79,8 @@ def main(recipe: str, attempt: int) -> None:
     )
     quantization = read_record(run_dir / "training/training.json").quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
-    probes = samples.probes(plan.target)
     processor = load_processor(base_dir, plan.images)
+    probes = [probe for probe in samples.probes(plan.target) if takes(processor, probe)]
     load = partial(load_model, device=device, precision=plan.precision)
 
     memory = MemoryLog(device)

@@ -18,6 +18,10 @@ ROW_GROUP = 64
 MAX_BYTES = 2**30
 """Bytes of one column's values that are held at once, unless a single value has more."""
 
+ROW_GROUP_BYTES = MAX_BYTES // 16
+"""A row group has fewer rows than ROW_GROUP where these would take more. Several pictures a row count as many times in
+the limit on what is read at once, as each might be the largest."""
+
 MAX_LISTED = MAX_BYTES // 64
 """Values in lists of one column of a row group: an empty list takes 56 bytes, and 8 in the list around it. A few
 kilobytes of a file can stand for billions of them, all in one row."""
@@ -81,7 +85,8 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
         # Encoded pictures do not compress further, and plain bytes do not change with a codec's version.
         with pq.ParquetWriter(aside, schema, compression="none", write_page_checksum=True) as writer:
             while group := list(islice(left, ROW_GROUP)):
-                writer.write_table(pa.Table.from_pylist(group, schema=schema))
+                table = pa.Table.from_pylist(group, schema=schema)
+                writer.write_table(table, row_group_size=max(1, len(group) * ROW_GROUP_BYTES // max(1, table.nbytes)))
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

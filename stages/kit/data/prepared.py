@@ -70,17 +70,20 @@ def read_prepared(
     parse: Callable[[dict[str, Any], PreparedRow], T],
     *,
     may_lack: Collection[str] = (),
+    may_have: pa.Field | None = None,
 ) -> list[T]:
     """The records of a split that `prepare` wrote, in their order, at least one.
 
     parse: makes a record of a row; raises ValueError or TypeError for a row that is none.
-    may_lack: columns whose value may be missing.
+    may_lack: columns whose value may be missing. may_have: a column more, at the end of some files.
     Raises UserError where prepare has not run, and where the file is damaged or another task's.
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
         raise UserError(f"no prepared data at {path}; run: dvc repro {_preparing_stage(prepared_dir)}")
     found = read_schema(path, fix=fix)
+    if may_have is not None and may_have.name in found.names:
+        schema = schema.append(may_have)
     if not found.equals(schema):
         wrong = [*_beyond(found, schema), *(f"no {column}" for column in _beyond(schema, found))]
         raise UserError(f"{path} is not of this task: it has {', '.join(wrong) or 'other columns'}; {fix}")

@@ -26,7 +26,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
-from stages.kit.families import family_of
+from stages.kit.families import all_families, family_of
 from stages.kit.models.load import load_config, read_from
 from stages.kit.models.templates import answer_spans, rendered_messages, template_of
 
@@ -144,7 +144,8 @@ def encode(
     max_length: in tokens, to which `shortened` cuts each that has a text which may be cut; the others stay as they are.
     Unanswered ones end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with pictures,
     pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
-    Raises UserError where a text holds a token by which the template sets messages apart.
+    Raises UserError where a text holds a token by which the template sets messages apart, and for pictures that a text
+    model is to be shown.
     """
     for conversation in conversations:
         _refuse_markup(processor, conversation)
@@ -253,6 +254,11 @@ def rendered(processor: Processor, conversation: Conversation) -> str:
         return rendered_messages(tokenizer_of(processor), _messages(processor, conversation))
 
 
+def takes(processor: Processor, conversation: Conversation) -> bool:
+    """Whether the model can be shown all that a conversation has: a text model takes no pictures."""
+    return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
+
+
 def _answer_spans(processor: Processor, conversation: Conversation) -> list[tuple[int, int]]:
     with _blaming(processor, conversation):
         return list(answer_spans(tokenizer_of(processor), _messages(processor, conversation)))
@@ -271,6 +277,12 @@ def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
 
 def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
     if isinstance(processor, PreTrainedTokenizerBase):
+        if not takes(processor, conversation):
+            known = [name for name, family in all_families().items() if family.vision]
+            raise UserError(
+                f"sample {conversation.sample_id} has pictures, and {processor.name_or_path} is a text model; take a "
+                f"base of {', '.join(known)}, or leave the pictures out"
+            )
         return [{**message, "content": _plain(message["content"])} for message in conversation.messages]
     return conversation.messages
 

@@ -1,11 +1,13 @@
 """Conversations for tests, as lines of JSON and as records."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stages.core.params.schema import TextMetric
-from stages.tasks.chat.samples.records import Message, Record
+from stages.tasks.chat.samples.records import Message, Picture, Record
+from tests.kit.data.pictures import picture
 
 
 def said(question: str, answer: str, system: str | None = None) -> list[dict[str, str]]:
@@ -26,3 +28,12 @@ def write_lines(path: Path, *lines: Any) -> Path:
 def record(question: str, answer: str, *metrics: TextMetric, number: int = 1) -> Record:
     messages = (Message("user", question), Message("assistant", answer))
     return Record(id=f"a:{number}", messages=messages, group=question, metrics=metrics, file="a", number=number)
+
+
+def shown(messages: tuple[Message, ...], spots: Sequence[tuple[int, int]], number: int = 1) -> Record:
+    """A record with a plain picture at each of these places."""
+    pictures = tuple(
+        Picture(image_id="p", image=picture(), width=40, height=30, sha256="f", message=message, offset=offset)
+        for message, offset in spots
+    )
+    return Record(id=f"a:{number}", messages=messages, group="g", file="a", number=number, pictures=pictures)

@@ -1,4 +1,4 @@
-"""Answers beside the reference ones, as pictures to be read."""
+"""Answers beside the reference ones, as pictures to be read, below the pictures that are asked about."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from stages.kit.evaluation.examples import draw_answer, write_examples
-from stages.tasks.chat.samples.records import Record
+from stages.tasks.chat.samples.records import Picture, Record
 from stages.tasks.chat.scoring.metrics import COLUMNS
 
 
@@ -24,6 +24,26 @@ def write_pictures(
     def draw(index: int) -> Image.Image:
         row = rows[index]
         figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
-        return draw_answer(figure, row["question"], row["truth"], row["text"])
+        return _below(records[index].pictures, draw_answer(figure, row["question"], row["truth"], row["text"]))
 
     return write_examples(rows, score, draw, out_dir, count=count, seed=seed)
+
+
+def _below(pictures: Sequence[Picture], texts: Image.Image) -> Image.Image:
+    """The texts below the last pictures of a conversation, in a row and made smaller where there is no room."""
+    if not pictures:
+        return texts
+    some = [picture.open_image() for picture in pictures[-_MOST:]]
+    width = texts.width // len(some)
+    for one in some:
+        one.thumbnail((width, texts.width // 2))
+    top = max(one.height for one in some)
+    image = Image.new("RGB", (texts.width, top + texts.height), "white")
+    for place, one in enumerate(some):
+        image.paste(one, (place * width, 0))
+    image.paste(texts, (0, top))
+    return image
+
+
+_MOST = 4
+"""Pictures of a conversation that are shown."""

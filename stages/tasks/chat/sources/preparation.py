@@ -14,14 +14,16 @@ from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
 from stages.core.params.schema import TEXT_METRICS, GenerateParams, TextMetric
+from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
 from stages.kit.data.texts import UnreadableText, json_lines, read_text
 from stages.tasks.chat.samples.fields import parsed
-from stages.tasks.chat.samples.records import SCHEMA, Record
+from stages.tasks.chat.samples.records import IMAGES, SCHEMA, Record
 from stages.tasks.chat.sources import orders
-from stages.tasks.chat.sources.messages import messages_of
+from stages.tasks.chat.sources.messages import Talk, pictures_of, talk_of
+from stages.tasks.chat.sources.pictures import read_pictures
 
 FORM = "train*.jsonl or train*.parquet with messages, or with prompt and completion, in each line or row"
 HELD_OUT = 0.1
@@ -39,6 +41,7 @@ def prepare(
     generate: GenerateParams | None = None,
     group: str | None = None,
     metrics: Sequence[TextMetric] = TEXT_METRICS,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> dict[str, Any]:
     """Validate conversations and write them, whole or not at all, to `out_dir`.
 
@@ -48,20 +51,24 @@ def prepare(
     skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
     selection: share of the training groups to set aside.
     group, metrics: as DatasetParams has them. Conversations that ask the same are of one group, with all of theirs.
+    max_image_pixels: a conversation with a larger picture is invalid.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
     by split, beside what write_prepared says, `files`, `groups`, `most_messages`, `longest_question` and
-    `longest_answer` in characters.
+    `longest_answer` in characters, and where there are any, `pictures`.
     Raises UserError also where a folder holds files of both kinds.
     """
-    parse = partial(_sample, group=group, as_json="json" in metrics)
+    parse = partial(_sample, group=group, as_json="json" in metrics, max_pixels=max_image_pixels)
     found = _generated(generate) if source == "generated" else _from_files(source, parse)
-    found.splits = _in_groups(found.splits)
+    found.splits = splits = _in_groups(found.splits)
+    pictured = any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples)
 
     def scored(split: str, records: list[Record]) -> list[Record]:
         return records if split == "train" else [replace(record, metrics=tuple(metrics)) for record in records]
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
+        pictures = {"pictures": sum(len(record.pictures) for record in records)} if pictured else {}
         return {
+            **pictures,
             "files": found.files_of(split),
             "groups": len({record.group for record in records}),
             "most_messages": max(len(record.messages) for record in records),
@@ -72,7 +79,7 @@ def prepare(
     return write_prepared(
         found,
         out_dir,
-        schema=SCHEMA,
+        schema=SCHEMA.append(IMAGES) if pictured else SCHEMA,
         summary=summary,
         form=FORM,
         subject="question" if group is None else f"question or {group}",
@@ -90,7 +97,8 @@ def _generated(generate: GenerateParams | None) -> Source[Record]:
     for split, lines in orders.generate(sizes, generate.seed).items():
         places = (Place(f"generated {split}", number) for number in range(1, len(lines) + 1))
         splits[split] = [
-            _sample(place, line, group="name", as_json=True) for place, line in zip(places, lines, strict=True)
+            _sample(place, line, group="name", as_json=True, max_pixels=MAX_IMAGE_PIXELS, folder=None)
+            for place, line in zip(places, lines, strict=True)
         ]
     return Source(
         origin={"source": "generated", "revision": None, "validation": "generated", "unused_files": []},
@@ -99,7 +107,7 @@ def _generated(generate: GenerateParams | None) -> Source[Record]:
     )
 
 
-def _from_files(source: str, parse: Callable[[Place, Mapping[str, Any]], Sample[Record]]) -> Source[Record]:
+def _from_files(source: str, parse: Callable[..., Sample[Record]]) -> Source[Record]:
     folder, resolved, revision = parquet_folder(source)
     lines = [] if revision else given_files(folder, "*.jsonl")
     tables = given_files(folder, "*.parquet", "data/*.parquet")
@@ -122,12 +130,10 @@ def _from_files(source: str, parse: Callable[[Place, Mapping[str, Any]], Sample[
     return found
 
 
-def _read_file(
-    path: Path, file: str, parse: Callable[[Place, Mapping[str, Any]], Sample[Record]]
-) -> Iterator[Sample[Record]]:
+def _read_file(path: Path, file: str, parse: Callable[..., Sample[Record]]) -> Iterator[Sample[Record]]:
     if path.suffix == ".parquet":
         for number, row in enumerate(read_rows(path)):
-            yield parse(Place(file, number, "row"), row)
+            yield parse(Place(file, number, "row"), row, folder=None)
         return
     try:
         text = read_text(path)
@@ -135,25 +141,38 @@ def _read_file(
         yield Place(file), [str(error)]
         return
     for line, content in json_lines(text):
-        yield (Place(file, line), [content]) if isinstance(content, str) else parse(Place(file, line), content)
+        place = Place(file, line)
+        yield (place, [content]) if isinstance(content, str) else parse(place, content, folder=path.parent)
 
 
-def _sample(place: Place, content: Mapping[str, Any], *, group: str | None, as_json: bool) -> Sample[Record]:
-    """Its `group` is what the column says, or empty without one."""
+def _sample(
+    place: Place,
+    content: Mapping[str, Any],
+    *,
+    group: str | None,
+    as_json: bool,
+    max_pixels: int,
+    folder: Path | None,
+) -> Sample[Record]:
+    """Its `group` is what the column says, or empty without one. folder: as of read_pictures."""
     assert isinstance(place.number, int), place
-    messages = messages_of(content)
-    problems = list(messages) if isinstance(messages, list) else []
+    talk = talk_of(content)
+    problems = [] if isinstance(talk, Talk) else list(talk)
+    spots = talk.spots if isinstance(talk, Talk) else ()
+    pictures, unreadable = read_pictures(pictures_of(content), spots, folder, max_pixels)
+    problems += unreadable
     value = content.get(group) if group else ""
     if not isinstance(value, str | int) or (group and value == ""):
         problems.append(f"{group} is {shown(value)}, expected the text or number of a group")
-    if isinstance(messages, list):
+    if not isinstance(talk, Talk):
         return place, problems
-    if as_json and parsed(messages[-1].content) is None:
-        problems.append(f"the answer is no JSON, by which the dataset's metrics score: {shown(messages[-1].content)}")
+    if as_json and parsed(answer := talk.messages[-1].content) is None:
+        problems.append(f"the answer is no JSON, by which the dataset's metrics score: {shown(answer)}")
     if problems:
         return place, problems
     name = f"{place.file}:{place.number}"
-    return place, Record(id=name, messages=messages, group=str(value), file=place.file, number=place.number)
+    record = Record(id=name, messages=talk.messages, group=str(value), file=place.file, number=place.number)
+    return place, replace(record, pictures=tuple(pictures))
 
 
 def _in_groups(splits: Mapping[str, Samples]) -> dict[str, Samples]:

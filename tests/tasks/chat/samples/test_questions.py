@@ -5,10 +5,10 @@ import pytest
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import markup_problem
-from stages.kit.models.processors import encode, rendered
+from stages.kit.models.processors import count_tokens, encode, rendered
 from stages.tasks.chat.samples import check, conversation, probes
 from stages.tasks.chat.samples.records import Message, Record
-from tests.tasks.chat.talks import record
+from tests.tasks.chat.talks import record, shown
 from tests.tiny_families import TEMPLATES, VISION, tokenizer_for
 
 MARKUP = (
@@ -80,9 +80,36 @@ def test_a_question_is_all_but_the_answer() -> None:
     assert all(each.answered() for each in probes())
 
 
-def test_a_model_of_pictures_and_a_target_are_refused() -> None:
+def test_a_picture_stands_where_its_text_is_divided() -> None:
+    said = (Message("user", "abc"), Message("assistant", "d"), Message("user", ""), Message("assistant", "e"))
+    asked = shown(said, spots=[(0, 0), (0, 1), (0, 1), (0, 3), (2, 0)])
+    found = conversation(asked, answered=True)
+    picture = {"type": "image"}
+    texts = {letter: {"type": "text", "text": letter} for letter in ["a", "bc", "d", "e"]}
+    assert [message["content"] for message in found.messages] == [
+        [picture, texts["a"], picture, picture, texts["bc"], picture], [texts["d"]], [picture], [texts["e"]],
+    ]  # fmt: skip
+    assert found.images == asked.pictures
+
+
+def test_a_text_model_is_not_shown_pictures() -> None:
+    asked = conversation(
+        shown(messages=(Message("user", "Who?"), Message("assistant", "You.")), spots=[(0, 0)]), answered=True
+    )
+    for use in (
+        lambda: encode(tokenizer_for("llama"), [asked], padding_side="left"),
+        lambda: count_tokens(tokenizer_for("llama"), asked),
+    ):
+        with pytest.raises(
+            UserError, match=r"sample a:1 has pictures, and .* is a text model; take a base of qwen2_5_vl, "
+        ):
+            use()
+
+
+def test_an_unknown_family_and_a_target_are_refused() -> None:
     check("llama", None)
-    with pytest.raises(UserError, match=r"chat trains text models of .*; the base is a qwen2_vl"):
-        check("qwen2_vl", None)
+    check("qwen2_vl", None)
+    with pytest.raises(UserError, match="no model family is called 'gpt2'"):
+        check("gpt2", None)
     with pytest.raises(UserError, match="it knows no target 'full'"):
         check("llama", "full")

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import conversation, read_split
-from stages.tasks.chat.samples.records import order_problems
+from stages.tasks.chat.samples.records import order_problems, picture_problems
 from stages.tasks.chat.sources import prepare
-from stages.tasks.chat.sources.messages import messages_of
+from stages.tasks.chat.sources.messages import Talk, talk_of
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
+from tests.kit.data.pictures import picture
 from tests.tasks.chat.talks import said, talk, write_lines
 
 LINES: list[dict[str, Any]] = [
@@ -23,10 +24,24 @@ LINES: list[dict[str, Any]] = [
     {"messages": said("Who?", "You.", "Be brief.") + said("And who?", "Me."), "who": "b"},
     {"prompt": "Who?", "completion": "Nobody.", "who": 3},
     {"prompt": said("Who are they?", "")[:1], "completion": said("", "All.")[1:], "who": "d"},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]},
+            {"role": "assistant", "content": "Both."},
+        ],
+        "images": ["a.png", "b.png"],
+        "who": "e",
+    },
+    {**talk(5), "image": "a.png", "who": "f"},
 ]
+PICTURES = {"a.png": picture(), "b.png": picture((1, 2, 3))}
 PIECES = [
     '"messages"',
     '"role"',
+    '"images"',
+    '{"type": "image"}',
+    '"../a.png"',
+    '"b.png"',
     "[",
     "]",
     "{",
@@ -42,13 +57,15 @@ PIECES = [
 ]
 
 
-@given(line=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | VALUES)
+@given(line=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | damaged_tree(LINES[4]) | VALUES)
 @quick(3000)
 def test_any_object_is_a_conversation_or_has_its_problems_named(line: Any) -> None:
-    found = messages_of(line if isinstance(line, dict) else {"messages": line})
-    if isinstance(found, tuple):
-        assert not order_problems(found)
-        assert all(each.content.strip() for each in found)
+    found = talk_of(line if isinstance(line, dict) else {"messages": line})
+    if isinstance(found, Talk):
+        assert not order_problems(found.messages)
+        assert not picture_problems(found.messages, found.spots)
+        pictured = {number for number, _ in found.spots}
+        assert all(each.content.strip() or number in pictured for number, each in enumerate(found.messages))
     else:
         assert found
         assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
@@ -66,7 +83,10 @@ def judge(folder: Path, *, skip_invalid: bool) -> None:
     for split, found in stats["splits"].items():
         records = read_split(out, split)
         assert len(records) == found["records"]
-        assert all(conversation(record, answered=True).answered() for record in records)
+        for asked in (conversation(record, answered=True) for record in records):
+            assert asked.answered()
+            parts = [part for message in asked.messages for part in message["content"]]
+            assert sum(part["type"] == "image" for part in parts) == len(asked.images)
         assert found["invalid_rows"] == 0 or skip_invalid
 
 
@@ -78,8 +98,12 @@ def test_damaged_lines_give_conversations_or_a_refusal(
     folder = tmp_path_factory.getbasetemp() / "lines" / "in"
     for name in ("train.jsonl", "val.jsonl"):
         write_lines(folder / name, *({**line, "who": f"{name}{number}"} for number, line in enumerate(LINES)))
-    path = folder / data.draw(st.sampled_from(["train.jsonl", "val.jsonl"]))
-    if data.draw(st.booleans()):
+    for name, encoded in PICTURES.items():
+        (folder / name).write_bytes(encoded)
+    path = folder / data.draw(st.sampled_from(["train.jsonl", "val.jsonl", "a.png"]))
+    if path.suffix == ".png":
+        path.write_bytes(data.draw(damaged_bytes(PICTURES["a.png"])))
+    elif data.draw(st.booleans()):
         path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
     else:
         path.write_text(data.draw(damaged_text(path.read_text(), PIECES)), errors="ignore")
@@ -95,6 +119,7 @@ def test_damaged_tables_give_conversations_or_a_refusal(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.parquet"
     rows = [{**line, "who": str(line["who"])} for line in LINES[:2]] * 4
+    rows += [{**rows[0], "images": [{"bytes": encoded, "path": name} for name, encoded in PICTURES.items()]}]
     try:
         pq.write_table(pa.Table.from_pylist(data.draw(damaged_tree(rows))), path)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
