@@ -35,7 +35,7 @@ def line(number: int, colour: str) -> str:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A workspace in which the base was evaluated, and two recipes went all the way, two steps of training each: LoRA
-    of the language model, and all weights of the vision tower."""
+    of the language model, and all weights of it and of the vision tower."""
     workspace = tmp_path_factory.mktemp("workspace")
     (workspace / "data").mkdir()
     (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
@@ -55,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tiny["evaluation"] = {"batch_size": 4, "max_new_tokens": 6}
     for name in ("chat-lora", "chat-full"):
         raw["recipes"][name].update(effective_batch=8, max_steps=2)
-    raw["recipes"]["chat-full"]["parts"] = {"vision": "full"}
+    raw["recipes"]["chat-full"]["parts"] = {"vision": "full", "llm": "full"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         write_params(raw)
@@ -105,6 +105,27 @@ def test_a_text_model_is_refused_pictures_while_it_is_planned(workspace: Path) -
     done("base", "assistant")
     message = refused("plan", "chat-lora")
     assert "sample train.jsonl:2 has pictures, and data/bases/assistant is a text model" in " ".join(message.split())
+
+
+@pytest.mark.parametrize(
+    ("parts", "placement", "problem"),
+    [
+        ({"vision": "full"}, {}, "trains only parts that see pictures; train llm too"),
+        ({"llm": "full"}, {"placement": "sharded"}, "shares them among processes (sharded); take placement single"),
+        ({"llm": "full", "projector": "full"}, {"placement": "ddp"}, "shares them among processes (ddp)"),
+    ],
+)
+def test_a_conversation_without_pictures_is_refused_where_training_needs_some(
+    workspace: Path, parts: dict[str, str], placement: dict[str, str], problem: str
+) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["recipes"]["chat-full"]["parts"] = parts
+    raw["profiles"]["tiny"]["memory"].update(placement, quantization="none")
+    raw["profiles"]["tiny"]["device"]["count"] = 2 if placement else 1
+    write_params(raw)
+    message = " ".join(refused("plan", "chat-full").split())
+    assert "has no picture, and recipe chat-full" in message
+    assert problem in message
 
 
 def test_texts_alone_train_a_vision_model_too(workspace: Path) -> None:

@@ -6,7 +6,7 @@ A batch has a row for each sample, padded, or all samples behind one another in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -89,11 +89,13 @@ class ConversationCollator:
     ) -> ConversationCollator:
         """Batches as a plan's training takes them. samples: this module of its task.
 
-        Raises UserError where domains are not as the plan has them.
+        Raises UserError where domains are not as the plan has them, and for a sample without pictures where training
+        needs some in each.
         """
         config = load_config(Path(plan.base_dir))
         asked = samples_for(samples, config.model_type, processor)
         converse = partial(asked.conversation, answered=True, target=plan.target)
+        _require_pictures(plan, map(converse, records))
         experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
         return cls(
             *(processor, records, converse),
@@ -193,6 +195,26 @@ def _without_weights(config: PreTrainedConfig) -> Any:
     nn.Module.__init__(model)
     model.config = config
     return model
+
+
+def _require_pictures(plan: Plan, conversations: Iterable[Conversation]) -> None:
+    """Raises UserError for a sample without pictures where training needs some in each.
+
+    It would give no gradient where only the parts that see pictures are trained. And processes that share these parts'
+    weights or gradients wait for each other there: one that has no picture keeps the others waiting for ever.
+    """
+    trained = set(plan.parts.trained())
+    alone = "llm" not in trained
+    shared = plan.placement == "sharded" or (plan.placement == "ddp" and trained != {"llm"})
+    if not alone and not shared:
+        return
+    examples = {bool(each.images): each.sample_id for each in conversations}
+    if False in examples and (alone or True in examples):
+        why = "trains only parts that see pictures" if alone else f"shares them among processes ({plan.placement})"
+        fix = "train llm too" if alone else "take placement single or balanced"
+        raise UserError(
+            f"sample {examples[False]} has no picture, and recipe {plan.recipe} {why}; {fix}, or leave such samples out"
+        )
 
 
 def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def largest_samples(collator: ConversationCollator, count: int) -> list[int]:
     """The `count` longest samples in tokens, the longest first; all if there are fewer.
 
-    A picture takes tokens by its pixels, so these are also the most pixels.
+    A picture takes tokens by its pixels, so these are also the most pixels, if all or none have pictures.
     """
     longest_first = sorted(range(len(collator.lengths)), key=lambda sample: (-collator.lengths[sample], sample))
     return longest_first[:count]

@@ -41,10 +41,10 @@ def read_pictures(
 
 def _in_table(one: Any) -> tuple[str, bytes | str]:
     """Name and bytes of a picture, or what is wrong with it."""
-    encoded = one.get("bytes") if isinstance(one, dict) else None
+    found = one if isinstance(one, dict) else {"bytes": one}
+    encoded, path = found.get("bytes"), found.get("path")
     if not isinstance(encoded, bytes) or not encoded:
         return "", f"is {shown(one)}, expected its bytes"
-    path = one.get("path")
     return path if isinstance(path, str) else "", encoded
 
 
