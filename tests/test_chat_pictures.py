@@ -136,3 +136,14 @@ def test_texts_alone_train_a_vision_model_too(workspace: Path) -> None:
     assert "images" not in pq.read_schema("data/prepared/conversations/train.parquet").names
     for stage in ("plan", "train", "merge", "evaluate"):
         done(stage, "chat-lora")
+
+
+def test_a_tower_that_is_trained_alone_is_certified_on_a_picture(workspace: Path) -> None:
+    lines = [line(number, "red") for number in range(20) if number % 4]
+    Path("talks/train.jsonl").write_text("".join(f"{each}\n" for each in lines))
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["recipes"]["chat-full"]["parts"] = {"vision": "full"}
+    write_params(raw)
+    for stage, name in (("prepare", "conversations"), *((stage, "chat-full") for stage in ("plan", "train", "merge"))):
+        done(stage, name)
+    assert not read_certificate(Path("data/runs/chat-full/merge.json"), "chat-full").problems()
