@@ -5,11 +5,11 @@ import pytest
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import markup_problem
-from stages.kit.models.processors import count_tokens, encode, rendered
+from stages.kit.models.processors import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import check, conversation, probes
 from stages.tasks.chat.samples.records import Message, Record
 from tests.tasks.chat.talks import record, shown
-from tests.tiny_families import TEMPLATES, VISION, tokenizer_for
+from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
 MARKUP = (
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end|>", "<|user|>"),
@@ -90,6 +90,22 @@ def test_a_picture_stands_where_its_text_is_divided() -> None:
         [picture, texts["a"], picture, picture, texts["bc"], picture], [texts["d"]], [picture], [texts["e"]],
     ]  # fmt: skip
     assert found.images == asked.pictures
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_answers_count_and_pictures_go_in_their_order_beside_texts_alone(family: str) -> None:
+    processor = processor_for(family)
+    roles, texts = ("system", "user", "assistant", "user", "assistant"), ("Be brief.", "abc", "One.", "", "Two.")
+    said = tuple(map(Message, roles, texts))
+    asked = [conversation(shown(said, spots), answered=True) for spots in ([(1, 1), (3, 0)], [])]
+    asked[1].messages[3]["content"] = [{"type": "text", "text": "def"}]
+    inputs = encode(processor, asked, padding_side="right", mark_answers=True)
+    assert len(inputs["image_grid_thw"]) == 2
+    for row, each in enumerate(asked):
+        answers = tokenizer_of(processor).decode(inputs["input_ids"][row][inputs["answers"][row]])
+        assert answers.index("One.") < answers.index("Two.")
+        assert not any(text in answers for text in ("Be brief.", "a", "bc", "def"))
+        assert count_tokens(processor, each) == int(inputs["attention_mask"][row].sum())
 
 
 def test_a_text_model_is_not_shown_pictures() -> None:
