@@ -23,7 +23,7 @@ BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
 BoxUnit = Literal["share", "pixels"]
 TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
 TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
-"""Of a dataset that names none."""
+"""Metrics of a dataset that names none."""
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]

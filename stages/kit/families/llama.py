@@ -2,7 +2,7 @@
 
 from stages.kit.families import Family
 
-# Of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.
+# Lines of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.
 _ANY_TURN = """\
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
 """

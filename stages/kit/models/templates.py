@@ -19,10 +19,10 @@ from stages.core.errors import UserError
 from stages.kit.families import PAGE, all_families
 
 Messages = Sequence[Mapping[str, Any]]
-"""Of a conversation, in the form that the template takes."""
+"""Messages of a conversation, in the form that the template takes."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
-"""What some templates ask for: an answer without thinking aloud (Qwen3), and a date that is not today's (Llama 3.2's
+"""Options that some templates have: an answer without thinking aloud (Qwen3), and a date that is not today's (Llama 3.2's
 template writes today's otherwise; this one is what Llama 3.1's writes)."""
 
 
