@@ -22,8 +22,8 @@ Messages = Sequence[Mapping[str, Any]]
 """Messages of a conversation, in the form that the template takes."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
-"""Options that some templates have: an answer without thinking aloud (Qwen3), and a date that is not today's (Llama 3.2's
-template writes today's otherwise; this one is what Llama 3.1's writes)."""
+"""Options that some templates have: an answer without thinking aloud (Qwen3), and a date that is not today's (that of
+Llama 3.2's writes today's otherwise; this one is what Llama 3.1's writes)."""
 
 
 @cache
