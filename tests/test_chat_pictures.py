@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from stages.kit.models.certificate import read_certificate
 from tests import ROOT
 from tests.kit.data.pictures import picture
+from tests.test_chat_stages import run_all_stages
 from tests.test_stages import done, refused, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -59,13 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         write_params(raw)
-        done("base", "assistant")
-        done("prepare", "conversations")
-        done("evaluate", "base-assistant")
-        for name in ("chat-lora", "chat-full"):
-            for stage in ("plan", "train", "merge", "evaluate"):
-                done(stage, name)
-        done("compare", "chat")
+        run_all_stages()
         yield workspace
 
 

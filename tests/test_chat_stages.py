@@ -23,6 +23,17 @@ def line(number: int) -> str:
     return json.dumps({"messages": messages, "who": number // 2}) + "\n"
 
 
+def run_all_stages() -> None:
+    """Both recipes and the base, in the working folder, to their comparison."""
+    done("base", "assistant")
+    done("prepare", "conversations")
+    done("evaluate", "base-assistant")
+    for name in ("chat-lora", "chat-full"):
+        for stage in ("plan", "train", "merge", "evaluate"):
+            done(stage, name)
+    done("compare", "chat")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A workspace in which the base was evaluated, and both recipes went all the way, two steps of training each."""
@@ -41,13 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         write_params(raw)
-        done("base", "assistant")
-        done("prepare", "conversations")
-        done("evaluate", "base-assistant")
-        for name in ("chat-lora", "chat-full"):
-            for stage in ("plan", "train", "merge", "evaluate"):
-                done(stage, name)
-        done("compare", "chat")
+        run_all_stages()
         yield workspace
 
 

@@ -218,7 +218,7 @@ def refuse_changed_job(
 def facts_now(
     stage: str, args: tuple[str, ...], declared: DeclaredStage, params: Params, stages: Sequence[DeclaredStage]
 ) -> dict[str, object]:
-    """What a job of the stage is to do, of the workspace as it is now."""
+    """The facts that a job of the stage has to find unchanged, of the workspace as it is now."""
     inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
     return job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=WORKSPACE_DIR, caller=os.environ)
 

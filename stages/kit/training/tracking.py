@@ -32,6 +32,6 @@ def set_environment(tracking: TrackingParams) -> None:
 
 
 def run_name(name: str) -> str:
-    """Of a tracked run: after what it is of, and the experiment."""
+    """The name of a tracked run: what it is of, and the experiment."""
     experiment = os.environ.get("DVC_EXP_NAME")
     return f"{name}-{experiment}" if experiment else name

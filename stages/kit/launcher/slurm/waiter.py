@@ -61,7 +61,7 @@ class StageJob:
     declared: DeclaredStage
     workspace_dir: Path
     facts: Mapping[str, object]
-    """What it is to do, which it compares with what it finds when it starts."""
+    """The job's inputs, settings and code; it compares them with those that it finds when it starts."""
     fingerprint: str
     """Digest of all that it is to do: 12 hexadecimal digits."""
     command: tuple[str, ...]

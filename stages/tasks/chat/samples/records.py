@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         ("number", pa.int64()),
     ]
 )
-"""Of a prepared split without pictures."""
+"""Columns of a prepared split without pictures."""
 
 PICTURE = pa.schema(
     [
