@@ -139,7 +139,7 @@ report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
 	@$(python) -m tools.report $(TASK)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
-in_parallel := -n auto --maxprocesses 4 --dist loadfile
+in_parallel := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)

@@ -29,8 +29,7 @@ def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, An
     tiny["bases"]["llm"] = f"folder:{folder}"
     tiny["datasets"]["visempar"]["generate"] = {"train": 10, "val": 4, "seed": 1}
     for recipe, changes in recipes.items():
-        raw["recipes"][recipe].update(changes, quantization="none")
-        raw["recipes"][recipe]["max_length"] = 4096
+        raw["recipes"][recipe].update(changes, quantization="none", max_length=4096, max_steps=2)
     write_params(raw)
     done("base", "vlm" if FAMILIES[name].vision else "llm")
     done("prepare", "nutrition-tables" if FAMILIES[name].vision else "visempar")

@@ -58,7 +58,7 @@ def too_much(*_: object, **__: object) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace with a base, data, and a plan for 32 steps of 4 samples at once."""
+    """A workspace with a base, data, and a plan for 9 steps of 4 samples at once."""
     workspace = tmp_path_factory.mktemp("running out") / "a workspace"
     code = shutil.ignore_patterns("__pycache__", "*.lock")
     for folder in ("stages", "docker"):
@@ -66,7 +66,7 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         raw = small_params(tiny_vlm)
-        raw["recipes"][RECIPE].update(epochs=11, max_steps=32)
+        raw["recipes"][RECIPE].update(epochs=3, max_steps=9)
         raw["profiles"]["tiny"]["memory"]["micro_batch"] = 4
         write_params(raw)
         done("base", "vlm")
@@ -145,10 +145,10 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_training_that_runs_out_of_memory_at_load_and_at_steps_1_and_30_ends_with_its_effective_batch(
+def test_a_training_that_runs_out_of_memory_at_load_and_at_steps_1_and_8_ends_with_its_effective_batch(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert down_the_ladder(Engine(at_load, at_step(1), at_step(30)), "train", RECIPE, workspace) == 0
+    assert down_the_ladder(Engine(at_load, at_step(1), at_step(8)), "train", RECIPE, workspace) == 0
     assert [
         line.partition("anew with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line
     ] == [
@@ -158,7 +158,7 @@ def test_a_training_that_runs_out_of_memory_at_load_and_at_steps_1_and_30_ends_w
     ]
     record = read(workspace / "data/runs" / RECIPE / "training/training.json")
     assert (record["micro_batch"], record["grad_accumulation"], record["gradient_checkpointing"]) == (1, 4, True)
-    assert (record["attempt"], record["num_steps"]) == (3, 32)
+    assert (record["attempt"], record["num_steps"]) == (3, 9)
     assert not list((workspace / "data/runs" / RECIPE).glob(".*partial"))
 
 

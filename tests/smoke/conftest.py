@@ -67,9 +67,13 @@ def environment(**more: str) -> dict[str, str]:
 
 def dvc(workspace: Path, *args: str, **more: str) -> str:
     """Runs it to its end; the test fails with what it said where it fails."""
-    command = [str(Path(sys.prefix) / "bin/dvc"), *args]
+    return python(workspace, "-m", "dvc", *args, **more)
+
+
+def python(workspace: Path, *args: str, **more: str) -> str:
+    """Likewise."""
     result = subprocess.run(
-        command, cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
+        [sys.executable, *args], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
@@ -122,9 +126,9 @@ def commit(place: Path, message: str) -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace whose whole detection pipeline ran in containers. Not to be changed."""
+    """A workspace whose whole detection pipeline ran in containers, two at once. Not to be changed."""
     workspace = copy_of_checkout(tmp_path_factory.mktemp("smoke") / "a workspace")
-    dvc(workspace, "repro", "compare@detection")
+    python(workspace, "-m", "tools.run", "compare@detection", "--jobs", "2")
     return workspace
 
 

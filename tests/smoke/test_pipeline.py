@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from stages.core.threads import usable_cores
 from stages.kit.launcher.pipeline import declared_stages
 from tests import ROOT
 from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git, wait_until
 
 # The whole pipeline is run by the first test that looks at it.
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.pipeline, pytest.mark.timeout(1200)]
 
 
 def sha256(path: Path) -> str:
@@ -65,7 +66,19 @@ def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
     assert set(left) == {"lock"}
 
 
-def test_container_and_process_give_the_same_weights_byte_for_byte(finished: Path, tmp_path: Path) -> None:
+def test_stages_side_by_side_share_the_cores_and_nothing_is_trained_twice(finished: Path) -> None:
+    runs_dir, provenance_dir = finished / "data/runs", finished / "data/provenance/detection"
+    trained = {path.parts[-3]: json.loads(path.read_text()) for path in runs_dir.glob("*/training/training.json")}
+    taken = [name for name, record in trained.items() if record.get("taken_from") is not None]
+    assert len(taken) == 1
+    assert set(taken) < {"r2-vision-only", "r3-stage1"}
+    records = [json.loads(path.read_text()) for path in provenance_dir.glob("train@*.json")]
+    assert {record["environment"]["OMP_NUM_THREADS"] for record in records} == {str(max(1, usable_cores() // 2))}
+
+
+def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights_byte_for_byte(
+    finished: Path, tmp_path: Path
+) -> None:
     """The same recipe, seed and locked packages; another build of Python, perhaps, around them."""
     workspace = copy_of_checkout(tmp_path / "on the host")
     dvc(workspace, "repro", "evaluate@r3-stage2", BAKEOFF_ENGINE="process")
@@ -80,16 +93,13 @@ def test_container_and_process_give_the_same_weights_byte_for_byte(finished: Pat
         assert sha256(workspace / "data" / path) == sha256(finished / "data" / path), path
 
 
-@pytest.mark.parametrize("how", ["--temp", "--queue"])
-def test_experiments_in_a_clone_and_in_the_queue_run_in_containers(finished: Path, tmp_path: Path, how: str) -> None:
+def test_queued_experiments_run_in_containers(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
     rank = "recipes.r1-llm-only.lora.rank=8"
-    said = dvc(workspace, "exp", "run", how, "--name", "narrow", "-S", rank, "train@r1-llm-only", BAKEOFF_ENGINE="auto")
-    if how == "--queue":
-        dvc(workspace, "queue", "start", BAKEOFF_ENGINE="auto")
-        wait_until(lambda: any(word in dvc(workspace, "queue", "status") for word in ("Success", "Failed")))
-        said = dvc(workspace, "queue", "logs", "narrow")
-    assert f"engine {ENGINE}" in said
+    dvc(workspace, "exp", "run", "--queue", "--name", "narrow", "-S", rank, "train@r1-llm-only", BAKEOFF_ENGINE="auto")
+    dvc(workspace, "queue", "start", BAKEOFF_ENGINE="auto")
+    wait_until(lambda: any(word in dvc(workspace, "queue", "status") for word in ("Success", "Failed")))
+    assert f"engine {ENGINE}" in dvc(workspace, "queue", "logs", "narrow")
     assert "narrow" in dvc(workspace, "exp", "list")
     assert git(workspace, "status", "--porcelain") == ""
 
@@ -109,7 +119,9 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
     dvc(workspace, "config", "--local", "cache.type", "symlink")
     dvc(workspace, "checkout", "--relink", "--with-deps", "compare@detection")
     assert (workspace / "data/bases/vlm/config.json").is_symlink()
-    dvc(workspace, "exp", "run", "-S", "tracking.wandb=true", "compare@detection")
+    tracked_step = ("-S", "tracking.wandb=true", "-S", "recipes.r1-llm-only.max_steps=1")
+    dvc(workspace, "exp", "run", *tracked_step, "train@r1-llm-only", "baseline@base-vlm")
+    dvc(workspace, "repro", "--single-item", "compare@detection")
     tracked = workspace / ".bakeoff/tracking/wandb"
     assert list(tracked.glob("offline-run-*/*.wandb"))
     for name in ("metrics", "comparison"):

@@ -58,7 +58,7 @@ PIECES = [
 
 
 @given(line=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | damaged_tree(LINES[4]) | VALUES)
-@quick(3000)
+@quick(600)
 def test_any_object_is_a_conversation_or_has_its_problems_named(line: Any) -> None:
     found = talk_of(line if isinstance(line, dict) else {"messages": line})
     if isinstance(found, Talk):
@@ -91,7 +91,7 @@ def judge(folder: Path, *, skip_invalid: bool) -> None:
 
 
 @given(data=st.data())
-@quick(500)
+@quick(150)
 def test_damaged_lines_give_conversations_or_a_refusal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -111,7 +111,7 @@ def test_damaged_lines_give_conversations_or_a_refusal(
 
 
 @given(data=st.data())
-@quick(300)
+@quick(100)
 def test_damaged_tables_give_conversations_or_a_refusal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -171,7 +171,7 @@ def test_damaged_rows_and_descriptions_of_parquet_give_records_or_a_refusal(
 
 
 @given(text=st.text() | st.lists(st.sampled_from(PIECES["voc"]) | TEXTS).map("".join))
-@quick(1000)
+@quick(300)
 def test_any_text_is_an_annotation_or_unreadable(text: str) -> None:
     try:
         row = parse_voc(f"<annotation>{text}</annotation>".encode("utf-8", "replace").decode())
