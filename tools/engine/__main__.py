@@ -4,7 +4,7 @@
     make serve RUN=r4-joint PORT=8000
 
 Reads   the merged model of a run and its certificate (or a baseline's base), the prepared data
-Writes  data/runs/RUN/vllm.json, the engine's certificate; .bakeoff/logs/vllm-RUN.log, what vLLM said
+Writes  data/runs/RUN/vllm.json, the engine's certificate
 
 It is no stage of the pipeline: nothing depends on it. vLLM runs in an environment of its own: make setup EXTRAS=vllm,
 or make image TARGET=vllm.
@@ -16,16 +16,19 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
+from stages.kit.evaluation.vllm.certify import SAMPLES
+from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.launcher.leases import leased_gpus
-from tools.engine.certify import SAMPLES, Subject, certified, read_subject
-from tools.engine.environment import Environment, find_environment
+from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from tools.engine.certify import certify, read_subject
+from tools.engine.environment import Contained, find_environment
 from tools.engine.server import listening_on, serve_model
 
 log = logging.getLogger("stages")
@@ -38,8 +41,6 @@ class Place:
     environment: Environment
     device: str
     """cpu, or the GPU's name."""
-    gpus: tuple[str, ...]
-    """UUIDs."""
 
 
 @contextmanager
@@ -57,16 +58,13 @@ def place(holder: str) -> Iterator[Place]:
         uuids = tuple(gpu.uuid for gpu in gpus)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)  # our own model is asked there too
-        yield Place(environment=environment, device=gpus[0].name if gpus else "cpu", gpus=uuids)
+        if isinstance(environment, Contained):
+            environment = replace(environment, gpus=uuids)
+        yield Place(environment=environment, device=gpus[0].name if gpus else "cpu")
 
 
 def say(text: str) -> None:
     log.info("%s", text)
-
-
-def certify_there(subject: Subject, where: Place, *, again: bool) -> None:
-    log_path = Path(".bakeoff/logs") / f"vllm-{subject.name}.log"
-    certified(subject, where.environment, device=where.device, gpus=where.gpus, log_path=log_path, again=again)
 
 
 @click.group(help=__doc__)
@@ -83,28 +81,30 @@ samples_option = click.option(
 )
 
 
-@main.command()
+@main.command("certify")
 @click.argument("name", metavar="RUN")
 @samples_option
-def certify(name: str, samples: int) -> None:
+@recognised_out_of_memory()
+def certify_run(name: str, samples: int) -> None:
     """Have vLLM and the evaluation's own code answer the same samples; refuse where they differ."""
     configure_logging(f"certify {name}")
     subject = read_subject(name, samples)
     with place(f"certify {name}") as where:
-        certify_there(subject, where, again=True)
+        certify(subject, where.environment, device=where.device, again=True)
 
 
 @main.command()
 @click.argument("name", metavar="RUN")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="On 127.0.0.1.")
 @samples_option
+@recognised_out_of_memory()
 def serve(name: str, port: int, samples: int) -> None:
     """Serve a run's model by vLLM's OpenAI-compatible server on this machine alone, once it is certified."""
     configure_logging(f"serve {name}")
     subject = read_subject(name, samples)
     with listening_on(port) as listening, place(f"serve {name}") as where:
-        certify_there(subject, where, again=False)
-        serve_model(subject, where.environment, gpus=where.gpus, listening=listening)
+        certify(subject, where.environment, device=where.device, again=False)
+        serve_model(subject, where.environment, listening=listening)
 
 
 if __name__ == "__main__":

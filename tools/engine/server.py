@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
+from stages.kit.evaluation.vllm.certificate import difference
+from stages.kit.evaluation.vllm.certify import Subject
+from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.models.processors import encode, shortened
 from stages.kit.models.templates import PROMPT_OPTIONS
-from tools.engine.certificate import difference
-from tools.engine.certify import Subject
-from tools.engine.environment import Environment
 
 log = logging.getLogger("stages")
 
@@ -52,13 +52,13 @@ def listening_on(port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def serve_model(subject: Subject, environment: Environment, *, gpus: tuple[str, ...], listening: socket.socket) -> None:
+def serve_model(subject: Subject, environment: Environment, *, listening: socket.socket) -> None:
     """Serve until Ctrl-C. Raises UserError where the server ends by itself, or answers unlike the certificate."""
     with tempfile.TemporaryDirectory(prefix="bakeoff-vllm-") as folder_name:
         folder = Path(folder_name)
         socket_path = folder / "socket"
         arguments = ("serve", *command_line(subject.options()), "--uds", str(socket_path))
-        with environment.process(arguments, subject.mounts(folder), gpus=gpus) as child:
+        with environment.worker(*arguments, model_dir=subject.model_dir, folder=folder) as child:
             _wait_until_ready(child, socket_path)
             check_chat(subject, socket_path)
             log.info("serving %s at http://127.0.0.1:%d/v1; Ctrl-C ends it", subject.name, listening.getsockname()[1])

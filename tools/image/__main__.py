@@ -121,10 +121,13 @@ def wheelhouse_dir(target: str) -> Path:
 def build_wheelhouse(target: str, pins: Pins, base: Base, machine: str) -> None:
     """Make the wheelhouse of `target`'s image on `base`."""
     folder = wheelhouse_dir(target)
-    names = [target, "installer", *(["flash-attn"] if images.has_flash_attn(target, pins, base) else [])]
+    if target in images.BELOW_VLLM:
+        build_wheelhouse(images.below(target), pins, base, machine)
+    flash_attn = target in images.STAGE_TARGETS and images.has_flash_attn(target, pins, base)
+    names = [target, "installer", *(["flash-attn"] if flash_attn else [])]
     locks = [WORKSPACE_DIR / f"docker/{name}.lock" for name in names]
     wheel_platform = WheelPlatform(python=base.python, glibc=base.glibc, machine=machine)
-    cpu_torch = images.cpu_torch(WORKSPACE_DIR) if target in images.WITH_CPU_TORCH else None
+    cpu_torch = images.cpu_torch(WORKSPACE_DIR) if images.below(target) == "cpu" else None
     made = make_wheelhouse(folder, locks, cpu_torch, wheel_platform)
     sizes = [path.stat().st_size for path in folder.iterdir()]
     say(
@@ -143,12 +146,13 @@ def build_options(target: str, pins: Pins, base: Base, max_jobs: int) -> list[st
         "MAX_JOBS": str(max_jobs),
         "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH,
     }
+    wheelhouses = dict.fromkeys((images.below(target), target))
     labels = {
         "org.opencontainers.image.title": f"bakeoff {target}",
         "org.opencontainers.image.version": reference.rpartition(":")[2],
         "org.opencontainers.image.base.name": base.image,
         "bakeoff.inputs": json.dumps(images.image_inputs(WORKSPACE_DIR, target, pins, base), sort_keys=True),
-        "bakeoff.wheelhouse": wheelhouse_digest(wheelhouse_dir(target)),
+        "bakeoff.wheelhouse": " ".join(wheelhouse_digest(wheelhouse_dir(name)) for name in wheelhouses),
     }
     if not base.is_stand_in:
         labels["org.opencontainers.image.base.digest"] = base.reference.rpartition("@")[2]

@@ -21,9 +21,9 @@ from stages.core.lineage import file_digest
 
 STAGE_TARGETS = ("cpu", "cuda")
 """Images that stages run in, by device."""
-TARGETS = (*STAGE_TARGETS, "vllm", "vllm-cpu")
-"""All; vLLM runs in the last two, by device."""
-WITH_CPU_TORCH = ("cpu", "vllm-cpu")
+BELOW_VLLM = {"vllm": "cuda", "vllm-cpu": "cpu"}
+"""Images that have vLLM too, in an environment of its own, and those that they are made from."""
+TARGETS = (*STAGE_TARGETS, *BELOW_VLLM)
 
 SOURCE_DATE_EPOCH = "1767225600"
 """2026-01-01: the date of all that is put into an image, so that two builds do not differ in when they ran."""
@@ -102,22 +102,29 @@ def image_reference(workspace_dir: Path, target: str, pins: Pins, base: Base) ->
 def image_inputs(workspace_dir: Path, target: str, pins: Pins, base: Base) -> dict[str, str]:
     """All that the image is built from: files by their digest, the rest as it is."""
     flash_attn = has_flash_attn(target, pins, base)
-    files = ["Dockerfile", "install", f"{target}.lock", "installer.lock", *(["flash-attn.lock"] if flash_attn else [])]
-    files += ["check_triton.py"] if target in ("cuda", "vllm") else []
+    files = ["Dockerfile", "install", f"{below(target)}.lock", "installer.lock"]
+    files += ["flash-attn.lock"] if flash_attn else []
+    files += ["check_triton.py"] if below(target) == "cuda" else []
+    files += [f"{target}.lock"] if target in BELOW_VLLM else []
     files += ["torchvision_on_cpu.py"] if target == "vllm-cpu" else []
     inputs = {f"docker/{name}": file_digest(workspace_dir / "docker" / name) for name in files}
     inputs["date"] = SOURCE_DATE_EPOCH
     inputs["base"] = " ".join((base.reference, *base.packages))
     if flash_attn:
         inputs["cuda-devel"] = pins.bases.cuda_devel.reference
-    if target in WITH_CPU_TORCH:
+    if below(target) == "cpu":
         inputs["torch"] = cpu_torch(workspace_dir)
     return inputs
 
 
+def below(target: str) -> str:
+    """The image that it is or is made from, with a stage's own packages."""
+    return BELOW_VLLM.get(target, target)
+
+
 def has_flash_attn(target: str, pins: Pins, base: Base) -> bool:
     """Whether the image has flash-attn. The stand-in's never: what it is compiled in comes from a registry too."""
-    return pins.targets[target].flash_attn and not base.is_stand_in
+    return pins.targets[below(target)].flash_attn and not base.is_stand_in
 
 
 def cpu_torch(workspace_dir: Path) -> str:

@@ -40,7 +40,11 @@ def means_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError):
         return True
-    return any(sign in text for text in (str(error), *_unsaid(error)) for sign in _SIGNS)
+    return any(map(says_out_of_memory, (str(error), *_unsaid(error))))
+
+
+def says_out_of_memory(text: str) -> bool:
+    return any(sign in text for sign in _SIGNS)
 
 
 def _unsaid(error: BaseException) -> Iterator[str]:

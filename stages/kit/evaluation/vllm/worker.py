@@ -6,13 +6,14 @@
 request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of an answer; `prompts`, of each its token
 ids with one placeholder a picture, and the files of its pictures.
 answers.json: vLLM's version; of each prompt the ids that vLLM read (each picture widened to its tokens), those that it
-wrote, and the log-probability of each of these.
+wrote, and the log-probability of each of these; and the seconds that all answers took.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -36,7 +37,7 @@ def answer(folder: Path) -> None:
         prompts.append({"prompt_token_ids": prompt["ids"]})
         if prompt["pictures"]:
             prompts[-1]["multi_modal_data"] = {"image": [Image.open(folder / name) for name in prompt["pictures"]]}
-    answers = []
+    started, answers = time.monotonic(), []
     for output in engine.generate(prompts, sampling, use_tqdm=False):
         (written,) = output.outputs
         steps = zip(written.logprobs, written.token_ids, strict=True)
@@ -48,7 +49,8 @@ def answer(folder: Path) -> None:
             }
         )
     partial = folder / "answers.partial"
-    partial.write_text(json.dumps({"version": __version__, "answers": answers}))
+    seconds = time.monotonic() - started
+    partial.write_text(json.dumps({"version": __version__, "answers": answers, "seconds": seconds}))
     partial.rename(folder / "answers.json")
 
 

@@ -1,4 +1,4 @@
-"""The certificate of a second engine: it answers as the models that `evaluate` asks."""
+"""The certificate of a second engine: it answers as our own models do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from stages.core.errors import UserError, counted
 from stages.core.publish import publish_text
-from tools.engine.questions import Answer, View
+from stages.kit.evaluation.vllm.questions import Answer, View
 
+CERTIFICATE_FILE = "vllm.json"
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-1, "bf16": 5e-1}
 """How far the log-probability of an answer's token, in nats, may be from our own model's."""
 
@@ -41,7 +42,7 @@ class Certificate:
     ties: int
     """Tokens that are not the likeliest for our own model, yet as likely within twice the tolerance."""
     same_answers: int
-    """Of the samples: word for word as `evaluate` has them, and so are their boxes."""
+    """Of the samples: word for word as our own model has them, and so are their boxes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -99,8 +100,8 @@ def require_alike(run: str, engine: str, results: Sequence[Compared]) -> None:
         shown = "\n".join(f"  {result.sample_id}: {result.unlike}" for result in unlike[:5])
         more = f"\n  and {len(unlike) - 5} more" if len(unlike) > 5 else ""
         raise UserError(
-            f"{engine} does not answer as {run} was evaluated, in {len(unlike)} of {counted(len(results), 'sample')}; "
-            f"it is not served:\n{shown}{more}"
+            f"{engine} does not answer as {run} does in transformers, in {len(unlike)} of "
+            f"{counted(len(results), 'sample')}; it neither serves nor evaluates it:\n{shown}{more}"
         )
 
 

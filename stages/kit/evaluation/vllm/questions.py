@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
+from stages.core.lineage import combined_digest, file_digest
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.models.processors import Processor, encode, rendered, shortened, tokenizer_of
@@ -37,6 +39,8 @@ class Answers:
     version: str
     """The engine's."""
     answers: list[Answer]
+    seconds: float
+    """That it took to answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,15 @@ def write_request(
         "prompts": prompts,
     }
     (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+
+
+def request_digest(folder: Path, count: int) -> str:
+    """Digest of a request as if it had only its first `count` prompts; the same wherever the model's folder lies."""
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    del request["engine"]["model"]
+    request["prompts"] = request["prompts"][:count]
+    digests = {name: file_digest(folder / name) for prompt in request["prompts"] for name in prompt["pictures"]}
+    return combined_digest(digests | {REQUEST: hashlib.sha256(json.dumps(request).encode()).hexdigest()})
 
 
 def read_answers(folder: Path) -> Answers:

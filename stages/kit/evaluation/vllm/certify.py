@@ -1,0 +1,248 @@
+"""Has vLLM answer a model's questions, and certifies that our own model answers them alike."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from stages.core.errors import OutOfMemory, UserError
+from stages.core.params.schema import ProfileParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.answering import Answerer
+from stages.kit.evaluation.generation import decoded, end_tokens, room_for_questions
+from stages.kit.evaluation.vllm.certificate import TOLERANCE, Certificate, compared, require_alike
+from stages.kit.evaluation.vllm.environment import Environment, installed
+from stages.kit.evaluation.vllm.questions import (
+    ANSWERS,
+    Answer,
+    Answers,
+    read_answers,
+    request_digest,
+    view,
+    write_request,
+)
+from stages.kit.memory_use.out_of_memory import says_out_of_memory
+from stages.kit.models.folders import require_weights
+from stages.kit.models.load import load_config
+from stages.kit.models.processors import Processor, load_processor, tokenizer_of
+
+log = logging.getLogger("stages")
+
+SAMPLES = 32
+"""Answered by both engines, unless somebody wants others."""
+AT_ONCE = 256
+"""Answers at once after no attempt ran out of memory: vLLM's own default on most GPUs."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and questions of its task."""
+
+    name: str
+    model_dir: Path
+    """Absolute."""
+    digest: str
+    profile: ProfileParams
+    samples: ModuleType
+    target: str | None
+    questions: list[Conversation]
+    num_certified: int
+    """How many of the questions, the first ones, our own model answers too."""
+    processor: Processor
+    ends: set[int]
+    attempt: int
+    """How often memory ran out before."""
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that a question may have."""
+        settings = self.profile.evaluation
+        return room_for_questions(settings.max_length, settings.max_new_tokens)
+
+    def options(self) -> dict[str, Any]:
+        """vLLM's, by the names of its EngineArgs: those of the certificate and of the server alike."""
+        on_cpu = self.profile.device.kind == "cpu"
+        options: dict[str, Any] = {
+            "model": str(self.model_dir),
+            "served_model_name": self.name,
+            "dtype": DTYPES[self.profile.memory.precision],
+            "max_model_len": -1,  # what there is room for
+            "seed": 0,
+            "enforce_eager": on_cpu,  # nothing is compiled
+            "generation_config": "vllm",  # nothing of the checkpoint's but its end tokens
+            "override_generation_config": {"temperature": 0.0},
+        }
+        if self.attempt:
+            options["max_num_seqs"] = max(1, AT_ONCE >> self.attempt)
+        if on_cpu:
+            options["distributed_executor_backend"] = "uni"
+        if num_pictures := max(len(question.images) for question in self.questions):
+            options["limit_mm_per_prompt"] = {"image": num_pictures, "video": 0}
+            options["mm_processor_kwargs"] = {"use_fast": False}  # resized by Pillow, as everywhere here
+        return options
+
+
+def subject_of(
+    name: str,
+    model_dir: Path,
+    digest: str,
+    profile: ProfileParams,
+    samples: ModuleType,
+    questions: list[Conversation],
+    *,
+    target: str | None,
+    num_certified: int = SAMPLES,
+    attempt: int = 0,
+) -> Subject:
+    """digest: of the model. samples: of its task, which it is to answer in the form `target`.
+
+    Raises UserError for a model without weights, or one that is not the task's.
+    """
+    require_weights(model_dir)
+    config = load_config(model_dir)
+    samples.check(config.model_type, target)
+    processor, generation = load_processor(model_dir, profile.images), GenerationConfig.from_model_config(config)
+    if (model_dir / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return Subject(
+        name=name,
+        model_dir=model_dir.absolute(),
+        digest=digest,
+        profile=profile,
+        samples=samples,
+        target=target,
+        questions=questions,
+        num_certified=num_certified,
+        processor=processor,
+        ends=end_tokens(generation, tokenizer_of(processor)),
+        attempt=attempt,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A model's questions and vLLM's answers, not certified."""
+
+    subject: Subject
+    answers: Answers
+    environment: str
+    """Digest of vLLM's environment."""
+    request: str
+    """Digest of what is to be certified of the request."""
+
+
+@contextmanager
+def asked(subject: Subject, parent: Path | None = None) -> Iterator[tuple[Path, str]]:
+    """A folder with what the worker is asked, and the digest of what is to be certified of it."""
+    with tempfile.TemporaryDirectory(prefix=".vllm-", dir=parent) as folder_name:
+        folder = Path(folder_name).absolute()
+        write_request(
+            folder,
+            subject.processor,
+            subject.questions,
+            engine=subject.options(),
+            max_new_tokens=subject.profile.evaluation.max_new_tokens,
+            end_tokens=subject.ends,
+            room=subject.room,
+        )
+        yield folder, request_digest(folder, subject.num_certified)
+
+
+def answered(subject: Subject, environment: Environment, folder: Path, request: str) -> Answered:
+    """vLLM's answers to what it is asked there; it has ended.
+
+    request: its digest. Raises UserError, with the end of what it said, where vLLM fails.
+    """
+    log_path = folder / "log"
+    log.info("vLLM answers %d questions", len(subject.questions))
+    with (
+        log_path.open("wb") as output,
+        environment.worker("answer", str(folder), model_dir=subject.model_dir, folder=folder, output=output) as child,
+    ):
+        code = child.wait()
+    if code or not (folder / ANSWERS).is_file():
+        said = log_path.read_text(encoding="utf-8", errors="replace")
+        sys.stderr.write(said)
+        raise worker_failed(code, said)
+    answers = read_answers(folder)
+    log.info("vLLM %s took %.1f s", answers.version, answers.seconds)
+    return Answered(subject=subject, answers=answers, environment=environment.digest, request=request)
+
+
+def ask_vllm(subject: Subject, parent: Path) -> Answered:
+    """The answers of the vLLM that is installed where this process runs, asked by files in a folder of its own."""
+    environment = installed(subject.profile.device.kind)
+    for left in parent.glob(".vllm-*"):  # by an evaluation that was killed
+        shutil.rmtree(left)
+    with asked(subject, parent) as (folder, request):
+        return answered(subject, environment, folder, request)
+
+
+def worker_failed(code: int, said: str) -> UserError:
+    """For a worker that ended with this code, after it said this."""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    lines = [line for line in said.splitlines() if line.strip()]
+    # The kernel kills what takes more memory than there is.
+    kind = OutOfMemory if code == -SIGKILL or says_out_of_memory(said) else UserError
+    return kind(f"vLLM ended with {how}; all that it said is above, and ends in:\n" + "\n".join(lines[-5:]))
+
+
+def certified(theirs: Answered, answerer: Answerer) -> tuple[Certificate, list[str]]:
+    """The certificate of vLLM's answers, and the text of each.
+
+    Raises UserError where they are unlike our own model's.
+    """
+    subject = theirs.subject
+    tolerance = TOLERANCE[subject.profile.memory.precision]
+    answers = zip(subject.questions, theirs.answers.answers, strict=True)
+    complete = [_complete(answer, answerer, subject.ends) for _, answer in answers]
+    questions = subject.questions[: subject.num_certified]
+    results, num_tokens = [], 0
+    for question, (answer, their_text), text in zip(questions, complete, answerer.answers(questions), strict=False):
+        num_tokens += len(answer.tokens)
+        seen = view(answerer.model, answerer.processor, question, answer.tokens, room=subject.room)
+        results.append(compared(question.sample_id, answer, seen, same_answer=their_text == text, tolerance=tolerance))
+    engine = f"vLLM {theirs.answers.version}"
+    require_alike(subject.name, engine, results)
+    device = answerer.model.device
+    certificate = Certificate(
+        run=subject.name,
+        engine=engine,
+        model=subject.digest,
+        environment=theirs.environment,
+        request=theirs.request,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision=subject.profile.memory.precision,
+        tolerance=tolerance,
+        samples=len(results),
+        tokens=num_tokens,
+        log_prob_deviation=max(result.deviation for result in results),
+        ties=sum(result.ties for result in results),
+        same_answers=sum(result.same_answer for result in results),
+    )
+    log.info("%s answers as %s does in transformers: %s", engine, subject.name, certificate)
+    return certificate, [text for _, text in complete]
+
+
+def _complete(answer: Answer, answerer: Answerer, ends: set[int]) -> tuple[Answer, str]:
+    """The answer up to where our own model would end it, and its text."""
+    tokenizer, complete = tokenizer_of(answerer.processor), answerer.complete
+    length = len(answer.tokens)
+    if complete is not None:
+        lengths = range(1, len(answer.tokens))
+        length = next((n for n in lengths if complete(decoded(tokenizer, answer.tokens[:n], ends))), length)
+    cut = Answer(prompt=answer.prompt, tokens=answer.tokens[:length], log_probs=answer.log_probs[:length])
+    return cut, decoded(tokenizer, cut.tokens, ends)
