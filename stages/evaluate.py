@@ -2,7 +2,8 @@
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
 Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all that a report needs of the run to
-        data/report/TASK/runs/RECIPE/; what the process held to data/report/TASK/memory/RECIPE/evaluate.json
+        data/report/TASK/runs/RECIPE/, the certificate too where vLLM answers; what the process held to
+        data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
 
@@ -23,6 +24,8 @@ from stages.core.publish import publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answering import load_answerer
 from stages.kit.evaluation.scored import score_answers
+from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, write_certificate
+from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.models.certificate import certified_model
@@ -53,24 +56,34 @@ def main(name: str, attempt: int) -> None:
     profile = params.active
     records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
     questions = [samples.conversation(record, answered=False, target=target) for record in records]
+    run_dir = Path("data/runs") / name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    theirs = certificate = answers = None
+    if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
+        asked_of = (name, model_dir, lineage.digest, profile, samples, questions)
+        theirs = ask_vllm(subject_of(*asked_of, target=target, attempt=attempt), run_dir)
     answerer = load_answerer(model_dir, profile, samples, questions, target=target, attempt=attempt)
-    scored = score_answers(answerer, records, questions, samples, scoring, target=target)
+    if theirs:
+        certificate, answers = certified(theirs, answerer)
+    scored = score_answers(answerer, records, questions, samples, scoring, target=target, answers=answers)
     metrics = scored.metrics
     metrics |= {
-        "samples_per_second": round(len(records) / scored.answer_s, 3),
+        "samples_per_second": round(len(records) / (theirs.answers.seconds if theirs else scored.answer_s), 3),
         "batch_size": answerer.batch_size,
         "attempt": attempt,
         **({} if params.scored == "val" else {"split": params.scored}),
+        **({"engine": certificate.engine} if certificate else {}),
     }
-    run_dir = Path("data/runs") / name
-    run_dir.mkdir(parents=True, exist_ok=True)
     if name in params.recipes:
         metrics |= memory_metrics(run_dir)
     with published(run_dir / "pictures") as pictures_dir:
         scoring.write_pictures(records, scored.rows, pictures_dir)
     write_rows(scored.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
-    write_card(run_dir, cards_dir(Path("data"), subject.task) / name, model_dir=model_dir)
+    card_dir = cards_dir(Path("data"), subject.task) / name
+    write_card(run_dir, card_dir, model_dir=model_dir)
+    if certificate:
+        write_certificate(certificate, card_dir / CERTIFICATE_FILE)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
     track_evaluation(params.tracking, name, metrics, run_dir / "pictures", model=lineage, model_dir=model_dir)

@@ -85,6 +85,8 @@ class Provenance:
     image_digest: str | None
     lock: str | None
     """Digest of the lock that its packages come from; None where nobody knows, as in an environment made by hand."""
+    vllm_lock: str | None = None
+    """Digest of the lock of vLLM's own packages, where it answered."""
     machine: Machine | None
     """None where the container did not tell."""
     gpus: list[str]

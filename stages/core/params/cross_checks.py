@@ -52,6 +52,8 @@ def cross_checks(params: Params) -> Problems:
         yield from _predictions_problems(f"predictions.{name}", predictions, params)
     for name, profile in params.profiles.items():
         yield from _profile_problems(f"profiles.{name}", profile)
+        if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
+            yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"
 
 
 def _top_problems(params: Params) -> Problems:

@@ -34,13 +34,16 @@ def score_answers(
     scoring: ModuleType,
     *,
     target: str | None,
+    answers: list[str] | None = None,
 ) -> Scored:
     """Have the model answer a task's records, and score its answers.
 
     questions: of the records. samples, scoring: modules of the task. target: the form of the answer.
+    answers: another engine's, which are scored instead.
     """
     started = time.monotonic()
-    answers = answerer.answers(questions)
+    if answers is None:
+        answers = answerer.answers(questions)
     answer_s = time.monotonic() - started
     options: dict[str, Any] = {}
     asked = samples_for(samples, answerer.model.config.model_type, answerer.processor)

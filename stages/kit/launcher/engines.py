@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from stages.core.errors import UserError
+from stages.kit.evaluation.vllm.environment import installed
 from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
+from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.process import ProcessEngine
 from stages.kit.launcher.stage_run import Ended, StageRun
 
@@ -36,20 +38,19 @@ CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
     "podman": partial(ContainerEngine.find, "podman"),
     "apptainer": ApptainerEngine.find,
 }
-"""In the order in which `auto` tries them: each takes (workspace, cpu or cuda), and raises NotUsable."""
+"""In the order in which `auto` tries them: each takes (workspace, an image's target), and raises NotUsable."""
 
 ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 
 DEFAULT_ENGINE = "auto"
 
 
-def choose_engine(
-    name: str, *, workspace_dir: Path, target: Literal["cpu", "cuda"], say: Callable[[str], None]
-) -> Engine:
+def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:
     """The engine of that name; for auto the first that can run a stage of this checkout, which it says.
 
     target: which image a container would need.
-    Raises UserError where there is no such engine, or where it was asked for by name and cannot run the stage.
+    Raises UserError where there is no such engine, where it was asked for by name and cannot run the stage, and where
+    it is a process that vLLM is not installed for.
     """
     if name not in ENGINES:
         raise UserError(
@@ -70,4 +71,6 @@ def choose_engine(
             return engine
     if reasons:
         say(f"engine process, without a container: {'; '.join(reasons)}")
+    if target in BELOW_VLLM:
+        installed(below(target))  # or a UserError names the command
     return ProcessEngine()

@@ -35,6 +35,7 @@ from stages.kit.launcher.needs import (
     TRACKED,
     gpus_wanted,
     hub_cache,
+    image_target,
     kept_dirs,
     repository_dir,
     same_plan,
@@ -107,7 +108,8 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         return run_as_job(stage, args, params)
     in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
     engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
-    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=device.kind, say=say_once)
+    target = image_target(stage, params)
+    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say_once)
     refuse_online_tracking(stage, engine, params)
     stages = declared_stages(WORKSPACE_DIR)
     # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
@@ -164,7 +166,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         recorder = None
         if declared and outputs and node == 0:
             inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
-            recorder = ProvenanceRecorder(stage_run, declared, params, engine, inputs)
+            recorder = ProvenanceRecorder(stage_run, declared, params, engine, inputs, target=target)
             if by_dvc:
                 share_with_cache(WORKSPACE_DIR, kept_inputs(declared, stages), aside=outputs.link_path)
         refuse_full_disk(stage, name, params)

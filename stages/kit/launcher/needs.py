@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stages.core.params.schema import DeviceParams, Params
+from stages.kit.evaluation.vllm.environment import TARGETS
 from stages.kit.training.checkpoints import checkpoints_dir
 
 TRACKED = ("train", "evaluate", "compare")
@@ -18,6 +19,15 @@ def gpus_wanted(stage: str, device: DeviceParams) -> int:
     if device.kind == "cpu":
         return 0
     return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
+
+
+def image_target(stage: str, params: Params) -> str:
+    """The image that a stage runs in. Where vLLM is to answer, the plan runs in its image too: one that is missing is
+    named before a training, and not after.
+    """
+    asks_vllm = params.active.evaluation.engine == "vllm" and stage in ("plan", "evaluate")
+    kind = params.active.device.kind
+    return TARGETS[kind] if asks_vllm else kind
 
 
 def source_of(stage: str, name: str, params: Params) -> str:

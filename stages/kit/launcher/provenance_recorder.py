@@ -23,6 +23,7 @@ from stages.core.params.schema import Params
 from stages.core.provenance import Provenance, read_provenance, write_provenance
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
+from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.pipeline import DeclaredStage
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.ladder import lowered
@@ -38,15 +39,25 @@ class ProvenanceRecorder:
     """
 
     def __init__(
-        self, stage_run: StageRun, stage: DeclaredStage, params: Params, engine: Engine, inputs: dict[str, str]
+        self,
+        stage_run: StageRun,
+        stage: DeclaredStage,
+        params: Params,
+        engine: Engine,
+        inputs: dict[str, str],
+        *,
+        target: str,
     ) -> None:
+        """target: of the image that the stage runs in, or would."""
         self.stage_run, self.stage, self.engine, self.inputs = stage_run, stage, engine, inputs
         self.started, self.clock = datetime.now(UTC), time.monotonic()
         workspace_dir = stage_run.workspace_dir
         self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
         self.code = code_digest(workspace_dir, stage)
         self.params = used_params(params, stage)
-        self.lock = lock_digest(workspace_dir, engine, target=params.active.device.kind)
+        self.lock = lock_digest(workspace_dir, engine, target=below(target))
+        answers_by_vllm = target in BELOW_VLLM and stage_run.stage == "evaluate"
+        self.vllm_lock = file_digest(workspace_dir / f"docker/{target}.lock") if answers_by_vllm else None
 
     def write(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
         """Write the record, if dvc.yaml declares one. attempt: the one that ended well; the others left nothing."""
@@ -75,6 +86,7 @@ class ProvenanceRecorder:
             image=image,
             image_digest=image_digest,
             lock=self.lock,
+            vllm_lock=self.vllm_lock,
             machine=ended.machine,
             gpus=names,
             driver=driver_version() if names else None,

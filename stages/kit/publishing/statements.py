@@ -132,6 +132,7 @@ def _predicate(record: Provenance) -> Any:
                 annotations={"changed": record.changed} if record.changed else None,
             ),
             *([_file("packages", record.lock)] if record.lock else []),
+            *([_file("packages of vLLM", record.vllm_lock)] if record.vllm_lock else []),
             *([_file("image", record.image_digest.removeprefix("sha256:"))] if record.image_digest else []),
         )
     )

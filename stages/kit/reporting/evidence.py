@@ -70,6 +70,8 @@ def design_words(comparison: Comparison) -> list[str]:
         )
     if splits := {str(run.metrics["split"]) for run in comparison.all_runs if "split" in run.metrics}:
         lines.append(f"Scored on the split {', '.join(splits)}, which settings are chosen by: no result to report.")
+    if engines := {str(run.metrics["engine"]) for run in comparison.all_runs if "engine" in run.metrics}:
+        lines.append(f"Answered by {', '.join(engines)}, each run with a certificate that transformers answers alike.")
     return [*lines, *comparison.notes]
 
 

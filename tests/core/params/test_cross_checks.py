@@ -146,6 +146,10 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
             {"predictions.example-sentences.recipe": "amr-prt"},
             "example-sentences.recipe: no recipe is called 'amr-prt'",
         ),
+        (
+            {f"{TINY}.evaluation.engine": "vllm", "models": {"keep_merged": False}},
+            f"{TINY}.evaluation.engine: vllm reads merged models; models.keep_merged leaves none",
+        ),
         ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr, though recipe"),
         *(
             ({"predictions.example-sentences.inputs": inputs}, "inputs: expected a file of this checkout")

@@ -17,12 +17,16 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
+from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
+from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.launch import refuse_undeclared, same_training
-from stages.kit.launcher.needs import gpus_wanted, hub_cache, kept_dirs, source_dir, source_of
+from stages.kit.launcher.needs import gpus_wanted, hub_cache, image_target, kept_dirs, source_dir, source_of
 from stages.kit.launcher.outputs import Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
+from stages.kit.launcher.process import ProcessEngine
+from stages.kit.launcher.stage_run import STAGES
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
 from tests.documents import write_yaml
@@ -202,6 +206,25 @@ def test_a_link_out_of_the_checkout_is_refused_before_anything_is_written_behind
 )
 def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: str, wanted: int) -> None:
     assert gpus_wanted(stage, DeviceParams(kind=kind, count=4)) == wanted  # type: ignore[arg-type]
+
+
+def test_where_vllm_is_to_answer_its_image_is_wanted_and_missed_before_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
+    params = load_params(ROOT / "params.yaml")
+    profile = params.active
+    assert image_target("evaluate", params) == "cpu"
+    profile = replace(profile, evaluation=replace(profile.evaluation, engine="vllm"))
+    for kind, target in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        profile = replace(profile, device=DeviceParams(kind=kind))  # type: ignore[arg-type]
+        params = replace(params, profiles={params.profile: profile})
+        targets = {stage: image_target(stage, params) for stage in STAGES}
+        assert {stage for stage in STAGES if targets[stage] == target} == {"plan", "evaluate"}
+        assert set(targets.values()) == {kind, target}
+        with pytest.raises(UserError, match="make setup EXTRAS=vllm"):
+            choose_engine("process", workspace_dir=ROOT, target=target, say=print)
+    assert isinstance(choose_engine("process", workspace_dir=ROOT, target="cuda", say=print), ProcessEngine)
 
 
 def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -> None:

@@ -13,6 +13,7 @@ from stages.kit.reporting.comparison import (
     difference_words,
     score_contender,
 )
+from stages.kit.reporting.evidence import design_words
 from stages.kit.reporting.page import _differences
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, cell_text
@@ -305,3 +306,12 @@ def test_random_weights_are_labelled_and_never_set_beside_trained_ones() -> None
     assert [contender.note for contender in comparison.contenders] == ["random weights", "random weights, a stage of c"]
     with pytest.raises(AssertionError, match="random beside trained"):
         compare(REPORT, [a, contender("b", scores[1])])
+
+
+def test_another_engine_that_answered_is_named() -> None:
+    comparison = comparison_of(0.5, 0.6)
+    assert "vLLM" not in " ".join(design_words(comparison))
+    for run in comparison.all_runs:
+        assert isinstance(run.metrics, dict)
+        run.metrics["engine"] = "vLLM 0"
+    assert "Answered by vLLM 0, each run with a certificate" in " ".join(design_words(comparison))

@@ -25,10 +25,12 @@ import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
-from stages.kit.evaluation.vllm.certificate import Certificate, read_certificate
+from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, Certificate, read_certificate
+from stages.kit.evaluation.vllm.environment import installed
 from tests import ROOT
-from tests.test_stages import done, write_params
+from tests.test_stages import done, refused, write_params
 from tools.engine import __main__ as engine
+from tools.engine.certify import certify as certify_subject
 from tools.engine.certify import read_subject
 from tools.engine.server import chat_messages
 
@@ -121,6 +123,56 @@ def test_a_model_that_vllm_reads_otherwise_is_refused_and_its_samples_are_named(
     assert f"{first}: token " in result.output
     assert "log-probabilities off by" in result.output
     assert certificate("base-other") is None
+
+
+@contextmanager
+def evaluated_by_vllm() -> Iterator[None]:
+    """The workspace's params.yaml with the other engine."""
+    path = Path("params.yaml")
+    before = path.read_text()
+    raw = YAML(typ="safe").load(before)
+    raw["profiles"]["tiny"]["evaluation"]["engine"] = "vllm"
+    write_params(raw)
+    yield
+    path.write_text(before)
+
+
+@pytest.mark.parametrize(("name", "task"), [(RUN, "detection"), ("base-llm", "amr")])
+def test_a_stage_evaluates_the_same_with_either_engine(name: str, task: str, workspace: Path) -> None:
+    def evaluated() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        done("evaluate", name)
+        run_dir = Path("data/runs") / name
+        metrics = json.loads((run_dir / "metrics.json").read_text())
+        assert metrics.pop("samples_per_second") > 0
+        return metrics, pq.read_table(run_dir / "predictions.parquet").to_pylist()
+
+    metrics, rows = evaluated()
+    assert len(rows) == SAMPLES
+    with evaluated_by_vllm():
+        other_metrics, other_rows = evaluated()
+    card = Path("data/report") / task / "runs" / name
+    found = read_certificate(card / CERTIFICATE_FILE)
+    assert found
+    assert (found.samples, found.same_answers) == (SAMPLES, SAMPLES)
+    assert other_metrics == metrics | {"engine": found.engine}
+    assert other_rows == rows
+    assert not list(Path("data/runs").glob("*/.vllm-*"))
+    own = Path("data/runs", name, CERTIFICATE_FILE)
+    kept = own.rename("kept.json") if own.exists() else None
+    subject, environment = read_subject(name, SAMPLES), installed("cpu")
+    assert certify_subject(subject, environment, device="cpu", again=False) == found, "as `make serve` asks for it"
+    assert not own.exists(), "the stage's is taken"
+    if kept:
+        kept.rename(own)
+
+
+def test_a_stage_refuses_answers_unlike_its_own_models(workspace: Path) -> None:
+    with evaluated_by_vllm():
+        message = refused("evaluate", "base-other")
+    first = read_subject("base-other", 1).questions[0].sample_id
+    assert f"does not answer as base-other does in transformers, in {SAMPLES} of {SAMPLES} samples" in message
+    assert f"{first}: token " in message
+    assert not Path("data/runs/base-other/metrics.json").exists()
 
 
 @contextmanager
