@@ -1,7 +1,10 @@
 """Evaluation by a second engine, in whose place a process answers from a file; tests/tools/engine has the real one."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 
 from stages import evaluate
 from stages.core.errors import OUT_OF_MEMORY
@@ -18,7 +22,7 @@ from stages.kit.evaluation.generation import answered_tokens
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, read_certificate
 from stages.kit.evaluation.vllm.certify import SAMPLES
-from stages.kit.evaluation.vllm.questions import request_digest, view
+from stages.kit.evaluation.vllm.questions import read_answers, request_digest, view
 from stages.kit.models.processors import encode, tokenizer_of
 from tests import ROOT
 from tests.test_stages import done, run, small_params, write_params
@@ -29,6 +33,20 @@ pytestmark = pytest.mark.pipeline
 NAME = "base-vlm"
 QUESTIONS = SAMPLES + 2
 CARD = Path("data/report/detection/runs") / NAME
+
+FAKE_VLLM = """
+from types import SimpleNamespace as Named
+
+__version__, SamplingParams = "0", dict
+
+class LLM:
+    def generate(self, prompts, sampling, use_tqdm):
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            assert prompt["multi_modal_data"]["image"][0].load()
+            written = Named(token_ids=ids, logprobs=[{ids[0]: Named(logprob=0.0)}])
+            yield Named(prompt_token_ids=ids, outputs=[written])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +157,19 @@ def test_a_worker_that_dies_is_quoted_and_its_want_of_memory_recognised(
     assert result.exit_code == code
     assert f"vLLM ended with {how}" in result.output
     assert result.output.rstrip().endswith(said)
+
+
+def test_the_worker_holds_few_pictures_at_once_and_keeps_the_order(tmp_path: Path) -> None:
+    """With a module in place of vLLM that answers with the number that is the prompt."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    Image.new("RGB", (2, 2)).save(tmp_path / "0.png")
+    prompts = [{"ids": [number], "pictures": ["0.png"]} for number in range(700)]
+    request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    limited = f"ulimit -n 600 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
+    subprocess.run(["sh", "-c", limited], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
+    answers = read_answers(tmp_path)
+    assert [answer.tokens for answer in answers.answers] == [[number] for number in range(700)]
 
 
 def test_each_attempt_asks_for_less_at_once(own_answers: dict[str, Any]) -> None:

@@ -16,6 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+AT_ONCE = 512
+"""Prompts whose pictures are in memory at the same time."""
+
 
 def answer(folder: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: nothing is left running when it is killed
@@ -32,22 +35,24 @@ def answer(folder: Path) -> None:
         logprobs=0,
         detokenize=False,
     )
-    prompts = []
-    for prompt in request["prompts"]:
-        prompts.append({"prompt_token_ids": prompt["ids"]})
-        if prompt["pictures"]:
-            prompts[-1]["multi_modal_data"] = {"image": [Image.open(folder / name) for name in prompt["pictures"]]}
     started, answers = time.monotonic(), []
-    for output in engine.generate(prompts, sampling, use_tqdm=False):
-        (written,) = output.outputs
-        steps = zip(written.logprobs, written.token_ids, strict=True)
-        answers.append(
-            {
-                "prompt": list(output.prompt_token_ids),
-                "tokens": list(written.token_ids),
-                "log_probs": [step[token].logprob for step, token in steps],
-            }
-        )
+    for start in range(0, len(request["prompts"]), AT_ONCE):
+        prompts = []
+        for prompt in request["prompts"][start : start + AT_ONCE]:
+            prompts.append({"prompt_token_ids": prompt["ids"]})
+            if prompt["pictures"]:
+                pictures = [Image.open(folder / name) for name in prompt["pictures"]]
+                prompts[-1]["multi_modal_data"] = {"image": pictures}
+        for output in engine.generate(prompts, sampling, use_tqdm=False):
+            (written,) = output.outputs
+            steps = zip(written.logprobs, written.token_ids, strict=True)
+            answers.append(
+                {
+                    "prompt": list(output.prompt_token_ids),
+                    "tokens": list(written.token_ids),
+                    "log_probs": [step[token].logprob for step, token in steps],
+                }
+            )
     partial = folder / "answers.partial"
     seconds = time.monotonic() - started
     partial.write_text(json.dumps({"version": __version__, "answers": answers, "seconds": seconds}))
