@@ -26,7 +26,7 @@ from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
-from stages.kit.models.processors import load_processor
+from stages.kit.models.processors import load_processor, require_takes
 from stages.kit.planning.faster import made_faster
 from stages.kit.planning.memory_record import write_memory_record
 from stages.kit.planning.plan import resolve_plan, write_plan
@@ -53,6 +53,7 @@ def main(recipe: str) -> None:
     processor = load_processor(Path(plan.base_dir), plan.images)
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
+    require_takes(processor, Path(plan.data_dir))
     predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
     plan = predict.with_features(predict.counted(plan), memory.features_gb)

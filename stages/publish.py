@@ -115,14 +115,15 @@ def gather(params: Params, run: str, model: Lineage, merged_dir: Path, *, adapte
     if contender.run is None:
         raise UserError(f"{run} has not been evaluated; run: dvc repro {contender.stage}")
     prepared_dir = DATA_DIR / "prepared" / recipe.data
-    first = samples.read_split(prepared_dir, "val")[0]
+    records = samples.read_split(prepared_dir, "val")
+    questions = [samples.conversation(record, answered=False, target=recipe.target) for record in records]
     return Publication(
         comparison=compare(report, contenders),
         contender=contender,
         model=model,
         sources=sources_of(model, prepared_dir, params.licenses),
         config=read_config(merged_dir),
-        question=samples.conversation(first, answered=False, target=recipe.target),
+        question=next((question for question in questions if question.images), questions[0]),
         adapter=adapter,
         records=records_of(model, contender.stage, records_dir(DATA_DIR, recipe.task)),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 from ruamel.yaml import YAML
 
@@ -15,6 +16,7 @@ from tests import ROOT
 from tests.kit.data.pictures import picture
 from tests.test_chat_stages import run_all_stages
 from tests.test_stages import done, refused, write_params
+from tools.plan.__main__ import main as preview
 
 pytestmark = pytest.mark.pipeline
 
@@ -100,6 +102,19 @@ def test_a_text_model_is_refused_pictures_while_it_is_planned(workspace: Path) -
     done("base", "assistant")
     message = refused("plan", "chat-lora")
     assert "sample train.jsonl:2 has pictures, and data/bases/assistant is a text model" in " ".join(message.split())
+
+
+def test_a_text_model_is_refused_pictures_that_are_to_be_validated_on_alone(workspace: Path) -> None:
+    Path("talks/train.jsonl").write_text("".join(f"{line(number, 'red')}\n" for number in range(0, 20, 4)))
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"]["tiny"]["bases"]["assistant"] = "folder:data/tiny/qwen2"
+    write_params(raw)
+    done("base", "assistant")
+    done("prepare", "conversations")
+    for message in (refused("plan", "chat-lora"), CliRunner().invoke(preview, ["chat-lora"]).output):
+        words = " ".join(message.split())
+        assert "data/prepared/conversations has samples with pictures" in words
+        assert "data/bases/assistant is a text model; take a base of" in words
 
 
 @pytest.mark.parametrize(

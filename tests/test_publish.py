@@ -6,11 +6,15 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from click.testing import CliRunner
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from PIL import Image
 from rich.console import Console
 from rocrate.rocrate import ROCrate
 from ruamel.yaml import YAML
@@ -18,11 +22,18 @@ from ruamel.yaml import YAML
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
+from stages.kit.data.conversation import Conversation
+from stages.kit.models.certificate import certified_model
+from stages.kit.models.folders import read_config
+from stages.kit.models.processors import load_processor
+from stages.kit.publishing.card import write_card
 from stages.kit.publishing.check import check_published
 from stages.kit.publishing.signature import KEY_FILE, SIGNATURE_FILE, sign, signing_key
 from stages.kit.publishing.statements import read_statement
-from stages.publish import main, publish_run
+from stages.publish import gather, main, publish_run
+from tests import ROOT
 from tests.documents import write_yaml
+from tests.kit.models.test_processors import PLAIN_TEMPLATE
 from tests.made_up_publication import RUN, made_up_workspace, write_records
 from tools.verify.__main__ import main as verify
 
@@ -166,6 +177,64 @@ def test_the_cards_figures_and_verdicts_are_the_reports(workspace: Path) -> None
     assert {result.metric_type: result.metric_value for result in results} == {
         name: metrics[name] for name in ("mean_iou", "detection_rate", "iou_over_50", "iou_over_70")
     }
+
+
+def code_of_card(question: Conversation, model_dir: Path) -> str:
+    """The code of a card about the model of this folder, asked this; the card lies there."""
+    params = load_params()
+    merged_dir, model = certified_model(params, RUN)
+    found = gather(params, RUN, model, merged_dir, adapter=None)
+    write_card(replace(found, question=question, config=read_config(model_dir)), model_dir)
+    return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_code_of_a_text_models_card_runs_though_its_template_knows_no_parts(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2", workspace / "text"))
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    parts = [{"type": "text", "text": "tôi đi", "shortenable": True}, {"type": "text", "text": " đâu ?"}]
+    code = code_of_card(Conversation(sample_id="a", messages=[{"role": "user", "content": parts}]), folder)
+    assert '"content": "tôi đi đâu ?"' in code
+    assert "max_new_tokens=16)" in code
+    monkeypatch.chdir(folder)
+    exec(code, {})  # noqa: S102 - our own
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_code_of_a_vision_models_card_shows_it_each_picture_upright(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2-vl", workspace / "vision"))
+    parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    question = Conversation(
+        sample_id="a", messages=[{"role": "user", "content": parts}], images=[Image.new("RGB", (28, 28))] * 2
+    )
+    code = code_of_card(question, folder)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter turn
+    for number in (1, 2):
+        Image.new("RGB", (120, 80), "red").save(folder / f"picture-{number}.jpg", exif=turned)
+    sizes: list[tuple[int, int]] = []
+
+    class Recording:
+        """The processor, by ours: transformers' own needs torchvision."""
+
+        def __init__(self, folder: str) -> None:
+            self.processor: Any = load_processor(Path(folder), None)
+
+        def __call__(self, *, images: list[Image.Image], **options: Any) -> Any:
+            sizes.extend(image.size for image in images)
+            return self.processor(images=images, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.processor, name)
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", Recording)
+    monkeypatch.chdir(folder)
+    exec(code, {})  # noqa: S102 - our own
+    assert sizes == [(80, 120)] * 2
+    assert capsys.readouterr().out.strip()
 
 
 def test_publishing_again_gives_the_same_bytes_but_for_the_signature(workspace: Path) -> None:

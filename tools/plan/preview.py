@@ -19,7 +19,7 @@ from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import load_processor
+from stages.kit.models.processors import load_processor, require_takes
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.faster import made_faster
 from stages.kit.planning.ladder import lowered_batch_size, settings
@@ -92,6 +92,7 @@ class Previews:
             records = samples.read_split(data_dir, "train")
             plan = resolve_plan(params, name, train_samples=len(records))
             processor = load_processor(base.processor_dir, plan.images)
+            require_takes(processor, data_dir)
             batch_of = partial(largest_batch, ConversationCollator.of_plan(plan, processor, records, samples))
             batch = f"the largest samples of {data_dir}"
         else:

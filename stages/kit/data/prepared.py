@@ -16,6 +16,8 @@ from stages.core.params.load import load_params
 from stages.kit.data.parquet import read_rows, read_schema
 
 STATS_FILE = "stats.json"
+PICTURES = "images"
+"""The column of the pictures that conversations show, one or several a row."""
 
 T = TypeVar("T")
 
@@ -56,6 +58,11 @@ class PreparedRow:
 
     def damaged(self, problem: str) -> UserError:
         return UserError(f"{self.path} row {self.row}: {problem}; {_rebuild(self.path.parent)}")
+
+
+def shows_pictures(prepared_dir: Path) -> bool:
+    """Whether conversations of a dataset show pictures: where any split has some, all have the column."""
+    return PICTURES in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
 
 
 def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:

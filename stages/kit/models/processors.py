@@ -26,6 +26,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
+from stages.kit.data.prepared import shows_pictures
 from stages.kit.families import all_families, family_of
 from stages.kit.models.load import load_config, read_from
 from stages.kit.models.templates import answer_spans, rendered_messages, template_of
@@ -35,6 +36,10 @@ Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
 
 VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 """What a video processor shares with the image processor beside it."""
+
+
+LOADED_BY = ("is_local", "local_files_only")
+"""How a tokenizer was read, which transformers would write into the tokenizer_config.json that it saves."""
 
 
 class PicturesOnly:
@@ -99,6 +104,8 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
             processor = kind(image_processor, tokenizer, chat_template=tokenizer.chat_template)
         else:
             processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    for name in LOADED_BY:
+        tokenizer.init_kwargs.pop(name, None)
     if tokenizer.pad_token is None:  # Llama's; masks and labels say what is padding
         tokenizer.pad_token = tokenizer.eos_token
     if images is not None and isinstance(processor, ProcessorMixin):
@@ -259,6 +266,20 @@ def takes(processor: Processor, conversation: Conversation) -> bool:
     return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
 
 
+def require_takes(processor: Processor, prepared_dir: Path) -> None:
+    """Raises UserError where a dataset has pictures in any of its splits, and the model is a text model."""
+    if isinstance(processor, PreTrainedTokenizerBase) and shows_pictures(prepared_dir):
+        raise _blind(processor, f"{prepared_dir} has samples with pictures (see its stats.json)")
+
+
+def _blind(text_model: PreTrainedTokenizerBase, what: str) -> UserError:
+    known = [name for name, family in all_families().items() if family.vision]
+    return UserError(
+        f"{what}, and {text_model.name_or_path} is a text model; take a base of {', '.join(known)}, or leave the "
+        "pictures out"
+    )
+
+
 def _answer_spans(processor: Processor, conversation: Conversation) -> list[tuple[int, int]]:
     with _blaming(processor, conversation):
         return list(answer_spans(tokenizer_of(processor), _messages(processor, conversation)))
@@ -278,11 +299,7 @@ def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
 def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
     if isinstance(processor, PreTrainedTokenizerBase):
         if not takes(processor, conversation):
-            known = [name for name, family in all_families().items() if family.vision]
-            raise UserError(
-                f"sample {conversation.sample_id} has pictures, and {processor.name_or_path} is a text model; take a "
-                f"base of {', '.join(known)}, or leave the pictures out"
-            )
+            raise _blind(processor, f"sample {conversation.sample_id} has pictures")
         return [{**message, "content": _plain(message["content"])} for message in conversation.messages]
     return conversation.messages
 

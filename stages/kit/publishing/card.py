@@ -18,6 +18,7 @@ from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from stages.core.lineage import Lineage
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
+from stages.kit.families import family_of
 from stages.kit.publishing.origins import Source, lineage_lines
 from stages.kit.reporting.comparison import Comparison, Contender
 from stages.kit.reporting.evidence import design_words
@@ -53,7 +54,7 @@ class Publication:
     config: Mapping[str, Any]
     """config.json of the model."""
     question: Conversation
-    """The first of the validation samples, as the model is asked."""
+    """The first of the validation samples that shows a picture, or else the first, as the model is asked."""
     adapter: str | None
     """Folder of the adapter below the published one; None for a model that was trained in full."""
     records: tuple[Provenance, ...]
@@ -66,7 +67,15 @@ class Publication:
 
     @property
     def pipeline_tag(self) -> str:
-        return "image-text-to-text" if self.question.images else "text-generation"
+        sees = family_of(self.config["model_type"]).vision is not None
+        return "image-text-to-text" if sees else "text-generation"
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of an answer, as the model was scored."""
+        assert self.run.plan is not None
+        settings = self.record("evaluate").params[f"profiles.{self.run.plan.profile}.evaluation"]
+        return int(settings["max_new_tokens"])
 
     def licence(self, kind: str) -> str | None:
         """The one licence of all its bases, or of all its data; None where one is not known, or they differ."""
@@ -109,6 +118,9 @@ def write_card(publication: Publication, folder: Path) -> None:
         quantization=markdown(table) if (table := quantization_table([run], comparison.report.primary)).rows else "",
         quantization_lead=QUANTIZATION_COST,
         messages=json.dumps(_as_asked(publication.question), ensure_ascii=False, indent=4),
+        max_new_tokens=publication.max_new_tokens,
+        full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
+        names=json.dumps([f"picture-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
         model_class=(publication.config.get("architectures") or ["AutoModel"])[0],
     )
     card.save(folder / CARD_FILE)
@@ -186,9 +198,12 @@ def _sources_table(sources: Sequence[Source]) -> str:
 
 
 def _as_asked(question: Conversation) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them, without what only shortening needs."""
+    """The messages as a chat template takes them: without what only shortening needs, and where there are no pictures
+    each content as one text, as the templates of text models know no parts."""
 
-    def plain(part: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in part.items() if key != "shortenable"}
+    def plain(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not question.images:
+            return "".join(part["text"] for part in parts)
+        return [{key: value for key, value in part.items() if key != "shortenable"} for part in parts]
 
-    return [{**message, "content": [plain(part) for part in message["content"]]} for message in question.messages]
+    return [{**message, "content": plain(message["content"])} for message in question.messages]

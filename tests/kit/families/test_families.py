@@ -225,6 +225,14 @@ def test_a_saved_processor_names_the_classes_that_the_published_one_names(
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["processor_class"] == processor_class
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_tokenizer_says_nothing_of_how_it_was_loaded(name: str, tmp_path: Path) -> None:
+    processor_for(name).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"]
+    assert not {"is_local", "local_files_only", "name_or_path", "trust_remote_code"} & saved.keys()
+
+
 @pytest.mark.parametrize("name", VISION)
 def test_a_processor_survives_saving_copying_and_workers(name: str, tmp_path: Path) -> None:
     processor = processor_for(name)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from stages.core.documents import shown
 from stages.core.params.schema import TextMetric
 from stages.kit.data.images import ImageRecord, require_prepared_image
-from stages.kit.data.prepared import PreparedRow, read_prepared, to_row
+from stages.kit.data.prepared import PICTURES, PreparedRow, read_prepared, to_row
 from stages.kit.data.texts import same_text
 
 SCHEMA = pa.schema(
@@ -43,7 +43,7 @@ PICTURE = pa.schema(
         ("offset", pa.int64()),
     ]
 )
-IMAGES = pa.field("images", pa.list_(pa.struct(list(PICTURE))))
+IMAGES = pa.field(PICTURES, pa.list_(pa.struct(list(PICTURE))))
 """The column more that a split with pictures has."""
 
 
