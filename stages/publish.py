@@ -35,7 +35,7 @@ from stages.kit.models.folders import read_config, require_weights
 from stages.kit.publishing.card import PICTURES_DIR, Publication, write_card, write_eval_results
 from stages.kit.publishing.check import EVIDENCE_DIR, MADE_BY, check_published
 from stages.kit.publishing.crate import write_crate
-from stages.kit.publishing.origins import lineage_tree, sources_of
+from stages.kit.publishing.origins import evaluated_on, lineage_tree, sources_of
 from stages.kit.publishing.signature import sign, signing_key
 from stages.kit.publishing.statements import PublishedFile, write_statement
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
@@ -115,17 +115,21 @@ def gather(params: Params, run: str, model: Lineage, merged_dir: Path, *, adapte
     if contender.run is None:
         raise UserError(f"{run} has not been evaluated; run: dvc repro {contender.stage}")
     prepared_dir = DATA_DIR / "prepared" / recipe.data
-    records = samples.read_split(prepared_dir, "val")
-    questions = [samples.conversation(record, answered=False, target=recipe.target) for record in records]
+    asked = samples.read_split(prepared_dir, "val")
+    questions = [samples.conversation(record, answered=False, target=recipe.target) for record in asked]
+    records = records_of(model, contender.stage, records_dir(DATA_DIR, recipe.task))
+    plans = [record.plan for record in records if record.stage.startswith("train@") and record.plan]
+    trained_on = [Path(plan["data_dir"]).name for plan in plans]
     return Publication(
         comparison=compare(report, contenders),
         contender=contender,
         model=model,
-        sources=sources_of(model, prepared_dir, params.licenses),
+        sources=sources_of(model, trained_on, prepared_dir, params),
+        evaluated_on=evaluated_on(prepared_dir, params),
         config=read_config(merged_dir),
         question=next((question for question in questions if question.images), questions[0]),
         adapter=adapter,
-        records=records_of(model, contender.stage, records_dir(DATA_DIR, recipe.task)),
+        records=records,
     )
 
 

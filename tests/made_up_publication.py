@@ -69,7 +69,7 @@ def write_records(folder: Path) -> None:
             started=f"2026-11-21T{hour}:00:00+00:00",
             ended=f"2026-11-21T{hour}:01:00+00:00",
             seed=42,
-            plan={"base_dir": "data/bases/vlm"},
+            plan={"base_dir": "data/bases/vlm", "data_dir": "data/prepared/nutrition-tables"},
             params={"profiles.tiny.evaluation": {"max_new_tokens": 16}},
             inputs={path.as_posix(): content_digest(folder / path) for path in inputs},
             outputs={path.as_posix(): content_digest(folder / path) for path in outputs},

@@ -128,6 +128,9 @@ def test_what_others_sign_anew_is_not_the_publishers(copy: Path, tmp_path: Path)
     resign(copy)
     assert not check_published(copy).problems, "it is consistent"
     assert check_published(copy, Path(theirs)).problems[0].startswith(f"{SIGNATURE_FILE}: is not by the key")
+    said = CliRunner().invoke(verify, ["--published", str(copy), "--key", str(tmp_path / "none.pem")])
+    assert f"there is no public key {tmp_path / 'none.pem'}" in said.output
+    assert "DAMAGED" not in said.output
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -210,6 +211,18 @@ def test_a_task_without_a_page_and_a_missing_package_are_said(workspace: Path, m
     monkeypatch.setattr(command, "version", _missing)
     result = CliRunner().invoke(command.main, [DETECTION])
     assert (result.exit_code, "make setup EXTRAS=try" in result.output) == (1, True)
+
+
+def test_a_port_in_use_is_said_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "require_gradio", lambda: None)
+    monkeypatch.setattr(command, "load_params", lambda: pytest.fail("goes on"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        result = CliRunner().invoke(command.main, [DETECTION, "--port", port])
+    assert result.exit_code == 1
+    assert f"port {port} cannot be had: Address already in use; choose another one: PORT=7900" in result.output
 
 
 def _missing(name: str) -> str:

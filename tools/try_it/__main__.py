@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import threading
 import webbrowser
@@ -42,6 +43,8 @@ from tools.try_it.asking import Form, LoadedModel, Subject
 def main(run: str, alone: bool, port: int | None) -> None:
     configure_logging(f"try {run}")
     require_gradio()
+    if port is not None:
+        require_free(port)
     os.environ |= pinned_instructions(os.environ)  # those of stages; torch reads them when it is imported
     params = load_params()
     trained = run in params.recipes
@@ -71,6 +74,16 @@ def require_gradio() -> None:
         version("gradio")
     except PackageNotFoundError:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try") from None
+
+
+def require_free(port: int) -> None:
+    """Raises UserError where something else listens on the port: now, not once the models are loaded."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a page that has just ended does not count
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"port {port} cannot be had: {error.strerror}; choose another one: PORT=7900") from None
 
 
 def form_of(subject: Subject) -> Form:

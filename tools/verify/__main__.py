@@ -90,6 +90,8 @@ def report_published(folder: Path, key: Path | None) -> int:
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
+    if key is not None and not key.is_file():
+        raise UserError(f"there is no public key {key}")
     checked = check_published(folder, key)
     if checked.problems:
         click.echo(printable("\n".join(checked.problems)))

@@ -51,6 +51,8 @@ class Publication:
     """The run among those that it is compared with."""
     model: Lineage
     sources: tuple[Source, ...]
+    """Of it and of all that it was made from."""
+    evaluated_on: tuple[Source, ...]
     config: Mapping[str, Any]
     """config.json of the model."""
     question: Conversation
@@ -127,7 +129,7 @@ def write_card(publication: Publication, folder: Path) -> None:
 
 
 def write_eval_results(publication: Publication, folder: Path) -> None:
-    """`.eval_results/TASK.yaml`: the primary figure, for each dataset on the hub; no file where none is there."""
+    """`.eval_results/TASK.yaml`: the primary figure, where it is of one dataset, which is on the hub; else no file."""
     primary, record = publication.comparison.report.primary, publication.record("evaluate")
     score = publication.contender.score
     entries = [
@@ -141,8 +143,8 @@ def write_eval_results(publication: Publication, folder: Path) -> None:
             if score.interval
             else primary.heading,
         )
-        for source in publication.sources
-        if source.kind == "data" and source.hub
+        for source in publication.evaluated_on
+        if source.hub and len(publication.evaluated_on) == 1
     ]
     if entries:
         path = folder / RESULTS_DIR / f"{publication.comparison.report.task}.yaml"
@@ -155,7 +157,7 @@ def _metadata(publication: Publication) -> ModelCardData:
     hub: dict[str, list[str]] = {"base": [], "data": []}
     for each in publication.sources:
         hub[each.kind] += [each.hub[0]] if each.hub else []
-    data = [each for each in publication.sources if each.kind == "data"]
+    data = publication.evaluated_on
     figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
     # One dataset of the hub is named as the hub names it, all else by its name here.
     known = data[0].hub if len(data) == 1 else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.core.lineage import Lineage, short
+from stages.core.params.schema import Params
 from stages.kit.data.prepared import read_origin
 
 
@@ -40,17 +41,23 @@ class Source:
         return f"{self.hub[0]} at {short(self.hub[1])} on the hub" if self.hub else self.source
 
 
-def sources_of(model: Lineage, prepared_dir: Path, licences: Mapping[str, str]) -> tuple[Source, ...]:
-    """Every base at an end of the model's lineage, and every dataset that its last training read.
+def sources_of(model: Lineage, trained_on: Iterable[str], prepared_dir: Path, params: Params) -> tuple[Source, ...]:
+    """Every base at an end of the model's lineage, and every dataset that it, or what it was made from, was trained on.
 
-    licences: by source without revision, as params.yaml has them.
+    trained_on: names of datasets. prepared_dir: of the one that the model was evaluated on; its sources are as it
+    resolved them, those of others as params.yaml has them.
     """
-    found = [("base", root.name, _source_text(root)) for root in _roots(model)]
-    found += [("data", name, source) for name, source in _data(prepared_dir)]
-    made = [Source(name=name, kind=kind, source=source, licence=None) for kind, name, source in dict.fromkeys(found)]
-    return tuple(
-        Source(name=each.name, kind=each.kind, source=each.source, licence=licences.get(each.place)) for each in made
-    )
+    found = {("base", root.name): _source_text(root) for root in _roots(model)}
+    for name in trained_on:
+        own = name == prepared_dir.name
+        for part, source in (_resolved(prepared_dir, trained=True) if own else _declared(params, name)).items():
+            found[("data", part)] = source if own else found.get(("data", part), source)
+    return tuple(_source(kind, name, source, params) for (kind, name), source in found.items())
+
+
+def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Source, ...]:
+    """The dataset, or those that it is a mix of: it validates on all of them."""
+    return tuple(_source("data", *each, params) for each in _resolved(prepared_dir, trained=False).items())
 
 
 def lineage_tree(model: Lineage) -> Iterator[Lineage]:
@@ -83,8 +90,20 @@ def _source_text(root: Lineage) -> str:
     return next(f"{kind}:{root.source[kind]}" for kind in ("folder", "random") if kind in root.source)
 
 
-def _data(prepared_dir: Path) -> Iterator[tuple[str, str]]:
-    """(name, source) of a dataset, or of those that it is a mix of."""
+def _source(kind: str, name: str, source: str, params: Params) -> Source:
+    found = Source(name=name, kind=kind, source=source, licence=None)
+    return replace(found, licence=params.licenses.get(found.place))
+
+
+def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:
+    """The source of a dataset by its name, or of those that it is a mix of. trained: only those that it trains on."""
     origin = read_origin(prepared_dir, stage=f"prepare@{prepared_dir.name}")
-    parts = {name: part.source for name, part in origin.parts.items() if part.asked != 0}
-    yield from (parts or {prepared_dir.name: origin.source}).items()
+    parts = {name: part.source for name, part in origin.parts.items() if part.asked != 0 or not trained}
+    return parts or {prepared_dir.name: origin.source}
+
+
+def _declared(params: Params, name: str) -> dict[str, str]:
+    """The same as params.yaml has it, of what it trains on."""
+    dataset = params.dataset(name)
+    parts = {part: params.dataset(part).source for part, asked in (dataset.mix or {}).items() if asked != 0}
+    return parts or {name: dataset.source}

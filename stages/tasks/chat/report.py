@@ -104,7 +104,7 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
     score = "token_probability" if first.key == "perplexity" else first.key
     return TaskReport(
         task="chat",
-        title="Answers",
+        title="Chat",
         metrics=(first, *(replace(other, evidence=()) for other in others)),  # one interval, or it is too wide
         primary_words=_WORDS[first.key],
         identity=("id", "question", "truth"),

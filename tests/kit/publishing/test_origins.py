@@ -1,0 +1,36 @@
+"""Where a published model comes from: all that was trained on, not what the last training read alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from stages.core.lineage import Lineage
+from stages.kit.publishing.origins import evaluated_on, sources_of
+from tests.made_up_runs import project_params
+
+BASE = Lineage(kind="base", name="dense", digest="0" * 64, source={"folder": "data/tiny/qwen2-folklore"}, parents={})
+CHAIN = ("only-truthfulqa", "only-qmsum", "both-domains", "finetune-alone")
+"""What the trainings of moe-finetune-alone and of all that it was made from read."""
+
+
+def prepared(tmp_path: Path) -> Path:
+    """The last one's data, as prepare resolved them: without a training sample of QMSum."""
+    folder = tmp_path / "finetune-alone"
+    folder.mkdir()
+    parts = {"truthfulqa": {"source": "hub:a/truth@1234", "asked": 200}, "qmsum": {"source": "generated", "asked": 0}}
+    (folder / "stats.json").write_text(json.dumps({"source": "mix", "parts": parts}))
+    return folder
+
+
+def test_data_of_earlier_trainings_are_named_beside_those_of_the_last(tmp_path: Path) -> None:
+    found = sources_of(BASE, CHAIN, prepared(tmp_path), project_params())
+    assert [(each.kind, each.name, each.source, each.licence) for each in found] == [
+        ("base", "dense", "folder:data/tiny/qwen2-folklore", "apache-2.0"),
+        ("data", "truthfulqa", "hub:a/truth@1234", None),
+        ("data", "qmsum", "generated:qmsum", "apache-2.0"),
+    ]
+
+
+def test_a_mix_is_evaluated_on_what_it_trains_on_no_sample_of_too(tmp_path: Path) -> None:
+    assert [each.name for each in evaluated_on(prepared(tmp_path), project_params())] == ["truthfulqa", "qmsum"]
