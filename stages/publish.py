@@ -98,7 +98,7 @@ def publish_run(params: Params, run: str, published_dir: Path) -> None:
         if checked.problems:
             raise UserError(
                 f"{run} cannot be published, as its files and records do not agree:\n{listed(checked.problems)}\n"
-                "make verify says what to run again"
+                f"run dvc repro evaluate@{run}; if nothing is out of date there, make verify says what to run again"
             )
     sizes = [path.stat().st_size for path in published_dir.rglob("*") if path.is_file()]
     size = f"{counted(len(sizes), 'file')}, {bytes_text(sum(sizes))}"

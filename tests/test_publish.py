@@ -164,8 +164,11 @@ def test_a_statement_about_another_base_breaks_the_chain(copy: Path) -> None:
     resign(copy)
     assert f"train@{RUN}.intoto.json: read nothing with content {base[:12]}" in "".join(check_published(copy).problems)
     path.unlink()
+    (copy / f"attestations/evaluate@{RUN}.intoto.json").unlink()
     resign(copy)
-    assert f"so nothing says how trained {RUN} was made" in "".join(check_published(copy).problems)
+    problems = "".join(check_published(copy).problems)
+    assert f"so nothing says how trained {RUN} was made" in problems
+    assert f"so nothing says how {RUN} was evaluated" in problems
 
 
 def test_the_cards_figures_and_verdicts_are_the_reports(workspace: Path) -> None:
@@ -303,6 +306,15 @@ def test_a_run_whose_files_are_not_those_of_its_records_is_not_published(workspa
     write_records(workspace)
     flip(WEIGHTS)
     with pytest.raises(UserError, match=f"rebuild it with: dvc repro -f -s merge@{RUN}"):
+        publish()
+
+
+def test_a_run_that_was_trained_anew_since_it_was_evaluated_is_not_published(workspace: Path) -> None:
+    record = Path(f"data/provenance/detection/evaluate@{RUN}.json")
+    content = json.loads(record.read_text())
+    content["inputs"][f"data/runs/{RUN}/merged"] = "0" * 64  # that of an earlier training
+    record.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"(?s)evaluated another model.*run dvc repro evaluate@{RUN}"):
         publish()
 
 

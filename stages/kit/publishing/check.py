@@ -96,7 +96,7 @@ def _file_problems(made: Made, folder: Path) -> Iterator[Problem]:
 
 
 def _chain_problems(model: Lineage, by_stage: Mapping[str, Made], folder: Path) -> Iterator[Problem]:
-    """Every model of the lineage was made by its stage, from those that the lineage names."""
+    """Every model of the lineage was made by its stage, from those that the lineage names, and the last evaluated."""
     for each in lineage_tree(model):
         if each.kind not in MADE_BY:
             continue
@@ -111,6 +111,11 @@ def _chain_problems(model: Lineage, by_stage: Mapping[str, Made], folder: Path) 
         for role, parent in each.parents.items():
             if parent.lineage.digest not in made.inputs.values():
                 yield name, f"read nothing with content {short(parent.lineage.digest)}, the {role} by the lineage"
+    name = statement_name(evaluation := f"evaluate@{model.name}")
+    if evaluation in by_stage and model.digest not in by_stage[evaluation].inputs.values():
+        yield name, f"evaluated another model than {model.name} with content {short(model.digest)}"
+    elif not (folder / name).exists():
+        yield name, f"is missing, so nothing says how {model.name} was evaluated"
 
 
 def _evidence_problems(model: Lineage, folder: Path) -> Iterator[Problem]:
