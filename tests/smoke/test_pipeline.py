@@ -3,14 +3,17 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
+from stages.core.provenance import read_provenance
 from stages.core.threads import usable_cores
 from stages.kit.launcher.pipeline import declared_stages
+from stages.kit.publishing.check import check_published
 from tests import ROOT
 from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git, wait_until
 
@@ -126,6 +129,23 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
     assert list(tracked.glob("offline-run-*/*.wandb"))
     for name in ("metrics", "comparison"):
         assert list(tracked.glob(f"offline-run-*/files/media/table/{name}_*.table.json"))
+
+
+def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: Path, tmp_path: Path) -> None:
+    workspace = copy_of(finished, tmp_path)
+    dvc(workspace, "repro", "--single-item", "publish@r4-joint")
+    record = read_provenance(workspace / "data/provenance/publish@r4-joint.json")
+    assert record.engine == ENGINE
+    copy = Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere"))
+    checked = check_published(copy)
+    assert not checked.problems
+    assert [made.stage for made in checked.statements] == [
+        f"{name}@r4-joint" for name in ("train", "merge", "evaluate")
+    ]
+    weights = copy / "model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(bytes(8) + weights.read_bytes()[8:])
+    assert [problem.partition(":")[0] for problem in check_published(copy).problems] == ["model.safetensors"]
 
 
 def copy_of(finished: Path, tmp_path: Path) -> Path:

@@ -153,7 +153,7 @@ def bomb() -> bytes:
     [
         (bomb(), "pixels"),
         (b"\xff\xd8\xff\xe0 no more of it", "unreadable image"),
-        (b"", "no image"),
+        (b"", "no image: photograph.jpg is empty"),
         (b"%PDF-1.4", "cannot identify image"),
     ],
 )

@@ -34,7 +34,10 @@ class Form:
         (path,) = given
         if not path:
             raise UserError("choose a photograph first")
-        row = {"image_id": Path(path).name, "image": {"bytes": Path(path).read_bytes()}}
+        content = Path(path).read_bytes()
+        if not content:
+            raise UserError(f"no image: {Path(path).name} is empty")
+        row = {"image_id": Path(path).name, "image": {"bytes": content}}
         fields, problems = parse_image(row, self.max_pixels)
         if problems:
             raise UserError("; ".join(problems))
