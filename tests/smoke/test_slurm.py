@@ -38,7 +38,7 @@ pytestmark = NEEDS_SLURM
 def nothing_left() -> Iterator[None]:
     """Every test leaves no job, whatever it does. In place of the fixture that looks for containers."""
     yield
-    for _ in range(100):  # the job of a stage that has just ended takes a moment to end too
+    for _ in range(300):  # the job of a stage that has just ended takes a moment to end too
         if not (left := jobs()):
             return
         time.sleep(0.1)

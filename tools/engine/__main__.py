@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from tools.engine.certify import certify, read_subject
+from tools.engine.certify import certify, known_certificate, read_subject
 from tools.engine.environment import Contained, find_environment
 from tools.engine.server import listening_on, serve_model
 
@@ -90,7 +92,7 @@ def certify_run(name: str, samples: int) -> None:
     configure_logging(f"certify {name}")
     subject = read_subject(name, samples)
     with place(f"certify {name}") as where:
-        certify(subject, where.environment, device=where.device, again=True)
+        certify(subject, where.environment)
 
 
 @main.command()
@@ -102,9 +104,15 @@ def serve(name: str, port: int, samples: int) -> None:
     """Serve a run's model by vLLM's OpenAI-compatible server on this machine alone, once it is certified."""
     configure_logging(f"serve {name}")
     subject = read_subject(name, samples)
-    with listening_on(port) as listening, place(f"serve {name}") as where:
-        certify(subject, where.environment, device=where.device, again=False)
-        serve_model(subject, where.environment, listening=listening)
+    with listening_on(port) as listening:
+        with place(f"serve {name}") as where:
+            certified = known_certificate(subject, where.environment, device=where.device)
+        if not certified:  # in a process of its own: what a process has had on a GPU, vLLM would lack
+            command = [sys.executable, "-m", "tools.engine", "certify", name, "--samples", str(samples)]
+            if code := subprocess.run(command, check=False).returncode:
+                sys.exit(code)
+        with place(f"serve {name}") as where:
+            serve_model(subject, where.environment, listening=listening)
 
 
 if __name__ == "__main__":

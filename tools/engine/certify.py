@@ -51,23 +51,27 @@ def certificates(subject: Subject) -> list[Path]:
     ]
 
 
-def certify(subject: Subject, environment: Environment, *, device: str, again: bool) -> Certificate:
-    """The certificate of a model on an engine, made unless there is one of just this.
+def known_certificate(subject: Subject, environment: Environment, *, device: str) -> Certificate | None:
+    """The certificate of a model on an engine and a device, cpu or the GPU's name, if there is one of just these."""
+    with asked(subject) as (_, request):
+        wanted = (subject.digest, environment.digest, request, device)
+    for known in filter(None, map(read_certificate, certificates(subject))):
+        if (known.model, known.environment, known.request, known.device) == wanted:
+            log.info("certified already: %s", known)
+            return known
+    return None
 
-    device: cpu, or the GPU's name. again: make it in any case.
+
+def certify(subject: Subject, environment: Environment) -> Certificate:
+    """The certificate of a model on an engine, made and kept.
+
     Raises UserError where vLLM ends early, or answers unlike our own model.
     """
-    own, *others = certificates(subject)
     with asked(subject) as (folder, request):
-        wanted = (subject.digest, environment.digest, request, device)
-        for known in filter(None, map(read_certificate, (own, *others))):
-            if not again and (known.model, known.environment, known.request, known.device) == wanted:
-                log.info("certified already: %s", known)
-                return known
         theirs = answered(subject, environment, folder, request)
     answerer = load_answerer(
         subject.model_dir, subject.profile, subject.samples, subject.questions, target=subject.target, attempt=0
     )
     certificate, _ = certified(theirs, answerer)
-    write_certificate(certificate, own)
+    write_certificate(certificate, certificates(subject)[0])
     return certificate

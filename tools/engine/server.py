@@ -78,7 +78,7 @@ def command_line(options: dict[str, Any]) -> list[str]:
         # Pictures come with the question: the server fetches none.
         "allowed_media_domains": ["pictures-are-sent-as-data.invalid"],
     }
-    words = []
+    words = ["--allowed-origins", "[]"]  # a page of the web, open in a browser here, may not ask
     for name, value in options.items():
         if value is False:
             continue

@@ -45,6 +45,14 @@ ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 DEFAULT_ENGINE = "auto"
 
 
+def has_image(find: Callable[[Path, str], Engine], workspace_dir: Path, target: str) -> bool:
+    try:
+        find(workspace_dir, target)
+    except NotUsable:
+        return False
+    return True
+
+
 def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:
     """The engine of that name; for auto the first that can run a stage of this checkout, which it says.
 
@@ -64,6 +72,8 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
         try:
             engine = find(workspace_dir, target)
         except NotUsable as reason:
+            if target in BELOW_VLLM and has_image(find, workspace_dir, below(target)):
+                raise  # where the other stages are sealed, this one is not to go without
             reasons.append(str(reason))
         else:
             image = engine.image[0] if engine.image else "none"

@@ -17,6 +17,9 @@ _SIGNS = (
     "not enough workspace",
     # c10/core/CPUAllocator: "DefaultCPUAllocator: can't allocate memory"
     "can't allocate memory",
+    # vLLM, before it answers.
+    "No available memory for the cache blocks",
+    "is less than desired GPU memory utilization",
 )
 
 

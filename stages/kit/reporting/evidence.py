@@ -70,8 +70,14 @@ def design_words(comparison: Comparison) -> list[str]:
         )
     if splits := {str(run.metrics["split"]) for run in comparison.all_runs if "split" in run.metrics}:
         lines.append(f"Scored on the split {', '.join(splits)}, which settings are chosen by: no result to report.")
-    if engines := {str(run.metrics["engine"]) for run in comparison.all_runs if "engine" in run.metrics}:
-        lines.append(f"Answered by {', '.join(engines)}, each run with a certificate that transformers answers alike.")
+    by_engine: dict[str, list[str]] = {}
+    for run in comparison.all_runs:
+        by_engine.setdefault(str(run.metrics.get("engine", "transformers")), []).append(run.name)
+    if len(by_engine) > 1:
+        who = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in by_engine.items())
+        lines.append(f"Not all were answered by one engine, and differences may be the engines' ({who}).")
+    elif "transformers" not in by_engine:
+        lines += [f"Answered by {engine}; transformers answers the first samples alike." for engine in by_engine]
     return [*lines, *comparison.notes]
 
 

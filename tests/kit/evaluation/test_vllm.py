@@ -41,6 +41,8 @@ __version__, SamplingParams = "0", dict
 
 class LLM:
     def generate(self, prompts, sampling, use_tqdm):
+        with open(__file__.replace("vllm.py", "batches"), "a") as file:
+            print(len(prompts), file=file)
         for prompt in prompts:
             ids = prompt["prompt_token_ids"]
             assert prompt["multi_modal_data"]["image"][0].load()
@@ -119,7 +121,7 @@ def test_a_request_has_the_digest_of_what_is_certified_of_it(tmp_path: Path) -> 
         (tmp_path / "0-0.png").write_bytes(picture)
         written = [{"ids": [prompt], "pictures": ["0-0.png"]} for prompt in prompts]
         (tmp_path / "request.json").write_text(
-            json.dumps({"engine": {"model": model, "seed": seed}, "prompts": written})
+            json.dumps({"engine": {"model": model, "seed": seed}, "pixels_at_once": model, "prompts": written})
         )
         return request_digest(tmp_path, 2)
 
@@ -139,6 +141,22 @@ def test_answers_unlike_our_own_are_refused_and_nothing_is_written(own_answers: 
     assert f"vLLM 0 does not answer as {NAME} does in transformers, in 1 of {SAMPLES} samples" in result.output
     assert f"{sample_id}: log-probabilities off by 0.002" in result.output
     assert not Path("data/runs", NAME, "metrics.json").exists()
+
+
+def test_answers_a_little_unlike_our_own_throughout_are_refused(own_answers: dict[str, Any]) -> None:
+    wrong = json.loads(json.dumps(own_answers))
+    for answer in wrong["answers"]:
+        answer["log_probs"] = [log_prob - 0.0003 for log_prob in answer["log_probs"]]
+    answers_from(wrong)
+    assert "log-probabilities are off by 0.0003 on average" in run("evaluate", NAME).output
+
+
+def test_an_answer_that_vllm_had_no_room_for_is_none(own_answers: dict[str, Any]) -> None:
+    wrong = json.loads(json.dumps(own_answers))
+    last = wrong["answers"][-1]
+    last["tokens"], last["log_probs"] = last["tokens"][:2], last["log_probs"][:2]
+    answers_from(wrong)
+    assert "after 2 tokens: it has no room for more" in run("evaluate", NAME).output
 
 
 @pytest.mark.parametrize(
@@ -163,13 +181,15 @@ def test_the_worker_holds_few_pictures_at_once_and_keeps_the_order(tmp_path: Pat
     """With a module in place of vLLM that answers with the number that is the prompt."""
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     Image.new("RGB", (2, 2)).save(tmp_path / "0.png")
-    prompts = [{"ids": [number], "pictures": ["0.png"]} for number in range(700)]
-    request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts}
+    prompts = [{"ids": [number], "pictures": ["0.png"] * 3} for number in range(70)]
+    request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts, "pixels_at_once": 40}
     (tmp_path / "request.json").write_text(json.dumps(request))
-    limited = f"ulimit -n 600 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
+    limited = f"ulimit -n 50 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
     subprocess.run(["sh", "-c", limited], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
     answers = read_answers(tmp_path)
-    assert [answer.tokens for answer in answers.answers] == [[number] for number in range(700)]
+    assert [answer.tokens for answer in answers.answers] == [[number] for number in range(70)]
+    assert (tmp_path / "batches").read_text().split() == ["3"] * 23 + ["1"]
+    assert (tmp_path / "progress").read_text() == "70"
 
 
 def test_each_attempt_asks_for_less_at_once(own_answers: dict[str, Any]) -> None:

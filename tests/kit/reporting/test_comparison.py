@@ -314,4 +314,8 @@ def test_another_engine_that_answered_is_named() -> None:
     for run in comparison.all_runs:
         assert isinstance(run.metrics, dict)
         run.metrics["engine"] = "vLLM 0"
-    assert "Answered by vLLM 0, each run with a certificate" in " ".join(design_words(comparison))
+    assert "Answered by vLLM 0; transformers answers the first samples alike." in design_words(comparison)
+    first = comparison.all_runs[0].metrics
+    assert isinstance(first, dict)
+    del first["engine"]
+    assert f"(transformers: {comparison.all_runs[0].name}; vLLM 0: " in " ".join(design_words(comparison))

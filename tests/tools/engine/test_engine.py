@@ -13,7 +13,7 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import answered_tokens
 from stages.kit.evaluation.vllm import environment
-from stages.kit.evaluation.vllm.certificate import Compared, compared, require_alike
+from stages.kit.evaluation.vllm.certificate import TOLERANCE, Compared, compared, require_alike
 from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.questions import Answer, View, view
 from stages.kit.models.load import load_model
@@ -23,8 +23,6 @@ from tools.engine import __main__ as engine
 from tools.engine.environment import find_environment
 from tools.engine.server import command_line, listening_on
 
-TOLERANCE = 1e-3
-
 
 def sample(
     log_probs: list[float], *, prompt: list[int] | None = None, margins: list[float] | None = None, same: bool = True
@@ -32,7 +30,7 @@ def sample(
     """Compared with a view that finds both tokens by far the likeliest, at log-probabilities of -0.1."""
     theirs = Answer(prompt=prompt or [1, 2], tokens=[7, 8], log_probs=log_probs)
     ours = View(prompt=[1, 2], log_probs=torch.tensor([-0.1, -0.1]), margins=torch.tensor(margins or [-5.0, -5.0]))
-    return compared("a1", theirs, ours, same_answer=same, tolerance=TOLERANCE)
+    return compared("a1", theirs, ours, same_answer=same, tolerance=TOLERANCE["fp32"])
 
 
 def test_what_rounding_explains_is_alike() -> None:
@@ -57,7 +55,7 @@ def test_what_rounding_explains_is_alike() -> None:
 def test_more_than_rounding_is_unlike_and_the_sample_is_named(found: Compared, unlike: str) -> None:
     assert found.unlike == unlike
     with pytest.raises(UserError, match=r"(?s)does not answer as r1 does in transformers, in 1 of 2 samples.*\n  a1: "):
-        require_alike("r1", "vLLM 0", [sample([-0.1, -0.1]), found])
+        require_alike("r1", "vLLM 0", [sample([-0.1, -0.1]), found], tolerance=TOLERANCE["fp32"])
 
 
 def test_our_view_of_our_own_answer_finds_each_of_its_tokens_the_likeliest(
@@ -126,7 +124,8 @@ def test_memory_that_runs_out_is_a_message(monkeypatch: pytest.MonkeyPatch, comm
 
 def test_options_of_the_server_are_those_of_the_certificate() -> None:
     words = command_line({"model": "/a b", "enforce_eager": True, "trust": False, "limit_mm_per_prompt": {"image": 1}})
-    assert words[:5] == ["--model", "/a b", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 1}']
+    assert words[:2] == ["--allowed-origins", "[]"]
+    assert words[2:7] == ["--model", "/a b", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 1}']
     assert "--trust" not in words
     assert words[words.index("--chat-template-content-format") + 1] == "openai"
     assert SAMPLES == 32

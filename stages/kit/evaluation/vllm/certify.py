@@ -6,8 +6,9 @@ import logging
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -17,15 +18,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from stages.core.errors import OutOfMemory, UserError
+from stages.core.errors import OutOfMemory, UserError, counted
 from stages.core.params.schema import ProfileParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer
 from stages.kit.evaluation.generation import decoded, end_tokens, room_for_questions
-from stages.kit.evaluation.vllm.certificate import TOLERANCE, Certificate, compared, require_alike
+from stages.kit.evaluation.vllm.certificate import TOLERANCE, Certificate, compared, mean_deviation, require_alike
 from stages.kit.evaluation.vllm.environment import Environment, installed
 from stages.kit.evaluation.vllm.questions import (
     ANSWERS,
+    PROGRESS,
     Answer,
     Answers,
     read_answers,
@@ -44,6 +46,8 @@ SAMPLES = 32
 """Answered by both engines, unless somebody wants others."""
 AT_ONCE = 256
 """Answers at once after no attempt ran out of memory: vLLM's own default on most GPUs."""
+PIXELS_AT_ONCE = 500_000_000
+"""Of the pictures that the worker holds, likewise; three bytes each."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -92,6 +96,9 @@ class Subject:
         if num_pictures := max(len(question.images) for question in self.questions):
             options["limit_mm_per_prompt"] = {"image": num_pictures, "video": 0}
             options["mm_processor_kwargs"] = {"use_fast": False}  # resized by Pillow, as everywhere here
+            if limits := self.profile.images:
+                size = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+                options["mm_processor_kwargs"]["size"] = size
         return options
 
 
@@ -157,6 +164,7 @@ def asked(subject: Subject, parent: Path | None = None) -> Iterator[tuple[Path, 
             max_new_tokens=subject.profile.evaluation.max_new_tokens,
             end_tokens=subject.ends,
             room=subject.room,
+            pixels_at_once=PIXELS_AT_ONCE >> subject.attempt,
         )
         yield folder, request_digest(folder, subject.num_certified)
 
@@ -172,7 +180,13 @@ def answered(subject: Subject, environment: Environment, folder: Path, request: 
         log_path.open("wb") as output,
         environment.worker("answer", str(folder), model_dir=subject.model_dir, folder=folder, output=output) as child,
     ):
-        code = child.wait()
+        said_so_far = ""
+        while (code := child.poll()) is None:
+            with suppress(FileNotFoundError):
+                if (so_far := (folder / PROGRESS).read_text()) != said_so_far:
+                    log.info("answered %s/%d", so_far, len(subject.questions))
+                    said_so_far = so_far
+            time.sleep(0.2)
     if code or not (folder / ANSWERS).is_file():
         said = log_path.read_text(encoding="utf-8", errors="replace")
         sys.stderr.write(said)
@@ -196,27 +210,40 @@ def worker_failed(code: int, said: str) -> UserError:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     lines = [line for line in said.splitlines() if line.strip()]
     # The kernel kills what takes more memory than there is.
-    kind = OutOfMemory if code == -SIGKILL or says_out_of_memory(said) else UserError
+    ran_out = code == -SIGKILL or says_out_of_memory("\n".join(lines[-50:]))
+    kind = OutOfMemory if ran_out else UserError
     return kind(f"vLLM ended with {how}; all that it said is above, and ends in:\n" + "\n".join(lines[-5:]))
 
 
 def certified(theirs: Answered, answerer: Answerer) -> tuple[Certificate, list[str]]:
     """The certificate of vLLM's answers, and the text of each.
 
-    Raises UserError where they are unlike our own model's.
+    Raises UserError where they are unlike our own model's, or where it ended one that is no answer yet.
     """
     subject = theirs.subject
+    max_new_tokens = subject.profile.evaluation.max_new_tokens
     tolerance = TOLERANCE[subject.profile.memory.precision]
-    answers = zip(subject.questions, theirs.answers.answers, strict=True)
-    complete = [_complete(answer, answerer, subject.ends) for _, answer in answers]
+    complete, num_cut = [], 0
+    for question, answer in zip(subject.questions, theirs.answers.answers, strict=True):
+        whole = _complete(answer, answerer, subject.ends)
+        complete.append(whole)
+        if len(whole[0].tokens) == len(answer.tokens) and answer.tokens[-1] not in subject.ends:
+            num_cut += 1
+            if len(answer.tokens) < max_new_tokens:
+                raise UserError(
+                    f"vLLM ended the answer to {question.sample_id} after {counted(len(answer.tokens), 'token')}: "
+                    f"it has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
+                    f"profile's evaluation, or take a GPU with more memory"
+                )
+    if num_cut:
+        log.warning("%s cut at max_new_tokens %d", counted(num_cut, "answer"), max_new_tokens)
     questions = subject.questions[: subject.num_certified]
-    results, num_tokens = [], 0
+    results = []
     for question, (answer, their_text), text in zip(questions, complete, answerer.answers(questions), strict=False):
-        num_tokens += len(answer.tokens)
         seen = view(answerer.model, answerer.processor, question, answer.tokens, room=subject.room)
         results.append(compared(question.sample_id, answer, seen, same_answer=their_text == text, tolerance=tolerance))
     engine = f"vLLM {theirs.answers.version}"
-    require_alike(subject.name, engine, results)
+    require_alike(subject.name, engine, results, tolerance=tolerance)
     device = answerer.model.device
     certificate = Certificate(
         run=subject.name,
@@ -228,8 +255,9 @@ def certified(theirs: Answered, answerer: Answerer) -> tuple[Certificate, list[s
         precision=subject.profile.memory.precision,
         tolerance=tolerance,
         samples=len(results),
-        tokens=num_tokens,
+        tokens=sum(len(result.deviations) for result in results),
         log_prob_deviation=max(result.deviation for result in results),
+        mean_deviation=mean_deviation(results),
         ties=sum(result.ties for result in results),
         same_answers=sum(result.same_answer for result in results),
     )

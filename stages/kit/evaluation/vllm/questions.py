@@ -20,6 +20,7 @@ from stages.kit.models.processors import Processor, encode, rendered, shortened,
 
 REQUEST = "request.json"
 ANSWERS = "answers.json"
+PROGRESS = "progress"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +64,40 @@ def write_request(
     max_new_tokens: int,
     end_tokens: set[int],
     room: int | None,
+    pixels_at_once: int,
 ) -> None:
     """Write what the worker reads: the prompts with one placeholder a picture, and the pictures as files.
 
-    room: tokens that a question may have.
+    room: tokens that a question may have. pixels_at_once: of the pictures that the worker holds in memory.
     """
     prompts = []
     for number, question in enumerate(questions):
         text = rendered(processor, shortened(processor, question, room))
         names = [f"{number}-{place}.png" for place in range(len(question.images))]
         for name, picture in zip(names, question.images, strict=True):
-            (picture.open_image() if isinstance(picture, ImageRecord) else picture).save(folder / name)
+            (picture.open_image() if isinstance(picture, ImageRecord) else picture).save(
+                folder / name, compress_level=1
+            )
         ids = tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"]
         prompts.append({"ids": ids, "pictures": names})
     request = {
         "engine": engine,
         "max_tokens": max_new_tokens,
         "end_tokens": sorted(end_tokens),
+        "pixels_at_once": pixels_at_once,
         "prompts": prompts,
     }
     (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
 
 
 def request_digest(folder: Path, count: int) -> str:
-    """Digest of a request as if it had only its first `count` prompts; the same wherever the model's folder lies."""
+    """Digest of a request as if it had only its first `count` prompts; the same wherever the model's folder lies, and
+    however much there may be at once.
+    """
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    del request["engine"]["model"]
+    del request["engine"]["model"], request["pixels_at_once"]
+    for name in ("limit_mm_per_prompt", "max_num_seqs"):
+        request["engine"].pop(name, None)
     request["prompts"] = request["prompts"][:count]
     digests = {name: file_digest(folder / name) for prompt in request["prompts"] for name in prompt["pictures"]}
     return combined_digest(digests | {REQUEST: hashlib.sha256(json.dumps(request).encode()).hexdigest()})
