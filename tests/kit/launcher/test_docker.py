@@ -21,7 +21,7 @@ from stages.core.signals import ENDING
 from stages.kit.launcher import inside
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
-from stages.kit.launcher.engines import choose_engine
+from stages.kit.launcher.engines import CONTAINER_ENGINES, choose_engine
 from stages.kit.launcher.images import image_references
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
@@ -262,6 +262,19 @@ def test_auto_runs_a_process_where_no_engine_can_run_the_stage_and_says_why(
     assert line.startswith("engine process, without a container: ")
     assert reason in line
     assert "podman is not installed" in line
+
+
+def test_auto_leaves_no_stage_unsealed_where_the_others_are_sealed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_: Path, target: str) -> object:
+        if target != "cpu":
+            raise NotUsable(f"there is no image {target}")
+        return object()
+
+    monkeypatch.setitem(CONTAINER_ENGINES, "docker", find)
+    with pytest.raises(NotUsable, match="there is no image vllm-cpu"):
+        choose_engine("auto", workspace_dir=workspace, target="vllm-cpu", say=print)
 
 
 def test_an_engine_asked_for_by_name_is_that_or_none(
