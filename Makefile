@@ -140,10 +140,12 @@ report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# What shares the cores computes with one thread each: with two, small models take twice the time.
+one_thread := OMP_NUM_THREADS=1
 
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
-	@$(offline) $(python) -m pytest $(in_parallel) $(ARGS)
+	@$(offline) $(one_thread) $(python) -m pytest $(in_parallel) $(ARGS)
 
 # What neither trains nor starts containers, DVC or many processes.
 quick := core tasks $(addprefix kit/,data evaluation planning reporting statistics) \
@@ -151,7 +153,7 @@ quick := core tasks $(addprefix kit/,data evaluation planning reporting statisti
 
 .PHONY: test-quick
 test-quick: setup-dev ## Run the tests that take no training, for the inner loop
-	@$(offline) $(python) -m pytest -m "not pipeline and not engine and not vllm" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
+	@$(offline) $(one_thread) $(python) -m pytest -m "not pipeline and not engine and not vllm" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: ## Test vLLM itself on a CPU: equal answers, and a model that it is refused for
@@ -175,7 +177,7 @@ calibrate: setup ## Write what a GPU says of memory into predictions, after make
 .PHONY: smoke
 smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
 	@TARGET=cpu $(python) -m tools.image image
-	@$(offline) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
+	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
 # One of them again: make faults SEED=1 ONLY=17.
 fault_options = $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
