@@ -30,13 +30,12 @@ TEMPLATES = {
     "qwen3": ("qwen3", SPECIAL_TOKENS, QWEN),
     "qwen3_vl": ("qwen3_vl", SPECIAL_TOKENS, QWEN),
     "phi3": ("phi3", PHI_TOKENS, {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
-    "gemma3_text": (
-        *("gemma3", GEMMA_TOKENS),
-        {"bos_token": "<bos>", "eos_token": "<end_of_turn>", "pad_token": "<pad>"},
-    ),
+    "gemma3_text": ("gemma3", GEMMA_TOKENS, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
 }
 """By model_type: the published template by TRL's name, the special tokens, and the parts that some of them have."""
+ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
+"""End of a turn; <|im_end|> in the other families."""
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -102,7 +101,8 @@ def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:
     )
     pieces["added_tokens"] = []
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_restored(pieces), **named)
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})
+    # Without a name of their own, as those of Gemma 3, Llama and Phi-3 are published.
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     tokenizer.chat_template = template_of(model_type)
     return tokenizer
 
@@ -146,10 +146,11 @@ def config_for(model_type: str, **text: Any) -> Any:
 
 def save_tiny_family(model_type: str, folder: Path) -> Path:
     """Write a folder with a model of some 0.2 million random weights."""
-    processor, config = processor_for(model_type), config_for(model_type)
+    processor, config, tokenizer = processor_for(model_type), config_for(model_type), tokenizer_for(model_type)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config)
     text = config.get_text_config()
-    model.generation_config = GenerationConfig(eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id or 0)
+    ends = [text.eos_token_id, tokenizer.convert_tokens_to_ids(ENDS.get(model_type, "<|im_end|>"))]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=text.pad_token_id or 0)
     save_model(model, processor, folder)
     return folder

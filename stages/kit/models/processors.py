@@ -288,12 +288,19 @@ def _answer_spans(processor: Processor, conversation: Conversation) -> list[tupl
 def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
     """Raises UserError where a text holds a token by which the chat template sets messages apart."""
     tokenizer = tokenizer_of(processor)
-    markup = [token for token in tokenizer.all_special_tokens if token in template_of(tokenizer)]
+    markup = _markup(tokenizer, template_of(tokenizer))
     for message in conversation.messages:
         parts = [message["content"]] if isinstance(message["content"], str) else message["content"]
         for text in (part if isinstance(part, str) else part.get("text", "") for part in parts):
             if token := next((token for token in markup if token in text), None):
                 raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
+
+
+@cache
+def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    """Special tokens that the template writes. Some have no name: Gemma 3's <end_of_turn> is an added token alone."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in template))
 
 
 def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, mark
         for text in (asked, "Say it twice.")
     ]
     odd, plain = (conversation(each, answered=True) for each in said)
-    if markup in tokenizer.all_special_tokens and markup in str(tokenizer.chat_template):
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if markup in special and markup in str(tokenizer.chat_template):
         with pytest.raises(UserError, match="a text of sample a holds chat markup"):
             encode(tokenizer, [odd], padding_side="left")
         return
