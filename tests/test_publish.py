@@ -25,7 +25,7 @@ from stages.core.params.load import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config
-from stages.kit.models.processors import load_processor
+from stages.kit.models.processors import load_processor, rendered
 from stages.kit.publishing.card import write_card
 from stages.kit.publishing.check import check_published
 from stages.kit.publishing.signature import KEY_FILE, SIGNATURE_FILE, sign, signing_key
@@ -35,6 +35,7 @@ from tests import ROOT
 from tests.documents import write_yaml
 from tests.kit.models.test_processors import PLAIN_TEMPLATE
 from tests.made_up_publication import RUN, made_up_workspace, write_records
+from tests.tiny_families import template_of
 from tools.verify.__main__ import main as verify
 
 OUT = Path("data/published") / RUN
@@ -194,18 +195,22 @@ def code_of_card(question: Conversation, model_dir: Path) -> str:
     return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
-def test_the_code_of_a_text_models_card_runs_though_its_template_knows_no_parts(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, template_of("qwen3")], ids=["plain", "qwen3"])
+def test_the_code_of_a_text_models_card_asks_as_it_was_scored_though_its_template_knows_no_parts(
+    template: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2", workspace / "text"))
-    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     parts = [{"type": "text", "text": "tôi đi", "shortenable": True}, {"type": "text", "text": " đâu ?"}]
-    code = code_of_card(Conversation(sample_id="a", messages=[{"role": "user", "content": parts}]), folder)
+    question = Conversation(sample_id="a", messages=[{"role": "user", "content": parts}])
+    code = code_of_card(question, folder)
     assert '"content": "tôi đi đâu ?"' in code
     assert "max_new_tokens=16)" in code
     monkeypatch.chdir(folder)
-    exec(code, {})  # noqa: S102 - our own
+    ran: dict[str, Any] = {}
+    exec(code, ran)  # noqa: S102 - our own
     assert capsys.readouterr().out.strip()
+    assert ran["processor"].decode(ran["inputs"]["input_ids"][0]) == rendered(load_processor(folder, None), question)
 
 
 def test_the_code_of_a_vision_models_card_shows_it_each_picture_upright(

@@ -29,8 +29,8 @@ from stages.kit.data.images import ImageRecord
 from stages.kit.evaluation.vllm.certificate import difference
 from stages.kit.evaluation.vllm.certify import Subject
 from stages.kit.evaluation.vllm.environment import Environment
+from stages.kit.families import PROMPT_OPTIONS
 from stages.kit.models.processors import encode, shortened
-from stages.kit.models.templates import PROMPT_OPTIONS
 
 log = logging.getLogger("stages")
 

@@ -21,6 +21,10 @@ PAGE = "docs/extending.md#a-model-family"
 LLM_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a language model, as Llama and most families after it name them."""
 
+PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+"""Options that some chat templates have: an answer without thinking aloud (Qwen3), and a date that is not today's (that
+of Llama 3.2's writes today's otherwise; this one is what Llama 3.1's writes)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
@@ -59,8 +63,8 @@ class Family:
     linears: tuple[str, ...] = LLM_LINEARS
     """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm."""
     answer_marks: Mapping[str, str] = field(default_factory=dict)
-    """Lines of its chat template that neither the template nor TRL marks answers in, and the same with
-    `{% generation %}`."""
+    """Parts of its chat template, and the same as they have to be for it to mark answers by `{% generation %}`; for a
+    template that has all of these parts. TRL's marks are for the others."""
     overflows_in_fp16: bool = False
     """Whether what its layers compute may leave the range of fp16."""
     same_without_padding: bool

@@ -1,7 +1,7 @@
 """Chat templates: what a conversation reads as, and which of it the assistant says, by the template's own marks.
 
 A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template).
-Published ones seldom do; TRL has the same templates with marks, and a family those that TRL lacks (answer_marks).
+Published ones seldom do. A family says where they go (answer_marks), or TRL has the same template with marks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import UserError
-from stages.kit.families import PAGE, all_families
+from stages.kit.families import PAGE, PROMPT_OPTIONS, all_families
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a conversation, in the form that the template takes."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
-"""Options that some templates have: an answer without thinking aloud (Qwen3), and a date that is not today's (that of
-Llama 3.2's writes today's otherwise; this one is what Llama 3.1's writes)."""
 
 
 @cache
@@ -34,7 +31,12 @@ def marked_template(template: str) -> str:
     """
     if _MARK.search(template):
         return template
-    from trl.chat_template_utils import get_training_chat_template  # slow to import, and seldom needed
+    for marks in (family.answer_marks for family in all_families().values()):
+        if marks and all(plain in template for plain in marks):
+            for plain, marked in marks.items():
+                template = template.replace(plain, marked)
+            return template
+    from trl.chat_template_utils import get_training_chat_template  # slow to import
 
     try:
         # It compares the template with those that it knows; whether tools can be called is of no matter here.
@@ -42,10 +44,6 @@ def marked_template(template: str) -> str:
         found = get_training_chat_template(unmarked)
     except ValueError:
         found = None
-    for family in all_families().values():
-        for plain, marked in family.answer_marks.items():
-            if found is None and plain in template:
-                found = template.replace(plain, marked)
     if found is None:
         raise UserError(
             "the model's chat template does not mark answers ({% generation %}), and no marked form of it is known, so "
@@ -64,8 +62,9 @@ def rendered_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) ->
 def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
     """Start and end of each answer with the end of its turn, in characters of `rendered_messages`.
 
-    Neither what every prompt has said already (a line break, in Qwen2.5's marks) nor a line break behind the end of the
-    turn is part of it. Raises UserError where the template marks another number of answers than there are.
+    Neither what the prompt has said already (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) nor a
+    line break behind the end of the turn is part of it. Raises UserError where the template marks another number of
+    answers than there are.
     """
     template = marked_template(template_of(tokenizer))
     text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True, **PROMPT_OPTIONS)
@@ -74,7 +73,7 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iter
     if len(spans) != len(turns):
         raise UserError(f"{len(turns)} assistant turns, but the chat template marks {len(spans)} answers; {PAGE}")
     for turn, (start, end) in zip(turns, spans, strict=True):
-        prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
+        prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True, **PROMPT_OPTIONS)
         said = len(prompt) if text.startswith(prompt) else 0
         yield max(start, said), start + len(text[start:end].rstrip("\n"))
 

@@ -18,7 +18,7 @@ from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from stages.core.lineage import Lineage
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
-from stages.kit.families import family_of
+from stages.kit.families import PROMPT_OPTIONS, family_of
 from stages.kit.publishing.origins import Source, lineage_lines
 from stages.kit.reporting.comparison import Comparison, Contender
 from stages.kit.reporting.evidence import design_words
@@ -39,6 +39,7 @@ from stages.kit.reporting.texts import comparison_table
 CARD_FILE = "README.md"
 RESULTS_DIR = ".eval_results"
 PICTURES_DIR = "pictures"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
@@ -120,6 +121,7 @@ def write_card(publication: Publication, folder: Path) -> None:
         quantization=markdown(table) if (table := quantization_table([run], comparison.report.primary)).rows else "",
         quantization_lead=QUANTIZATION_COST,
         messages=json.dumps(_as_asked(publication.question), ensure_ascii=False, indent=4),
+        prompt_options=_prompt_options(folder),
         max_new_tokens=publication.max_new_tokens,
         full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
         names=json.dumps([f"picture-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
@@ -197,6 +199,13 @@ def _sources_table(sources: Sequence[Source]) -> str:
     columns = (Column("what", "What"), Column("name", "Name"), Column("source", "From"), Column("licence", "Licence"))
     rows = tuple(Row(cells=(each.kind, each.name, each.words, each.licence or "not known")) for each in sources)
     return markdown(Table(columns=columns, rows=rows))
+
+
+def _prompt_options(folder: Path) -> str:
+    """Arguments of apply_chat_template, of those with which it was asked that the model's template knows."""
+    path = folder / CHAT_TEMPLATE_FILE
+    template = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return "".join(f", {name}={value!r}" for name, value in PROMPT_OPTIONS.items() if name in template)
 
 
 def _as_asked(question: Conversation) -> list[dict[str, Any]]:

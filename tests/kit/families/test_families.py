@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
+from transformers import GenerationConfig
 
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.generation import decoded, end_tokens
 from stages.kit.families import all_families, family_of, require_precision
 from stages.kit.models.load import meta_model, new_model
 from stages.kit.models.packed_attention import PACKED
@@ -28,12 +30,19 @@ from stages.kit.models.templates import marked_template, rendered_messages
 from stages.kit.training.collators import ConversationCollator, packed
 from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.boxes import codec, decode_boxes
-from tests.tiny_families import TEMPLATES, TEMPLATES_DIR, config_for, template_of
+from tests.tiny_families import ENDS, TEMPLATES, TEMPLATES_DIR, config_for, save_tiny_family, template_of
 from tests.tiny_families import processor_for as built_processor
 
 FAMILIES = all_families()
 VISION = [name for name, family in FAMILIES.items() if family.vision]
-ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
+TALK = [
+    {"role": role, "content": text}
+    for role, text in zip(
+        ("system", "user", "assistant", "user", "assistant"),
+        ("Be brief.", "Who?", "You.", "And he?", "Bob."),
+        strict=True,
+    )
+]
 LAST = {"phi3": "\n<|endoftext|>"}
 """What a template has behind the last turn."""
 
@@ -66,20 +75,31 @@ def test_the_tokens_that_count_are_the_answers_and_the_ends_of_their_turns(name:
     processor, end = processor_for(name), ENDS.get(name, "<|im_end|>")
     conversation = turns("What is it?", "A table", "Sure?", "yes, two\nlines", images=2 if name in VISION else 0)
     batch = encode(processor, [conversation, turns("a", "b")], padding_side="right", mark_answers=True)
-    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     for row, answers in enumerate((["A table", "yes, two\nlines"], ["b"])):
         counted = tokenizer_of(processor).decode(batch["input_ids"][row][batch["answers"][row]])
-        assert counted == "".join(f"{thought}{answer}{end}" for answer in answers) + LAST.get(name, "")
+        assert counted == "".join(f"{answer}{end}" for answer in answers) + LAST.get(name, "")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_marks_change_nothing_of_what_a_conversation_reads_as(name: str) -> None:
+def test_a_model_is_trained_on_what_it_is_asked_and_what_its_own_template_writes(name: str) -> None:
     tokenizer = tokenizer_of(processor_for(name))
-    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}]
-    marked = rendered_messages(tokenizer, messages)
-    assert marked == tokenizer.apply_chat_template(messages, tokenize=False)
-    prompt = rendered_messages(tokenizer, messages[:1])
-    assert marked.startswith(prompt)
+    for messages in (TALK, TALK[1:], TALK[1:3]):
+        text = rendered_messages(tokenizer, messages)
+        assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert text.startswith(rendered_messages(tokenizer, messages[:-1]))
+    earlier = rendered_messages(tokenizer, TALK[:2])
+    if name == "qwen3":  # it has the block in the prompt, and never in what was said before
+        assert earlier.endswith("<think>\n\n</think>\n\n")
+        earlier = earlier.removesuffix("<think>\n\n</think>\n\n")
+    assert rendered_messages(tokenizer, TALK).startswith(earlier)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_of_its_turn_ends_an_answer(name: str, tmp_path: Path) -> None:
+    folder, end = save_tiny_family(name, tmp_path), ENDS.get(name, "<|im_end|>")
+    tokenizer = tokenizer_of(load_processor(folder, None))
+    ends = end_tokens(GenerationConfig.from_pretrained(folder), tokenizer)
+    assert decoded(tokenizer, tokenizer(f"Yes{end}\nNo").input_ids, ends) == "Yes"
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_2", "qwen3_instruct_2507"])
