@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 import stages.base
 from tests import ROOT
 from tests.test_stages import write_params
+from tests.tiny_families import TEMPLATES_DIR
 
 
 def base(name: str, source: Path | str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
@@ -58,6 +59,17 @@ def test_a_chat_template_that_fails_is_refused(template: str, tmp_path: Path, mo
     assert code == 1
     assert "the chat template of my model (chat_template.jinja" in said
     assert not list((tmp_path / "data/bases").iterdir())
+
+
+def test_a_chat_template_that_trains_otherwise_than_it_asks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "data/tiny/qwen2", tmp_path / "my model")
+    shutil.copy(TEMPLATES_DIR / "deepseek_r1_distill.jinja", tmp_path / "my model/chat_template.jinja")
+    code, said = base("llm", "my model", tmp_path, monkeypatch)
+    assert code == 1
+    assert "by the chat template of my model, a model would be trained on" in said
+    assert "<think>\\n', with which that does not begin; docs/extending.md#a-model-family" in said
 
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

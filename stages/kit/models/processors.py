@@ -27,7 +27,7 @@ from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import shows_pictures
-from stages.kit.families import all_families, family_of
+from stages.kit.families import PAGE, all_families, family_of
 from stages.kit.models.load import load_config, read_from
 from stages.kit.models.templates import answer_spans, rendered_messages, template_of
 
@@ -244,12 +244,16 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def check_chat_template(folder: Path) -> None:
-    """Raises UserError where the model's tokenizer cannot be loaded, or its chat template cannot render a question and
-    its answer."""
-    question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}
+    """Raises UserError where the model's tokenizer cannot be loaded, or its chat template cannot render a conversation,
+    or renders an answered one otherwise than up to the prompt for its last answer."""
+    talk = [{"role": role, "content": "You?"} for role in ("user", "assistant", "user", "assistant")]
     processor = load_processor(folder, None)
-    for messages in ([question], [question, answer]):
-        rendered(processor, Conversation(sample_id="check", messages=messages))
+    asked, answered = (rendered(processor, Conversation(sample_id="check", messages=talk[:end])) for end in (3, 4))
+    if not answered.startswith(asked):
+        raise UserError(
+            f"by the chat template of {folder}, a model would be trained on {answered!r}, and asked {asked!r}, with "
+            f"which that does not begin; {PAGE} says how to bring another"
+        )
 
 
 def rendered(processor: Processor, conversation: Conversation) -> str:
