@@ -24,14 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """A stage that a test runs in this process configures the logging, which is everyone's."""
+def process_as_it_was() -> Iterator[None]:
+    """What a test runs in this process configures the logging and may handle SIGTERM, which are everyone's."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     loggers = [logging.getLogger(), logging.getLogger("stages")]
     states = [(logger.level, logger.handlers[:]) for logger in loggers]
     yield
     for logger, (level, handlers) in zip(loggers, states, strict=True):
         logger.setLevel(level)
         logger.handlers[:] = handlers
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 @pytest.fixture(scope="session")
