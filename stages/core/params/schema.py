@@ -189,8 +189,7 @@ class EvaluationParams:
     max_length: Positive | None = None
     """Tokens of a sample, its answer counted, to which texts that may be cut are cut; null to cut none."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What answers the validation samples. vLLM's answers count where it answers the first of them as our own code does
-    (docs/serving.md)."""
+    """It answers the validation samples; vLLM only if its first answers are those of our own code (docs/serving.md)."""
     quantization_samples: Positive = 32
     """Validation samples that a model trained in 4 bits answers before and after its merge, to show what that costs."""
 

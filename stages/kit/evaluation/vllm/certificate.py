@@ -22,9 +22,9 @@ class Tolerance:
     """How far the log-probabilities of the answers' tokens, in nats, may be from our own model's."""
 
     mean: float
-    """Of all tokens."""
+    """The mean over all tokens."""
     largest: float
-    """Of any token."""
+    """The largest of any token."""
     close: float
     """A token that is likelier than another by no more was a close choice."""
 
@@ -59,11 +59,11 @@ class Certificate:
     log_prob_deviation: float
     """The largest of any token of any answer."""
     mean_deviation: float
-    """Of all tokens."""
+    """The mean over all tokens."""
     ties: int
     """Tokens that are not the likeliest for our own model, yet were close choices."""
     same_answers: int
-    """Of the samples: word for word as our own model has them, and so are their boxes."""
+    """Samples that our own model answers word for word alike, and so their boxes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -81,7 +81,7 @@ class Compared:
 
     sample_id: str
     deviations: list[float]
-    """Of each of its tokens; empty where the prompts differ."""
+    """One for each of its tokens; none where the prompts differ."""
     ties: int
     same_answer: bool
     unlike: str
@@ -94,7 +94,7 @@ class Compared:
 
 
 def mean_deviation(results: Sequence[Compared]) -> float:
-    """Of all tokens of these samples."""
+    """The mean over all tokens of these samples."""
     return torch.tensor([each for result in results for each in result.deviations]).mean().item()
 
 

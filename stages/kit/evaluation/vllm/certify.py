@@ -47,7 +47,7 @@ SAMPLES = 32
 AT_ONCE = 256
 """Answers at once after no attempt ran out of memory: vLLM's own default on most GPUs."""
 PIXELS_AT_ONCE = 500_000_000
-"""Of the pictures that the worker holds, likewise; three bytes each."""
+"""Pixels of the pictures that the worker holds, likewise; three bytes each."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
