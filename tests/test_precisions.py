@@ -69,7 +69,7 @@ def test_vision_recipes_multiply_in_the_precision_of_the_profile(
     monkeypatch.chdir(tmp_path)
     raw = small_params(tiny_vlm)
     raw["profiles"]["tiny"]["memory"]["precision"] = precision
-    operations = {"r2-vision-only": "addmm", "r4-joint": "gemm_4bit"}
+    operations = {"r1-llm-only": "gemm_4bit", "r2-vision-only": "addmm", "r4-joint": "gemm_4bit"}
     for recipe in operations:
         raw["recipes"][recipe]["max_steps"] = 2
     write_params(raw)
