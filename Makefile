@@ -140,7 +140,7 @@ report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# What shares the cores computes with one thread each: with two, small models take twice the time.
+# What shares the cores computes with one thread each: with two, small models take half as long again.
 one_thread := OMP_NUM_THREADS=1
 
 .PHONY: test

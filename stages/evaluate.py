@@ -60,8 +60,10 @@ def main(name: str, attempt: int) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     theirs = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
-        asked_of = (name, model_dir, lineage.digest, profile, samples, questions)
-        theirs = ask_vllm(subject_of(*asked_of, target=target, attempt=attempt), run_dir)
+        theirs = ask_vllm(
+            subject_of(name, model_dir, lineage.digest, profile, samples, questions, target=target, attempt=attempt),
+            run_dir,
+        )
     answerer = load_answerer(model_dir, profile, samples, questions, target=target, attempt=attempt)
     if theirs:
         certificate, answers = certified(theirs, answerer)

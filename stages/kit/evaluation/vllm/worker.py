@@ -22,7 +22,7 @@ from typing import Any
 
 PROMPTS_AT_ONCE = 2048
 FREE_BYTES = 2**30
-"""Of a GPU's memory, for what others come to take while vLLM starts."""
+"""Memory of the GPU that is left free: others may come to take some while vLLM starts."""
 
 
 def batches(prompts: list[Any], folder: Path, pixels_at_once: int) -> Iterator[list[Any]]:
@@ -54,7 +54,7 @@ def share_of_memory() -> dict[str, float]:
     Asked in another process: one that has used a GPU cannot be forked.
     """
     ask = "import torch; print(*(torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)))"
-    free, total = map(int, subprocess.run([sys.executable, "-c", ask], check=True, stdout=-1).stdout.split())
+    free, total = map(int, subprocess.check_output([sys.executable, "-c", ask]).split())
     return {"gpu_memory_utilization": round(min(0.92, (free - FREE_BYTES) / total), 3)} if total else {}
 
 
@@ -84,7 +84,9 @@ def answer(folder: Path) -> None:
                     "log_probs": [step[token].logprob for step, token in steps],
                 }
             )
-        (folder / "progress").write_text(str(len(answers)))
+        partial = folder / "progress.partial"
+        partial.write_text(str(len(answers)))
+        partial.rename(folder / "progress")
     partial = folder / "answers.partial"
     seconds = time.monotonic() - started
     partial.write_text(json.dumps({"version": __version__, "answers": answers, "seconds": seconds}))
