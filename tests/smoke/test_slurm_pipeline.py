@@ -75,10 +75,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return build_reference(tmp_path_factory.mktemp("reference"))
 
 
-def in_jobs(folder: Path, reference: Reference, **environment: str) -> Workspace:
-    """A workspace as it was before the first stage, whose stages run as jobs."""
-    plain = workspace_in(folder, reference.environment)
-    copy_folder(reference.before_dir(CHAIN[0]), plain.folder)
+def before(stage: str, folder: Path, reference: Reference) -> Workspace:
+    """A workspace as it was before a stage."""
+    workspace = workspace_in(folder, reference.environment)
+    copy_folder(reference.before_dir(stage), workspace.folder)
+    return workspace
+
+
+def in_jobs(plain: Workspace, **environment: str) -> Workspace:
+    """The same, whose stages run as jobs."""
     slurm = {"BAKEOFF_PLACE": "slurm", "SLURM_CONF": os.environ["SLURM_CONF"]}
     return replace(plain, environment={**plain.environment, **slurm, **environment})
 
@@ -100,7 +105,7 @@ def time_is_up(workspace: Workspace, *whom: str) -> Meanwhile:
 def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(
     reference: Reference, tmp_path: Path
 ) -> None:
-    workspace = in_jobs(tmp_path / "in jobs", reference)
+    workspace = in_jobs(before(CHAIN[0], tmp_path / "in jobs", reference))
     ended = workspace.dvc("repro", TARGET, meanwhile=time_is_up(workspace, "--batch"))
     assert ended.code == 0, ended.output
     train = ended.output.partition("> exec docker/run train")[2].partition("Running stage")[0]
@@ -117,9 +122,9 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
     reference: Reference, tmp_path: Path
 ) -> None:
     """Both nodes are this machine, whose name may be known by an address of a network card."""
-    over_nodes = in_jobs(tmp_path / "two nodes", reference, GLOO_SOCKET_IFNAME="lo")
-    alone = workspace_in(tmp_path / "two processes", reference.environment)
-    copy_folder(reference.before_dir(CHAIN[0]), alone.folder)
+    plan = f"plan@{RECIPE}"
+    over_nodes = in_jobs(before(plan, tmp_path / "two nodes", reference), GLOO_SOCKET_IFNAME="lo")
+    alone = before(plan, tmp_path / "two processes", reference)
     trained = {}
     for workspace, device in ((over_nodes, {"nodes": 2}), (alone, {"count": 2})):
         path = workspace.folder / "params.yaml"
@@ -140,7 +145,7 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
 @pytest.mark.timeout(900)
 def test_trainings_run_as_jobs_side_by_side(reference: Reference, tmp_path: Path) -> None:
     """r3-stage1 waits for r2, whose training it takes over."""
-    workspace = in_jobs(tmp_path / "side by side", reference)
+    workspace = in_jobs(before(f"plan@{RECIPE}", tmp_path / "side by side", reference))
     path = workspace.folder / "params.yaml"
     params = YAML(typ="safe").load(path)
     recipes = (RECIPE, "r2-vision-only", "r3-stage1", "r4-joint")

@@ -178,12 +178,12 @@ LONG = [
 ]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("before", ["", "(a / b", '(a / "'])
 @pytest.mark.parametrize("repeated", LONG)
 def test_an_answer_without_end_takes_no_longer_than_its_length(before: str, repeated: str) -> None:
-    """Sixty thousand characters, of which the square would take minutes."""
-    text = before + repeated * (60_000 // len(repeated))
+    """Twenty-five thousand characters, of which the square would take minutes."""
+    text = before + repeated * (25_000 // len(repeated))
     for target in TARGETS:
         decoded = decode(text, target)
         assert decoded.valid == (decoded.problem is None)
