@@ -6,7 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,25 +112,25 @@ STRAYS = [
 ]
 
 
-# Tries everything in one container, whatever comes of each.
-TRY_ALL = """
+def trying(attempts: Sequence[str]) -> str:
+    """A stage that tries everything, and prints by attempt the error, or null where it succeeded."""
+    return f"""{HELPERS}
 import json
 
 def outcome(attempt):
     try:
         exec(attempt)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{{type(error).__name__}}: {{error}}"
 
-print(json.dumps({attempt: outcome(attempt) for attempt in ATTEMPTS}))
+print(json.dumps({{attempt: outcome(attempt) for attempt in {attempts!r}}}))
 """
 
 
 @pytest.fixture(scope="module")
 def outcomes(playground: Path) -> dict[str, str | None]:
-    """What came of each attempt in a container: an error, or None where it succeeded."""
-    attempts = [attempt for attempt, _ in (*ATTEMPTS, *TOO_LARGE)]
-    result = run(playground, f"{HELPERS}\nATTEMPTS = {attempts!r}\n{TRY_ALL}")
+    """What came of each attempt; all of them are made in one container."""
+    result = run(playground, trying([attempt for attempt, _ in (*ATTEMPTS, *TOO_LARGE)]))
     assert result.returncode == 0, result.stderr
     said: dict[str, str | None] = json.loads(result.stdout)
     return said
