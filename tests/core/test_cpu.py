@@ -44,7 +44,7 @@ def test_pinned_instructions_are_what_computes_and_threads_change_no_bit() -> No
     pinned = pinned_instructions({})
     if not pinned:
         pytest.skip("this CPU has no AVX2")
-    results = [trained(threads, pinned) for threads in (1, 2, 4)]
+    results = [trained(threads, pinned) for threads in (1, 3)]
     assert results[0][1] == "AVX2"
     assert len({digest for digest, _ in results}) == 1
 

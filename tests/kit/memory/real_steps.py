@@ -49,9 +49,11 @@ from tools.gpu.models import random_model, with_contents
 PROCESSES = 2
 
 # A rank of 1 leaves one of two processes nothing of an adapter's first matrix.
+LORA = {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})}
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("text", FULL),
-    "lora": ("text", {**R1, "lora": LoraParams(rank=1, alpha=2, targets={"llm": ("q_proj", "down_proj")})}),
+    "lora": ("text", LORA),
+    "lora, ddp": ("text", {**LORA, "placement": "ddp"}),
     "gate": ("moe", GATE),
     "labels": ("moe", LABELS),
     "gate, ddp": ("moe", {**GATE, "placement": "ddp"}),

@@ -18,7 +18,7 @@ from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
         ("detection", 1, 128, 4),
         ("text", 16, 128, 4),
         ("moe", 32, 128, 4),
-        ("text", 64, 10, 150),
+        ("text", 16, 10, 60),
     ],
 )
 def test_long_questions_and_long_answers_are_predicted(

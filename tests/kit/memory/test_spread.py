@@ -21,7 +21,6 @@ from stages.kit.models.placement import balanced_gpus, gpu_of
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES
 from tests.kit.memory.small import (
-    ALL,
     CUDA,
     FULL,
     R1,
@@ -39,7 +38,6 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
     "r1, nf4": ("detection", {**R1, **CHECKPOINTED, "quantization": "nf4"}, 2),
     "r4, over 3": ("detection", R4, 3),
-    "all of it": ("detection", {**ALL, **CHECKPOINTED}, 2),
     "text full": ("text", FULL, 2),
     "moe full": ("moe", FULL, 2),
 }

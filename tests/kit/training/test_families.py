@@ -56,7 +56,11 @@ def test_micro_batches_and_rows_without_padding_give_the_same_loss_and_gradients
     assert_unlike(whole, taken(build(one_step(padding_free=True))))
 
 
-@pytest.mark.parametrize("name", [name for name, family in all_families().items() if family.vision is None])
+# Those of the shipped recipes are killed in test_resume.py.
+TEXT = {name for name, family in all_families().items() if family.vision is None} - {"qwen2", "qwen2_moe"}
+
+
+@pytest.mark.parametrize("name", sorted(TEXT))
 def test_a_killed_training_of_a_text_family_ends_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     model_dir = save_tiny_family(name, new_folder(tmp_path / "model"))
     undisturbed = text_workplace(model_dir, new_folder(tmp_path / "undisturbed")).train(PLAN)
