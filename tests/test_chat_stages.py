@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
+from stages.kit.evaluation import scored
 from tests import ROOT
 from tests.test_stages import done, refused, write_params
 
@@ -93,17 +94,23 @@ def test_the_table_is_ranked_by_the_first_metric_and_has_a_column_for_each(finis
     assert "All weights against LoRA" in (finished / "data/report/chat/table.txt").read_text()
 
 
-def test_other_metrics_change_no_training_data(workspace: Path) -> None:
+def test_other_metrics_change_no_training_data_and_ask_for_no_more_than_they_need(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared = Path("data/prepared/conversations")
     before = {name: (prepared / name).read_bytes() for name in ("train.parquet", "val.parquet")}
+    monkeypatch.setattr(scored, "routing", lambda *_, **__: pytest.fail("no score of chat tells of routers"))
     raw = YAML(typ="safe").load(Path("params.yaml"))
-    raw["profiles"]["tiny"]["datasets"]["conversations"]["metrics"] = ["perplexity"]
-    write_params(raw)
-    done("prepare", "conversations")
-    assert (prepared / "train.parquet").read_bytes() == before["train.parquet"]
-    assert (prepared / "val.parquet").read_bytes() != before["val.parquet"]
-    done("evaluate", "base-assistant")
-    assert "exact" not in json.loads(Path("data/runs/base-assistant/metrics.json").read_text())
+    for metric, other in (("perplexity", "exact"), ("exact", "perplexity")):
+        raw["profiles"]["tiny"]["datasets"]["conversations"]["metrics"] = [metric]
+        write_params(raw)
+        done("prepare", "conversations")
+        assert (prepared / "train.parquet").read_bytes() == before["train.parquet"]
+        assert (prepared / "val.parquet").read_bytes() != before["val.parquet"]
+        done("evaluate", "base-assistant")
+        metrics = json.loads(Path("data/runs/base-assistant/metrics.json").read_text())
+        assert metric in metrics
+        assert other not in metrics
 
 
 def test_a_target_is_refused_while_it_is_planned(workspace: Path) -> None:

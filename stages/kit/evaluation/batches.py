@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import TypeVar
 
 from stages.kit.data.conversation import Conversation
@@ -28,7 +29,7 @@ def prepared_ahead(batches: Sequence[list[int]], prepare: Callable[[list[int]], 
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare") as thread:
         upcoming = [thread.submit(prepare, batch) for batch in batches[:1]]
-        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        for batch, following in zip_longest(batches, batches[1:]):
             prepared = upcoming.pop().result()
             if following is not None:
                 upcoming.append(thread.submit(prepare, following))

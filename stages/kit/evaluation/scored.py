@@ -54,12 +54,10 @@ def score_answers(
             "batch_size": read_at_once(answerer.batch_size),
             "max_length": answerer.settings.max_length,
         }
-        answered = [asked.conversation(record, answered=True, target=target) for record in records]
-        options |= {
-            "likelihoods": answer_log_likelihoods(
-                answerer.model, answerer.processor, scoring.candidates(records, target=target), **limits
-            ),
-            "routing": routing(answerer.model, answerer.processor, answered, **limits),
-        }
+        weighed = scoring.candidates(records, target=target)
+        options["likelihoods"] = answer_log_likelihoods(answerer.model, answerer.processor, weighed, **limits)
+        if hasattr(samples, "domain"):  # which a mixture's experts are told apart by
+            answered = [asked.conversation(record, answered=True, target=target) for record in records]
+            options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
     metrics, rows = scoring.score(records, answers, target=target, **options)
     return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)

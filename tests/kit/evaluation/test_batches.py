@@ -48,6 +48,10 @@ def test_the_next_batch_is_prepared_while_this_one_is_computed() -> None:
             assert not prepared[2].is_set(), "no more than one ahead: pictures take memory"
 
 
+def test_nothing_is_prepared_of_no_batches() -> None:
+    assert list(prepared_ahead(longest_first([], 4), lambda _: pytest.fail("nothing to prepare"))) == []
+
+
 def test_an_error_in_the_thread_comes_where_its_batch_would() -> None:
     def prepare(batch: list[int]) -> int:
         if batch == [2]:

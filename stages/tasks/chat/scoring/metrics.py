@@ -54,7 +54,6 @@ def score(
     *,
     target: None = None,
     likelihoods: Sequence[AnswerLikelihood] = (),
-    routing: object = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score raw answers, one for each record.
 
