@@ -24,12 +24,13 @@ from rich.text import Text
 
 from stages.compare import load_report, write_report
 from stages.core.errors import UserError
+from stages.core.lineage import read_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
+from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
 from stages.kit.reporting.comparison import Comparison, compare
-from stages.kit.reporting.contenders import read_contenders, read_task_run
+from stages.kit.reporting.contenders import read_contenders
 from stages.kit.reporting.tables import terminal_table
-from stages.kit.reporting.task_report import TaskReport
 from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection
 from tools.compare.conditions import conditions, unlike
 from tools.compare.experiments import Experiment, fetch, named_revisions
@@ -52,26 +53,26 @@ def main(task: str, experiments: tuple[str, ...], over: str | None) -> None:
         compare_experiments(params, task, experiments, console=console)
 
 
-def compare_experiments(params: Params, task: str, names: Sequence[str], *, console: Console) -> Comparison:
+def compare_experiments(params: Params, task: str, asked: Sequence[str], *, console: Console) -> Comparison:
     """Compare, write and print.
 
-    names: those to compare; none for the workspace and all experiments of HEAD that compare with it.
+    asked: names of those to compare; none for the workspace and all experiments of HEAD that compare with it.
     Raises UserError where there are not two seeds, and where those named differ in more.
     """
     report = load_report(params, task)
     with tempfile.TemporaryDirectory() as folder:
-        found, left_out = comparable(task, names, Path(folder))
+        found, left_out = comparable(task, asked, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
         comparison = compare(report, contenders)
         if not comparison.over_seeds:
             raise UserError(
-                f"only one seed was run, in {', '.join(each.name for each in found)} ({_left_out(left_out)}); run more "
-                f"with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start; or name those to "
-                "compare with EXPERIMENTS="
+                f"only one seed was run, in {', '.join(each.name for each in found)} ({left_out_words(left_out)}); "
+                f"run more with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start; or name "
+                "those to compare with EXPERIMENTS="
             )
-        notes = [_seeds(comparison, found), *([f"{_left_out(left_out)}."] if left_out else [])]
-        notes += _missing(found, task, [each.name for each in contenders])
-        notes += _repeated(found, task, report, params)
+        notes = [_seeds(comparison, found), *([f"{left_out_words(left_out)}."] if left_out else [])]
+        names = [each.name for each in contenders]
+        notes += [*_missing(found, task, names), *_repeated(found, task, names)]
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
     return comparison
@@ -90,7 +91,7 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
         shares = sorted({value for fact, value in facts if fact.endswith(_SHARE)})
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
-        console.print(Text(f"{_left_out(left_out)}."), soft_wrap=True)
+        console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
     console.print(Text(f"Train what was chosen: {chosen_command(ranked, ', '.join(shares), task)}"), soft_wrap=True)
 
 
@@ -115,7 +116,7 @@ def comparable(
         found = [each for each in found if each.name not in left_out]
     if not found:
         raise UserError(
-            f"no experiment has a model of task {task} ({_left_out(left_out)}); run: dvc repro compare@{task}"
+            f"no experiment has a model of task {task} ({left_out_words(left_out)}); run: dvc repro compare@{task}"
         )
     return found, left_out
 
@@ -161,12 +162,13 @@ def _missing(experiments: Sequence[Experiment], task: str, names: Sequence[str])
     ]
 
 
-def _repeated(experiments: Sequence[Experiment], task: str, report: TaskReport, params: Params) -> list[str]:
+def _repeated(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
     """A sentence for each experiment all of whose trained models another one has too."""
     sentences, seen = [], dict[tuple[str, str], str]()
     for each in experiments:
-        read = [read_task_run(params, task, name, report, each.data_dir) for name in each.evaluated(task)]
-        models = [(run.name, run.model) for run in read if run and run.plan]
+        cards = [cards_dir(each.data_dir, task) / name for name in each.evaluated(task) if name in names]
+        trained = [card for card in cards if (card / "plan.yaml").exists()]
+        models = [(card.name, read_lineage(card, name=MODEL_LINEAGE_FILE).digest) for card in trained]
         if models and all(model in seen for model in models):
             sentences.append(f"{each.name} has the same models as {seen[models[0]]}: counted once.")
         for model in models:
@@ -174,7 +176,7 @@ def _repeated(experiments: Sequence[Experiment], task: str, report: TaskReport, 
     return sentences
 
 
-def _left_out(reasons: Mapping[str, str]) -> str:
+def left_out_words(reasons: Mapping[str, str]) -> str:
     return f"Left out: {', '.join(f'{name} ({why})' for name, why in reasons.items()) or 'none'}"
 
 

@@ -1,6 +1,6 @@
 """Compare a recipe with itself: how often is half of its trainings called better than the rest? Behind `make truth`.
 
-Reads   the cards of the recipe in the workspace and in the experiments of HEAD, one a seed
+Reads   the cards of the recipe in the workspace and in the experiments of HEAD that compare with it, one a seed
 Writes  nothing
 Run     python -m tools.compare.truth r1-llm-only --splits 1000
 
@@ -26,7 +26,7 @@ from stages.kit.reporting.runs import different_models, refuse_different_samples
 from stages.kit.reporting.task_report import TaskReport
 from stages.kit.statistics.differences import LEVEL, difference
 from stages.kit.statistics.intervals import Floats
-from tools.compare.experiments import fetch, named_revisions
+from tools.compare.__main__ import comparable, left_out_words
 
 LEAST = 4
 """Trainings, of which two arms of two can be dealt."""
@@ -40,15 +40,18 @@ def main(recipe: str, splits: int) -> None:
     task = params.recipe(recipe).task
     report = load_report(params, task)
     with tempfile.TemporaryDirectory() as folder:
-        found = [fetch(name, revision, task, Path(folder)) for name, revision in named_revisions()[0].items()]
+        found, left_out = comparable(task, (), Path(folder))
         read = [read_task_run(params, task, recipe, report, each.data_dir) for each in found]
     runs = different_models([run for run in read if run])
     refuse_different_samples(runs)
     if len(runs) < LEAST:
         raise UserError(
             f"{recipe} was trained under {len(runs)} seeds, and two arms of it take {LEAST} at least; train more with: "
-            f"dvc exp run --queue -S 'seed=range(43,55)' evaluate@{recipe}, then: dvc queue start"
+            f"dvc exp run --queue -S 'seed=range(43,55)' evaluate@{recipe}, then: dvc queue start "
+            f"({left_out_words(left_out)})"
         )
+    if left_out:
+        click.echo(f"{left_out_words(left_out)}.")
     scores = np.stack([evidence_of(report.primary, run) for run in runs])
     means = [float(report.primary.statistic(each.mean(axis=0))) for each in scores]
     click.echo(f"{recipe}, {len(runs)} trainings: {report.primary_words} {min(means):.3f} to {max(means):.3f}")

@@ -115,6 +115,25 @@ def test_a_recipe_that_an_experiment_lacks_is_named(tmp_path: Path, monkeypatch:
     assert "r1-llm-only was not evaluated in exp-44." in shown
 
 
+def test_a_recipe_that_is_gone_from_params_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiments = [write_experiment(tmp_path / name, seed) for name, seed in (("a", 42), ("b", 43), ("c", 43))]
+    for each in experiments[:2]:
+        runs_dir = cards_dir(each.data_dir, "detection")
+        plan = runs_dir / "r1-llm-only/plan.yaml"
+        plan.write_text(plan.read_text().replace("recipe: r1-llm-only", "recipe: r0-renamed"))
+        plan.parent.rename(runs_dir / "r0-renamed")
+    shown = compared(monkeypatch, experiments)
+    assert "r0-renamed was evaluated, but is not in params.yaml: left out." in shown
+    assert "r1-llm-only was not evaluated in a, b." in shown
+
+
+def test_models_that_two_experiments_have_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiments = [write_experiment(tmp_path / name, seed) for name, seed in (("a", 42), ("b", 43), ("c", 43))]
+    shown = compared(monkeypatch, experiments)
+    assert "c has the same models as b: counted once." in shown
+    assert shown.count("counted once") == 1
+
+
 def test_nothing_at_all_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Experiment(name="workspace", data_dir=tmp_path / "data", lock={})
     with pytest.raises(UserError, match=r"no experiment has a model of task detection .*; run: dvc repro compare@"):
@@ -164,10 +183,14 @@ def test_experiments_come_from_dvc_and_those_that_have_not_ended_are_known(
 
 
 def test_a_recipe_is_compared_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_seeds(seeds: Sequence[int]) -> str:
-        by_name = {f"exp-{seed}": Experiment(name="", data_dir=tmp_path / f"exp-{seed}", lock={}) for seed in seeds}
-        monkeypatch.setattr(truth, "named_revisions", lambda: ({name: name for name in by_name}, {}))
-        monkeypatch.setattr(truth, "fetch", lambda name, *_: by_name[name])
+    def of_seeds(seeds: Sequence[int], *, other_rate: int | None = None) -> str:
+        by_name = {}
+        for seed in seeds:
+            name, rate = f"exp-{seed}", {"learning_rate": 2e-4 if seed == other_rate else 1e-4}
+            lock = {"evaluate@r1-llm-only": {"params": {"params.yaml": rate}}}
+            by_name[name] = Experiment(name=name, data_dir=tmp_path / name, lock=lock)
+        monkeypatch.setattr(command, "named_revisions", lambda: ({name: name for name in by_name}, {}))
+        monkeypatch.setattr(command, "fetch", lambda name, *_: by_name[name])
         return CliRunner().invoke(truth.main, ["r1-llm-only", "--splits", "200"]).output
 
     for seed in range(8):
@@ -181,3 +204,6 @@ def test_a_recipe_is_compared_with_itself(tmp_path: Path, monkeypatch: pytest.Mo
     assert shares[0] > 50, "a lucky training is truly a better model"
     assert max(shares[1:]) <= 10, "of four arms of eight trainings, few can be told apart"
     assert "trained under 3 seeds, and two arms of it take 4 at least" in of_seeds(range(3))
+    told, first, *_ = of_seeds(range(8), other_rate=7).splitlines()
+    assert told == "Left out: exp-7 (unlike exp-0 in evaluate@r1-llm-only: learning_rate)."
+    assert first.startswith("r1-llm-only, 7 trainings: ")
