@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from stages.core.errors import UserError
 from stages.core.lineage import Lineage
 from stages.kit.publishing.origins import evaluated_on, sources_of
 from tests.made_up_runs import project_params
@@ -30,6 +33,13 @@ def test_data_of_earlier_trainings_are_named_beside_those_of_the_last(tmp_path: 
         ("data", "truthfulqa", "hub:a/truth@1234", None),
         ("data", "qmsum", "generated:qmsum", "apache-2.0"),
     ]
+
+
+def test_of_a_damaged_mix_the_stage_that_mixes_it_is_named(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    (folder / "stats.json").write_text('{"source": "mix"')
+    with pytest.raises(UserError, match="dvc repro -f -s mix@finetune-alone"):
+        evaluated_on(folder, project_params())
 
 
 def test_a_mix_is_evaluated_on_what_it_trains_on_no_sample_of_too(tmp_path: Path) -> None:
