@@ -81,7 +81,7 @@ run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=d
 
 .PHONY: data
 data: setup ## Show what is understood of pictures with boxes: counts, sizes, twelve pictures (SOURCE=folder, FORMAT=; or DATASET=)
-	@$(offline) $(python) -m tools.data $(if $(SOURCE),'$(SOURCE)') $(if $(DATASET),--dataset '$(DATASET)') $(if $(FORMAT),--format $(FORMAT))
+	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(SOURCE)') $(if $(DATASET),--dataset '$(DATASET)') $(if $(FORMAT),--format $(FORMAT))
 
 # What is not given is left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \

@@ -22,8 +22,18 @@ from tests import ROOT
     ],
 )
 def test_make_passes_on_what_is_asked(asked: list[str], options: list[str]) -> None:
+    assert shlex.split(command(*asked).partition("-m tools.")[2])[1:] == options
+
+
+def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
+    assert "HF_HUB_OFFLINE=1" in command("data", "SOURCE=/a hub:b")
+    assert "HF_HUB_OFFLINE" not in command("data", "SOURCE=hub:owner/name@main")
+    assert "HF_HUB_OFFLINE" not in command("data", "DATASET=nutrition-tables"), "params.yaml says where that is"
+
+
+def command(*asked: str) -> str:
+    """The line that `make` would run."""
     # As a make of its own, also where these tests run in `make test`.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.check_output(["make", "-n", *asked], cwd=ROOT, env=alone, text=True)
-    command = next(line for line in printed.splitlines() if "-m tools." in line)
-    assert shlex.split(command.partition("-m tools.")[2])[1:] == options
+    return next(line for line in printed.splitlines() if "-m tools." in line)
