@@ -199,6 +199,8 @@ def test_what_is_wrong_with_voc_is_named_by_line_and_entities_are_never_read(tmp
     billion = '<!DOCTYPE annotation [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]>\n<annotation>&b;</annotation>'
     (annotations / "b.xml").write_text(billion)
     (annotations / "empty.xml").write_text("<annotation>\n<size></annotation>")
+    (annotations / "more").mkdir()
+    (annotations / "more/c.xml").write_bytes((annotations / "c.xml").read_bytes())
     (tmp_path / "voc/ImageSets/Main/val.txt").write_text("c\n\nlost 1\n")
     message = refusal(tmp_path, "voc")
     for problem in (
@@ -207,6 +209,7 @@ def test_what_is_wrong_with_voc_is_named_by_line_and_entities_are_never_read(tmp
         "Annotations/a.xml: line 4: name is missing",
         "Annotations/b.xml: line 1: a document type (<!DOCTYPE) is never read",
         "Annotations/empty.xml: no XML: line 2, column 8: mismatched tag",
+        "ImageSets/Main/val.txt line 1: 2 XML files are called 'c': Annotations/c.xml, Annotations/more/c.xml",
         "ImageSets/Main/val.txt line 3: there is no XML file called 'lost'",
     ):
         assert problem in message

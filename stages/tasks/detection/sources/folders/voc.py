@@ -52,12 +52,14 @@ def read_voc(folder: Folder) -> Splits:
     if not lists:
         chosen, origin = chosen_splits(grouped(files), "XML files")
         return Splits(samples={split: _samples(folder, paths) for split, paths in chosen.items()}, origin=origin)
-    by_stem = {PurePosixPath(path).stem: path for path in files}
+    by_stem: dict[str, list[str]] = {}
+    for path in files:
+        by_stem.setdefault(PurePosixPath(path).stem, []).append(path)
     chosen, origin = chosen_splits({split: [path] for split, path in lists.items()}, "lists in ImageSets/Main")
     return Splits(samples={split: _listed(folder, paths, by_stem) for split, paths in chosen.items()}, origin=origin)
 
 
-def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, str]) -> Iterator[RawSample]:
+def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:
     for path in paths:
         try:
             lines = folder.text(path).splitlines()
@@ -67,10 +69,13 @@ def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, str]) -> It
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            if found := by_stem.get(line.split()[0]):
-                yield from _samples(folder, [found])
+            name = line.split()[0]
+            if len(found := by_stem.get(name, [])) == 1:
+                yield from _samples(folder, found)
             else:
-                yield Place(path, number), [f"there is no XML file called {line.split()[0][:200]!r}"]
+                several = f"{len(found)} XML files are called {name[:200]!r}: {', '.join(found[:3])}"
+                none = f"there is no XML file called {name[:200]!r}"
+                yield Place(path, number), [several if found else none]
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
