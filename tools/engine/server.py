@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def serve_model(subject: Subject, environment: Environment, *, listening: socket
             check_chat(subject, socket_path)
             log.info("serving %s at http://127.0.0.1:%d/v1; Ctrl-C ends it", subject.name, listening.getsockname()[1])
             with suppress(KeyboardInterrupt):
-                asyncio.run(_forward(listening, socket_path, child))
+                asyncio.run(forward(listening, socket_path, child))
                 raise _ended(child)
         log.info("ended")
 
@@ -169,11 +169,11 @@ def _ended(child: subprocess.Popen[bytes]) -> UserError:
     return UserError(f"vLLM ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}; what it said is above")
 
 
-async def _forward(listening: socket.socket, socket_path: Path, child: subprocess.Popen[bytes]) -> None:
+async def forward(listening: socket.socket, socket_path: Path, child: subprocess.Popen[bytes]) -> None:
     """Pass connections on until the server ends."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
+        with closing(writer), suppress(OSError):
             served = await asyncio.open_unix_connection(str(socket_path))
             await asyncio.gather(_copy(reader, served[1]), _copy(served[0], writer))
 

@@ -1,8 +1,10 @@
 """The certificate of a second engine and the command around it, without the engine: test_vllm.py has the real one."""
 
+import asyncio
 import math
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from stages.kit.models.processors import encode, load_processor
 from tests.test_stages import small_params, write_params
 from tools.engine import __main__ as engine
 from tools.engine.environment import find_environment
-from tools.engine.server import command_line, listening_on
+from tools.engine.server import command_line, forward, listening_on
 
 
 def sample(
@@ -98,6 +100,23 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} of 127.0.0.1: .*PORT={port + 1}"), listening_on(port):
             pass
+
+
+def test_a_connection_is_closed_where_the_server_takes_none(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    async def ask(port: int) -> bytes:
+        server = SimpleNamespace(poll=lambda: ended[0] if ended else None)
+        forwarding = asyncio.create_task(forward(listening, tmp_path / "no-socket", server))  # type: ignore[arg-type]
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        answer = await asyncio.wait_for(reader.read(), timeout=60)
+        ended.append(1)
+        await forwarding
+        return answer
+
+    with listening_on(0) as listening:
+        listening.listen()
+        assert asyncio.run(ask(listening.getsockname()[1])) == b""
 
 
 @pytest.mark.parametrize("command", ["certify", "serve"])
