@@ -23,6 +23,7 @@ from stages.core.params.load import load_params
 from stages.core.publish import publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answering import load_answerer
+from stages.kit.evaluation.examples import write_examples
 from stages.kit.evaluation.scored import score_answers
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, write_certificate
 from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
@@ -79,7 +80,7 @@ def main(name: str, attempt: int) -> None:
     if name in params.recipes:
         metrics |= memory_metrics(run_dir)
     with published(run_dir / "pictures") as pictures_dir:
-        scoring.write_pictures(records, scored.rows, pictures_dir)
+        write_examples(records, scored.rows, scoring, pictures_dir)
     write_rows(scored.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     card_dir = cards_dir(Path("data"), subject.task) / name

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import textwrap
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
+EXAMPLES = 3
+"""Of each kind."""
 INK, TRUTH_INK, PREDICTION_INK = (30, 30, 30), (0, 125, 50), (190, 20, 20)
 """Colours of texts."""
 _WIDTH = 512
@@ -27,40 +30,26 @@ Lines = list[tuple[str, tuple[int, int, int]]]
 
 
 def write_examples(
-    rows: Sequence[Mapping[str, Any]],
-    score: str,
-    draw: Callable[[int], Image.Image],
-    out_dir: Path,
-    *,
-    count: int,
-    seed: int,
-) -> list[Path]:
-    """Write best-1.png ..., worst-1.png ... (by `score`, 1 the most extreme) and random-1.png ..., and return them.
+    records: Sequence[Any], rows: Sequence[Mapping[str, Any]], scoring: ModuleType, out_dir: Path
+) -> None:
+    """Write best-1.png ..., worst-1.png ..., 1 the most extreme, and random-1.png ...: EXAMPLES of each at most.
 
-    draw: the picture of the row at a position. The others as in `chosen_examples`.
+    rows: of the task's `scoring`, one for each record. The random ones are the same for every model on the same
+    records, so that models compare.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, indices in chosen_examples(rows, score, count=count, seed=seed).items():
-        for rank, index in enumerate(indices, start=1):
-            written.append(out_dir / f"{kind}-{rank}.png")
-            draw(index).save(written[-1], optimize=True)
-    return written
-
-
-def chosen_examples(rows: Sequence[Mapping[str, Any]], score: str, *, count: int, seed: int) -> dict[str, list[int]]:
-    """Positions of the `best` and the `worst` rows by `score`, the most extreme first, and of `random` ones.
-
-    count: of each kind, fewer where there are fewer rows.
-    seed: of the random choice, which is the same for every model on the same records, so that models compare.
-    """
+    assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
+    score = scoring.ordered_by(records[0])
     ordered = sorted(range(len(rows)), key=lambda index: rows[index][score])
-    count = min(count, len(rows))
-    return {
-        "best": ordered[::-1][:count],
-        "worst": ordered[:count],
-        "random": random.Random(seed).sample(range(len(rows)), count),
+    chosen = {
+        "best": ordered[::-1][:EXAMPLES],
+        "worst": ordered[:EXAMPLES],
+        "random": random.Random(0).sample(range(len(rows)), min(EXAMPLES, len(rows))),
     }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for kind, indices in chosen.items():
+        for rank, index in enumerate(indices, start=1):
+            picture = scoring.draw_prediction(records[index], rows[index])
+            picture.save(out_dir / f"{kind}-{rank}.png", optimize=True)
 
 
 def text_picture(lines: Lines) -> Image.Image:
@@ -81,11 +70,11 @@ def draw_answer(figure: str, question: str, truth: str, answer: str) -> Image.Im
     return text_picture([(line, ink) for text, ink in texts for line in (*first_lines(wrapped(text), _MAX_LINES), "")])
 
 
-def wrapped(text: str, columns: int = COLUMNS) -> list[str]:
-    """Lines of at most so many characters, those that go on indented a little more than the first."""
+def wrapped(text: str) -> list[str]:
+    """Lines of at most COLUMNS characters, those that go on indented a little more than the first."""
     composed = "".join(char if char.isprintable() else " " for char in unicodedata.normalize("NFC", text))
-    indent = " " * min(len(composed) - len(composed.lstrip()), columns // 2)
-    return textwrap.wrap(composed.strip(), columns, initial_indent=indent, subsequent_indent=indent + "  ") or [""]
+    indent = " " * min(len(composed) - len(composed.lstrip()), COLUMNS // 2)
+    return textwrap.wrap(composed.strip(), COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ") or [""]
 
 
 def first_lines(lines: list[str], count: int) -> list[str]:

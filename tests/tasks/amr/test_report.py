@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 
 from stages.kit.data.parquet import write_rows
+from stages.kit.evaluation.examples import write_examples
 from stages.kit.reporting.comparison import Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
 from stages.kit.reporting.texts import comparison_table, comparison_text
+from stages.tasks.amr import scoring
 from stages.tasks.amr.report import REPORT
 from stages.tasks.amr.samples.records import Record, parse_record
 from stages.tasks.amr.samples.targets import encode
-from stages.tasks.amr.scoring import PREDICTIONS, score, write_pictures
+from stages.tasks.amr.scoring import PREDICTIONS, score
 from tests.made_up_runs import write_model_lineage
 
 
@@ -28,7 +30,7 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
 
     metrics, rows = score(records, [answer(record, number) for number, record in enumerate(records)], target=target)
     run_dir = runs_dir / name
-    write_pictures(records, rows, run_dir / "pictures", count=1)
+    write_examples(records, rows, scoring, run_dir / "pictures")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     write_model_lineage(run_dir, name)
@@ -50,7 +52,7 @@ def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> Non
     restored = [row.cells[[column.key for column in table.columns].index("smatch_f1_restored")] for row in table.rows]
     assert restored == [None, None, contenders[2].score.mean]
     assert "Smatch F1" in comparison_text(comparison, table)
-    assert render_page(comparison, table, profile="tiny").count("<img") == 9
+    assert render_page(comparison, table, profile="tiny").count("<img") == 27
 
 
 def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:

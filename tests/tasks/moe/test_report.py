@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from stages.kit.data.parquet import write_rows
+from stages.kit.evaluation.examples import write_examples
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.routing import Routing
 from stages.kit.reporting.comparison import Contender, compare, score_contender
@@ -11,8 +12,9 @@ from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
 from stages.kit.reporting.task_report import UNAVAILABLE
 from stages.kit.reporting.texts import comparison_table, comparison_text
+from stages.tasks.moe import scoring
 from stages.tasks.moe.report import REPORT
-from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score, write_pictures
+from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score
 from tests.made_up_runs import write_model_lineage
 from tests.tasks.moe.made_up import fact, meeting
 
@@ -29,7 +31,7 @@ def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bo
     answers = [record.best for record in RECORDS]
     figures, rows = score(RECORDS, answers, likelihoods=weighed, routing=routed if mixture else None)
     run_dir = runs_dir / name
-    write_pictures(RECORDS, rows, run_dir / "pictures", count=1)
+    write_examples(RECORDS, rows, scoring, run_dir / "pictures")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(figures), encoding="utf-8")
     write_model_lineage(run_dir, name)
@@ -68,7 +70,7 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     assert text.count(UNAVAILABLE) == 3
     assert "moe-expert-truthfulqa" in text
     page = render_page(comparison, table, profile="tiny")
-    assert page.count("<img") == 9
+    assert page.count("<img") == 27
     assert "Left of the dashed line" in page
 
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from stages.kit.evaluation.examples import draw_answer, write_examples
+from stages.kit.evaluation.examples import draw_answer
 from stages.tasks.chat.samples.records import Picture, Record
 from stages.tasks.chat.scoring.metrics import COLUMNS
 
 
-def write_pictures(
-    records: Sequence[Record], rows: Sequence[Mapping[str, Any]], out_dir: Path, *, count: int = 3, seed: int = 0
-) -> list[Path]:
-    """Write the examples by the dataset's first metric (`write_examples`). rows: of metrics.score, one for each
-    record."""
-    assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
-    score = COLUMNS[records[0].metrics[0]][0]
+def ordered_by(record: Record) -> str:
+    """The column by which samples are the best and the worst: of the dataset's first metric."""
+    return COLUMNS[record.metrics[0]][0]
 
-    def draw(index: int) -> Image.Image:
-        row = rows[index]
-        figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
-        return _below(records[index].pictures, draw_answer(figure, row["question"], row["truth"], row["text"]))
 
-    return write_examples(rows, score, draw, out_dir, count=count, seed=seed)
+def draw_prediction(record: Record, row: Mapping[str, Any]) -> Image.Image:
+    score = ordered_by(record)
+    figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
+    return _below(record.pictures, draw_answer(figure, row["question"], row["truth"], row["text"]))
 
 
 def _below(pictures: Sequence[Picture], texts: Image.Image) -> Image.Image:

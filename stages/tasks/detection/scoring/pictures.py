@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
 from stages.core.documents import cut
 from stages.core.errors import printable
-from stages.kit.evaluation.examples import write_examples
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
 MAX_WIDTH = 512
@@ -22,19 +20,9 @@ _DASH = 9
 _FONT_SIZE = 15
 
 
-def write_pictures(
-    records: Sequence[DetectionRecord],
-    rows: Sequence[Mapping[str, Any]],
-    out_dir: Path,
-    *,
-    count: int = 3,
-    seed: int = 0,
-) -> list[Path]:
-    """Write the examples by `iou` (`write_examples`). rows: of metrics.score, one for each record."""
-    assert len(records) == len(rows), f"{len(rows)} rows for {len(records)} records"
-    return write_examples(
-        rows, "iou", lambda index: draw_prediction(records[index], rows[index]), out_dir, count=count, seed=seed
-    )
+def ordered_by(_: DetectionRecord) -> str:
+    """The column by which samples are the best and the worst."""
+    return "iou"
 
 
 def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:

@@ -1,16 +1,15 @@
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from stages.kit.data.parquet import write_rows
 from stages.tasks.amr.samples.records import Record, parse_record
 from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, encode
-from stages.tasks.amr.scoring import PREDICTIONS, metrics, score, summary, write_pictures
-from stages.tasks.amr.scoring.pictures import EXAMPLES
+from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, metrics, pictures, score, summary
 from stages.tasks.amr.scoring.smatch import Match
 from tests.damage import damaged_text, quick
 from tests.tasks.amr.drawn import PIECES, TEXTS
@@ -111,32 +110,26 @@ def test_rows_are_of_the_schema_whatever_was_answered(tmp_path: Path, answers: l
     assert pq.read_table(tmp_path / "predictions.parquet").to_pylist() == rows
 
 
-def test_pictures_and_examples_show_truth_and_prediction(tmp_path: Path) -> None:
-    answers = ["(đ / đi :agent (t / tôi", GOLD[2], GOLD[2]]
-    _, rows = score(records(), answers, target="full")
-    written = write_pictures(records(), rows, tmp_path / "pictures", count=2)
-    assert sorted(path.name for path in written) == [
-        "best-1.png", "best-2.png", EXAMPLES, "random-1.png", "random-2.png", "worst-1.png", "worst-2.png",
-    ]  # fmt: skip
-    with Image.open(tmp_path / "pictures/worst-1.png") as picture:
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 16) or ()}
-        assert picture.width == 512
-    assert {(0, 125, 50), (190, 20, 20)} <= colours
-    text = (tmp_path / "pictures" / EXAMPLES).read_text(encoding="utf-8")
-    assert text.startswith("== worst: F1 0.00, no graph, s0\ncâu 0 .\n")
-    assert any("(đ / đi" in line and "2 parentheses are never closed" in line for line in text.split("\n"))
+def test_a_picture_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = score(records()[:1], ["(đ / đi :agent (t / tôi"], target="full")
+    picture = draw_prediction(records()[0], rows[0])
+    assert (picture.width, picture.mode) == (512, "RGB")
+    assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in picture.getcolors(1 << 16) or ()}
+    monkeypatch.setattr(pictures, "text_picture", lambda lines: [line for line, _ in lines])
+    lines: Any = pictures.draw_prediction(records()[0], rows[0])
+    assert lines[:4] == ["F1 0.00, no graph   s0", "câu 0 .", "", "(đ / đi"]
+    assert any("2 parentheses are never closed" in line for line in lines)
 
 
-def test_pictures_bear_what_models_write(tmp_path: Path) -> None:
+def test_pictures_bear_what_models_write() -> None:
     answers = [
         "\x00\t" * 50,
         "(a / " + "dài" * 400 + ")",
         "(a / b " + " ".join(f":op{n} {n}" for n in range(300)) + ")",
     ]
     _, rows = score(records(), answers, target="full")
-    write_pictures(records(), rows, tmp_path, count=3)
-    with Image.open(tmp_path / "worst-1.png") as picture:
-        assert picture.height < 2000
+    for record, row in zip(records(), rows, strict=True):
+        assert draw_prediction(record, row).height < 2000
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,7 +9,7 @@ from stages.core.params.schema import TextMetric
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.tasks.chat.samples.fields import field_accuracy, parsed
-from stages.tasks.chat.scoring import PREDICTIONS, candidates, score, summary, write_pictures
+from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score, summary
 from tests.damage import VALUES, damaged_text, quick
 from tests.tasks.chat.talks import record
 
@@ -101,7 +101,8 @@ def test_figures_are_means_with_intervals_and_the_rows_have_them_too(tmp_path: P
     assert "exact 0.500" in summary(found)
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert [row["chrf"] for row in read_rows(tmp_path / "predictions.parquet")] == [None, None]
-    assert (tmp_path / "pictures/worst-1.png") in write_pictures(records, rows, tmp_path / "pictures")
+    assert [ordered_by(each) for each in records] == ["field_accuracy"] * 2
+    assert draw_prediction(records[0], rows[0]).width == 512
 
 
 def test_nothing_is_weighed_where_perplexity_is_no_metric() -> None:

@@ -1,18 +1,11 @@
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from stages.tasks.detection.samples.records import DetectionRecord
-from stages.tasks.detection.scoring.pictures import (
-    MAX_WIDTH,
-    PREDICTION_COLOUR,
-    TRUTH_COLOUR,
-    draw_prediction,
-    write_pictures,
-)
+from stages.tasks.detection.scoring.pictures import MAX_WIDTH, PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
 
 TRUTH, PREDICTED = (0.1, 0.1, 0.5, 0.9), (0.6, 0.2, 0.9, 0.6)
 
@@ -65,27 +58,3 @@ def test_large_picture_is_scaled_down_and_small_one_is_not() -> None:
     assert large.width == MAX_WIDTH
     assert large.height - 256 == small.height - 64, "a caption of the same height"
     assert small.width == 64
-
-
-def test_best_worst_and_random_are_written(tmp_path: Path) -> None:
-    records = [sample(100 + index, image_id=str(index)) for index in range(5)]  # told apart by their widths
-    rows = [row(iou) for iou in (0.5, 0.9, 0.1, 0.7, 0.3)]
-    written = write_pictures(records, rows, tmp_path / "pictures", count=2, seed=1)
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == sorted(path.name for path in written)
-    widths = {path.stem: Image.open(path).width - 100 for path in written}
-    assert [widths[name] for name in ("best-1", "best-2", "worst-1", "worst-2")] == [1, 3, 2, 4]
-    assert widths["random-1"] != widths["random-2"]
-
-
-def test_random_ones_are_the_same_for_every_model(tmp_path: Path) -> None:
-    records = [sample(100 + index) for index in range(9)]
-    choices = []
-    for name, ious in (("one", [0.1] * 9), ("two", [0.9] * 9)):
-        write_pictures(records, [row(iou) for iou in ious], tmp_path / name, seed=3)
-        choices.append([Image.open(tmp_path / name / f"random-{k}.png").width for k in (1, 2, 3)])
-    assert choices[0] == choices[1]
-
-
-def test_fewer_samples_give_fewer_pictures(tmp_path: Path) -> None:
-    written = write_pictures([sample()], [row(0.0, ())], tmp_path)
-    assert [path.name for path in written] == ["best-1.png", "worst-1.png", "random-1.png"]

@@ -13,7 +13,7 @@ from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.overlap import rouge
 from stages.kit.evaluation.routing import Routing
 from stages.tasks.moe.samples.records import Record
-from stages.tasks.moe.scoring import PREDICTIONS, candidates, score, summary, write_pictures
+from stages.tasks.moe.scoring import PREDICTIONS, candidates, draw_prediction, score, summary
 from stages.tasks.moe.scoring.bleurt import load_bleurt
 from stages.tasks.moe.scoring.choices import mc1, mc2
 from stages.tasks.moe.scoring.overlap import ROUGES, bleu, difference
@@ -87,10 +87,8 @@ def test_rows_fit_their_schema_and_pictures_show_any_text(tmp_path: Path) -> Non
     _, rows = score(RECORDS, texts, likelihoods=weighed(RECORDS))
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert list(read_rows(tmp_path / "predictions.parquet")) == rows
-    written = write_pictures(RECORDS, rows, tmp_path / "pictures", count=2)
-    assert [path.name for path in written] == [
-        f"{kind}-{n}.png" for kind in ("best", "worst", "random") for n in (1, 2)
-    ]
+    for record, row in zip(RECORDS, rows, strict=True):
+        assert draw_prediction(record, row).width == 512
 
 
 def test_choices_by_hand() -> None:
