@@ -4,7 +4,7 @@ Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe an
         data/report/TASK/memory/: what the stages held that made and evaluated them
         data/provenance/TASK/: the records that the launcher left of how they were made
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
-        comparison.csv, comparison.json (flat, for `dvc metrics`), distribution.csv (for `dvc plots`)
+        comparison.csv, comparison.json (flat, for `dvc metrics`)
 Run     docker/run compare detection
 """
 
@@ -30,7 +30,6 @@ from stages.kit.reporting.texts import (
     comparison_markdown,
     comparison_table,
     comparison_text,
-    distribution_csv,
     flat_metrics,
     print_comparison,
 )
@@ -75,7 +74,6 @@ def write_report(comparison: Comparison, report_dir: Path, *, profile: str, cons
         "comparison.md": comparison_markdown(comparison, table),
         "comparison.csv": csv_text(table),
         "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
-        "distribution.csv": distribution_csv(comparison),
         "index.html": render_page(comparison, table, profile=profile),
     }
     for name, text in written.items():

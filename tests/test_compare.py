@@ -167,14 +167,6 @@ def test_json_is_flat_for_dvc(complete: tuple[Path, str]) -> None:
     assert all(isinstance(value, str | int | float) for value in flat.values())
 
 
-def test_distribution_agrees_with_the_table(complete: tuple[Path, str]) -> None:
-    rows = list(csv.DictReader(io.StringIO(report(complete[0], "distribution.csv"))))
-    table = {row["model"]: row for row in csv.DictReader(io.StringIO(report(complete[0], "comparison.csv")))}
-    halfway = next(row for row in rows if row["score_at_least"] == "0.500")
-    for name in DETECTION_NAMES:
-        assert float(halfway[name]) == pytest.approx(float(table[name]["iou_over_50"]))
-
-
 def test_page_stands_alone(complete: tuple[Path, str]) -> None:
     page = report(complete[0], "index.html")
     found = links(page)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from dataclasses import replace
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stages.kit.reporting.comparison import Comparison, Contender
 from stages.kit.reporting.evidence import EVIDENCE, design_words, evidence_table
 from stages.kit.reporting.origins import origin_warnings
-from stages.kit.reporting.plots import share_at_least
 from stages.kit.reporting.settings import (
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
@@ -155,14 +152,3 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
                 flat[f"{contender.name}.{key}_low"] = score.interval.low
                 flat[f"{contender.name}.{key}_high"] = score.interval.high
     return flat
-
-
-def distribution_csv(comparison: Comparison) -> str:
-    """For `dvc plots`: by score reached, the share of samples of each model that reach it."""
-    grid = np.linspace(0, 1, 41)
-    shares = [share_at_least(run.columns[comparison.report.score], grid) for run in comparison.runs]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["score_at_least", *(run.name for run in comparison.runs)])
-    writer.writerows([f"{at:.3f}", *(f"{share:.4f}" for share in row)] for at, *row in zip(grid, *shares, strict=True))
-    return text.getvalue()
