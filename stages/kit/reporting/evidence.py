@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stages.kit.reporting.comparison import Comparison, Insight, p_words
 from stages.kit.reporting.tables import Column, Row, Table
-from stages.kit.statistics.differences import LEVEL, MAX_SEEDS, POWER
+from stages.kit.statistics.differences import MAX_SEEDS, POWER
+from stages.kit.statistics.intervals import LEVEL
 
 EVIDENCE = (
     "The interval and p belong to a question alone; corrected p counts that all of them were asked. Ahead and behind "

@@ -31,9 +31,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import gammaincinv, nctdtrinc, stdtr, stdtrit
 
-from stages.kit.statistics.intervals import Floats, Interval, Statistic, bootstrap, sample_mean
+from stages.kit.statistics.intervals import LEVEL, Floats, Interval, Statistic, bootstrap, sample_mean
 
-LEVEL = 0.95
 POWER = 0.8
 MAX_SEEDS = 100
 """More are not worth proposing."""
@@ -65,10 +64,10 @@ class Spread:
             freedom = min(freedom, *(each for _, each in seeds))
         return [(variance, freedom), both]
 
-    def half_width(self, level: float = LEVEL) -> float:
+    def half_width(self) -> float:
         """Of the interval around the score."""
         return max(
-            float(stdtrit(freedom, (1 + level) / 2)) * math.sqrt(variance) for variance, freedom in self.errors()
+            float(stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(variance) for variance, freedom in self.errors()
         )
 
     def p_value(self, mean: float) -> float:

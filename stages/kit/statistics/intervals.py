@@ -31,6 +31,8 @@ Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
 """From column means (..., k) to the statistic (...): a mean, or a ratio of sums such as a corpus F1."""
 
+LEVEL = 0.95
+"""Share of the data sets in which an interval is to cover what is true."""
 CHUNK_VALUES = 2_000_000
 """Redrawn values held at once: bounds memory at about 32 MB, whatever the number of samples."""
 
@@ -77,37 +79,25 @@ def perplexity(means: Floats) -> Floats:
     return np.exp(rates.sum(axis=-1) / np.maximum((tokens > 0).sum(axis=-1), 1))
 
 
-def figures(key: str, columns: Floats, statistic: Statistic) -> dict[str, float]:
-    """The statistic of columns (n, k) as `key`, and with two samples or more its 95% interval: KEY_low, KEY_high."""
-    interval = bootstrap(columns, statistic)
+def figures(key: str, values: Floats, statistic: Statistic = sample_mean) -> dict[str, float]:
+    """The statistic of values (n,) or (n, k) as `key`, and with two samples or more its interval: KEY_low, KEY_high."""
+    interval = bootstrap(values, statistic)
     ends = {f"{key}_low": interval.low, f"{key}_high": interval.high} if interval else {}
-    return {key: float(statistic(columns.mean(axis=0))), **ends}
-
-
-def bootstrap_mean(
-    values: Sequence[float] | Floats, *, seed: int = 0, resamples: int = 10_000, level: float = 0.95
-) -> Interval | None:
-    """Interval of the mean of `values` (n,); None below two samples. Errors as in `bootstrap`."""
-    return bootstrap(values, sample_mean, seed=seed, resamples=resamples, level=level)
+    return {key: float(statistic(np.atleast_1d(values.mean(axis=0)))), **ends}
 
 
 def bootstrap(
-    values: Sequence[float] | Floats,
-    statistic: Statistic,
-    *,
-    seed: int = 0,
-    resamples: int = 10_000,
-    level: float = 0.95,
+    values: Sequence[float] | Floats, statistic: Statistic = sample_mean, *, resamples: int = 10_000
 ) -> Interval | None:
-    """Interval of a statistic of column means. The same arguments give the same interval, bit for bit.
+    """Interval of a statistic of column means, at `LEVEL`. The same arguments give the same interval, bit for bit.
 
     values: (n,) or (n, k), one row a sample; statistic: see `Statistic`, finite for every redraw.
-    Raises ValueError for NaN or infinite values (missing is not a score), and for a level outside (0, 1).
+    Returns None below two samples. Raises ValueError for NaN or infinite values: missing is not a score.
     """
     columns = _as_columns(values)
     if len(columns) < 2:
         return None
-    return _expanded_percentiles(_redraw(columns, statistic, seed, resamples), len(columns), level)
+    return _expanded_percentiles(_redraw(columns, statistic, resamples), len(columns))
 
 
 def _as_columns(values: Sequence[float] | Floats) -> Floats:
@@ -119,10 +109,10 @@ def _as_columns(values: Sequence[float] | Floats) -> Floats:
     return columns
 
 
-def _redraw(columns: Floats, statistic: Statistic, seed: int, resamples: int) -> Floats:
+def _redraw(columns: Floats, statistic: Statistic, resamples: int) -> Floats:
     """The statistic of every redraw of the n rows: (n, k) -> (resamples,)."""
     num_samples = len(columns)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     per_chunk = max(1, CHUNK_VALUES // columns.size)
     drawn = []
     for start in range(0, resamples, per_chunk):
@@ -131,10 +121,8 @@ def _redraw(columns: Floats, statistic: Statistic, seed: int, resamples: int) ->
     return np.concatenate(drawn)
 
 
-def _expanded_percentiles(redrawn: Floats, num_samples: int, level: float) -> Interval:
-    if not 0 < level < 1:
-        raise ValueError(f"level is a share between 0 and 1, got {level}")
+def _expanded_percentiles(redrawn: Floats, num_samples: int) -> Interval:
     freedom = num_samples - 1
-    tail = NormalDist().cdf(-math.sqrt(num_samples / freedom) * stdtrit(freedom, (1 + level) / 2))
+    tail = NormalDist().cdf(-math.sqrt(num_samples / freedom) * stdtrit(freedom, (1 + LEVEL) / 2))
     low, high = np.quantile(redrawn, [tail, 1 - tail])
     return Interval(float(low), float(high))

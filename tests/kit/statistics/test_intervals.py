@@ -11,8 +11,8 @@ from stages.kit.statistics import intervals
 from stages.kit.statistics.intervals import (
     Interval,
     bootstrap,
-    bootstrap_mean,
     corpus_f1,
+    figures,
     perplexity,
 )
 
@@ -35,22 +35,14 @@ def iou_like(rng: np.random.Generator, num_samples: int) -> np.ndarray:
 
 def test_95_percent_interval_covers_the_true_mean_in_about_95_percent_of_data_sets() -> None:
     rng, truth, trials = np.random.default_rng(1), 0.88 * 0.8, 500
-    covered = sum(truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=1000)) for t in range(trials))
+    covered = sum(truth in found(bootstrap(iou_like(rng, 50), resamples=1000)) for _ in range(trials))
     assert 0.925 <= covered / trials <= 0.975  # two and a half standard errors of the simulation
-
-
-def test_level_sets_the_coverage() -> None:
-    rng, truth, trials = np.random.default_rng(3), 0.88 * 0.8, 500
-    covered = sum(
-        truth in found(bootstrap_mean(iou_like(rng, 50), seed=t, resamples=500, level=0.5)) for t in range(trials)
-    )
-    assert 0.44 <= covered / trials <= 0.56
 
 
 def test_few_samples_widen_the_interval_as_students_t_does() -> None:
     values = np.random.default_rng(4).normal(size=8)
     plain = scipy.stats.bootstrap([values], np.mean, method="percentile", rng=np.random.default_rng(0))
-    ratio = width(bootstrap_mean(values)) / np.diff(plain.confidence_interval)[0]
+    ratio = width(bootstrap(values)) / np.diff(plain.confidence_interval)[0]
     expected = scipy.stats.t.ppf(0.975, 7) / scipy.stats.norm.ppf(0.975) * np.sqrt(8 / 7)
     assert ratio == pytest.approx(expected, rel=0.08)
 
@@ -58,42 +50,45 @@ def test_few_samples_widen_the_interval_as_students_t_does() -> None:
 def test_many_samples_give_the_plain_percentile_interval() -> None:
     values = iou_like(np.random.default_rng(5), 2000)
     plain = scipy.stats.bootstrap([values], np.mean, method="percentile", rng=np.random.default_rng(0))
-    interval = found(bootstrap_mean(values))
+    interval = found(bootstrap(values))
     assert (interval.low, interval.high) == pytest.approx(tuple(plain.confidence_interval), abs=8e-4)
 
 
 def test_one_sample_has_no_interval() -> None:
-    assert bootstrap_mean([0.9]) is None
-    assert bootstrap_mean([]) is None
+    assert bootstrap([0.9]) is None
+    assert bootstrap([]) is None
 
 
 def test_equal_values_give_an_interval_of_no_width() -> None:
-    assert bootstrap_mean([0.25] * 10) == Interval(0.25, 0.25)
+    assert bootstrap([0.25] * 10) == Interval(0.25, 0.25)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_values_that_are_no_numbers_are_refused_not_dropped(broken: float) -> None:
     with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite, the first at row 1"):
-        bootstrap_mean([0.1, broken, 0.2])
-
-
-def test_level_outside_zero_to_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="level"):
-        bootstrap_mean([0.1, 0.2], level=95)
+        bootstrap([0.1, broken, 0.2])
 
 
 def test_same_arguments_give_the_same_interval() -> None:
     values = iou_like(np.random.default_rng(8), 40)
-    assert bootstrap_mean(values) == bootstrap_mean(values)
-    assert bootstrap_mean(values) != bootstrap_mean(values, seed=1)
+    assert bootstrap(values) == bootstrap(values)
+    assert bootstrap(values) != bootstrap(values, resamples=9_999)
 
 
 def test_chunks_bound_the_memory_and_agree_with_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     values = iou_like(np.random.default_rng(9), 40)
-    whole = found(bootstrap_mean(values))
+    whole = found(bootstrap(values))
     monkeypatch.setattr(intervals, "CHUNK_VALUES", 500)
-    pieces = found(bootstrap_mean(values))
+    pieces = found(bootstrap(values))
     assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), abs=0.01)
+
+
+def test_figures_of_a_score_are_its_mean_and_its_interval() -> None:
+    values = iou_like(np.random.default_rng(11), 40)
+    interval = found(bootstrap(values))
+    ends = {"iou_low": interval.low, "iou_high": interval.high}
+    assert figures("iou", values) == {"iou": float(values.mean()), **ends}
+    assert figures("iou", values[:1]) == {"iou": float(values[0])}
 
 
 def test_a_ratio_of_sums_is_redrawn_as_a_ratio_of_sums() -> None:
@@ -112,7 +107,7 @@ def test_a_ratio_of_sums_is_redrawn_as_a_ratio_of_sums() -> None:
 @given(arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1)))
 @settings(max_examples=50, deadline=None)
 def test_interval_lies_within_the_values_and_is_ordered(values: np.ndarray) -> None:
-    interval = found(bootstrap_mean(values, resamples=200))
+    interval = found(bootstrap(values, resamples=200))
     assert values.min() - 1e-12 <= interval.low <= interval.high <= values.max() + 1e-12
 
 

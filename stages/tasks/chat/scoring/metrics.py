@@ -13,7 +13,7 @@ import sacrebleu
 from stages.core.params.schema import TextMetric
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.overlap import rouge, token_f1
-from stages.kit.statistics.intervals import figures, perplexity, sample_mean
+from stages.kit.statistics.intervals import figures, perplexity
 from stages.tasks.chat.samples.fields import field_accuracy, parsed
 from stages.tasks.chat.samples.questions import conversation
 from stages.tasks.chat.samples.records import Record
@@ -72,7 +72,7 @@ def score(
             metrics |= figures(metric, _columns(rows, "nats", "tokens"), perplexity)
         else:
             for name in COLUMNS[metric]:
-                metrics |= figures(name, _columns(rows, name), sample_mean)
+                metrics |= figures(name, _columns(rows, name))
     return metrics | {"empty_rate": sum(not text.strip() for text in answers) / len(answers)}, rows
 
 

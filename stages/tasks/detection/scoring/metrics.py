@@ -23,7 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from stages.kit.statistics.intervals import bootstrap_mean
+from stages.kit.statistics.intervals import figures
 from stages.tasks.detection.samples.boxes import Decoded, codec_of, decode_boxes
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 
@@ -177,10 +177,8 @@ def _iou(record: DetectionRecord, answer: Decoded, matched: Floats) -> float:
 
 def _sample_figures(ious: Floats) -> dict[str, float]:
     """Of one IoU a sample; "over" is strictly over. A single sample has no interval."""
-    interval = bootstrap_mean(ious)
     return {
-        "mean_iou": float(ious.mean()),
-        **({"mean_iou_low": interval.low, "mean_iou_high": interval.high} if interval else {}),
+        **figures("mean_iou", ious),
         "median_iou": float(np.median(ious)),
         "min_iou": float(ious.min()),
         "max_iou": float(ious.max()),
@@ -207,13 +205,13 @@ def _multi_box_figures(matched: Sequence[Floats], num_predicted: int) -> dict[st
     ious = np.concatenate(matched)
     if not ious.size:  # only pictures without a box, of so few samples
         return {}
-    figures = {"matched_mean_iou": float(ious.mean())}
+    found = {"matched_mean_iou": float(ious.mean())}
     for percent in (50, 75):
         num_right = int((ious >= percent / 100).sum())
-        figures[f"precision_{percent}"] = num_right / num_predicted if num_predicted else 0.0
-        figures[f"recall_{percent}"] = num_right / len(ious)
-        figures[f"f1_{percent}"] = 2 * num_right / (num_predicted + len(ious))
-    return figures
+        found[f"precision_{percent}"] = num_right / num_predicted if num_predicted else 0.0
+        found[f"recall_{percent}"] = num_right / len(ious)
+        found[f"f1_{percent}"] = 2 * num_right / (num_predicted + len(ious))
+    return found
 
 
 def _mean_average_precision(records: Sequence[DetectionRecord], answers: Sequence[Decoded]) -> dict[str, float]:

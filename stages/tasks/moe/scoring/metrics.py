@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.overlap import rouge
-from stages.kit.statistics.intervals import bootstrap_mean, figures, perplexity
+from stages.kit.statistics.intervals import figures, perplexity
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.scoring.bleurt import load_bleurt
@@ -168,9 +168,7 @@ def _mean(key: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     values = np.array([row[key] for row in rows], dtype=np.float64)
     if np.isnan(values).any():  # BLEURT, where it is unavailable
         return {}
-    interval = bootstrap_mean(values)
-    ends = {f"{key}_low": interval.low, f"{key}_high": interval.high} if interval else {}
-    return {key: float(values.mean()), **ends}
+    return figures(key, values)
 
 
 def _routing_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
