@@ -22,6 +22,7 @@ from stages.kit.data.images import ImageRecord
 from stages.kit.data.parquet import write_rows
 from stages.kit.data.prepared import STATS_FILE, to_row
 from stages.kit.data.sources import READ_ON, Place
+from stages.kit.data.texts import UnreadableText
 
 log = logging.getLogger("stages")
 
@@ -57,6 +58,15 @@ class Source(Generic[R]):
         return self.files.get(split, self.files["train"])
 
 
+def generated(splits: Mapping[str, Sequence[Sample[R]]], *, source: str = "generated") -> Source[R]:
+    """Samples that were drawn here; their places say what the files of each split are called."""
+    return Source(
+        origin={"source": source, "revision": None, "validation": "generated", "unused_files": []},
+        splits=splits,
+        files={split: sorted({place.file for place, _ in samples}) for split, samples in splits.items()},
+    )
+
+
 def read_text_files(
     source: str,
     files: Sequence[Path],
@@ -65,7 +75,7 @@ def read_text_files(
     *,
     held_out: str,
 ) -> Source[R]:
-    """The files that are chosen for each split, read by `read`.
+    """The files that are chosen for each split, read by `read`, which may raise UnreadableText at the beginning of one.
 
     files: all that might have been chosen. held_out: what is validated on where none are chosen for `val`.
     """
@@ -77,8 +87,15 @@ def read_text_files(
         "validation": ", ".join(names["val"]) if "val" in names else held_out,
         "unused_files": [path.name for path in files if path not in used],
     }
-    splits = {split: [sample for path in paths for sample in read(path)] for split, paths in chosen.items()}
+    splits = {split: [sample for path in paths for sample in _readable(path, read)] for split, paths in chosen.items()}
     return Source(origin=origin, splits=splits, files=names)
+
+
+def _readable(path: Path, read: Callable[[Path], Iterable[Sample[R]]]) -> Iterator[Sample[R]]:
+    try:
+        yield from read(path)
+    except UnreadableText as error:
+        yield Place(path.name), [str(error)]
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
 from stages.core.params.schema import GenerateParams
-from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
+from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, source_folder
-from stages.kit.data.texts import UnreadableText, markup_problem
+from stages.kit.data.texts import markup_problem
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record
 from stages.tasks.amr.samples.targets import TARGETS, encode
@@ -80,11 +80,7 @@ def _generated(generate: GenerateParams | None) -> Source[Record]:
             (Place(file, line), parse_record(f"{split}-{line}", sentence, graph, file=file, line=line))
             for line, (sentence, graph) in enumerate(part, start=1)
         ]
-    return Source(
-        origin={"source": "generated", "revision": None, "validation": "generated", "unused_files": []},
-        splits=splits,
-        files={split: [f"generated {split}"] for split in splits},
-    )
+    return generated(splits)
 
 
 def _from_folder(source: str) -> Source[Record]:
@@ -100,11 +96,7 @@ def _from_folder(source: str) -> Source[Record]:
 
 
 def _read_file(path: Path) -> Iterator[Sample[Record]]:
-    try:
-        blocks = list(read_blocks(read_lines(path)))
-    except UnreadableText as error:
-        yield Place(path.name), [str(error)]
-        return
+    blocks = list(read_blocks(read_lines(path)))
     if not any(block.sentence is not None for block in blocks):
         yield Place(path.name), ["no sentence; expected #::snt lines, each above its graph"]
         return

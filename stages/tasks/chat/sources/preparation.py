@@ -16,9 +16,9 @@ from stages.core.given_files import given_files
 from stages.core.params.schema import TEXT_METRICS, GenerateParams, TextMetric
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
-from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
+from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
-from stages.kit.data.texts import UnreadableText, json_lines, read_text
+from stages.kit.data.texts import json_lines, read_text
 from stages.tasks.chat.samples.fields import parsed
 from stages.tasks.chat.samples.records import IMAGES, SCHEMA, Record
 from stages.tasks.chat.sources import orders
@@ -93,18 +93,14 @@ def prepare(
 def _generated(generate: GenerateParams | None) -> Source[Record]:
     assert generate is not None, "params.yaml is refused where it is missing"
     sizes = {"train": generate.train, "val": generate.val}
-    splits: dict[str, Samples] = {}
+    splits: dict[str, list[Sample[Record]]] = {}
     for split, lines in orders.generate(sizes, generate.seed).items():
         places = (Place(f"generated {split}", number) for number in range(1, len(lines) + 1))
         splits[split] = [
             _sample(place, line, group="name", as_json=True, max_pixels=MAX_IMAGE_PIXELS, folder=None)
             for place, line in zip(places, lines, strict=True)
         ]
-    return Source(
-        origin={"source": "generated", "revision": None, "validation": "generated", "unused_files": []},
-        splits=splits,
-        files={split: [f"generated {split}"] for split in splits},
-    )
+    return generated(splits)
 
 
 def _from_files(source: str, parse: Callable[..., Sample[Record]]) -> Source[Record]:
@@ -135,12 +131,7 @@ def _read_file(path: Path, file: str, parse: Callable[..., Sample[Record]]) -> I
         for number, row in enumerate(read_rows(path)):
             yield parse(Place(file, number, "row"), row, folder=None)
         return
-    try:
-        text = read_text(path)
-    except UnreadableText as error:
-        yield Place(file), [str(error)]
-        return
-    for line, content in json_lines(text):
+    for line, content in json_lines(read_text(path)):
         place = Place(file, line)
         yield (place, [content]) if isinstance(content, str) else parse(place, content, folder=path.parent)
 

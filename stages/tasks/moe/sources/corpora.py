@@ -56,12 +56,8 @@ def unknown_form(path: Path) -> str:
 
 
 def read_corpus(path: Path) -> Iterator[Sample[Record]]:
-    """The samples of a file of a known domain. Raises UserError where it cannot be opened."""
-    try:
-        text = read_text(path)
-    except UnreadableText as error:
-        yield Place(path.name), [str(error)]
-        return
+    """The samples of a file of a known domain. Raises as read_text does."""
+    text = read_text(path)
     for line, suffix, found in _truthfulqa(text) if path.suffix == ".csv" else _qmsum(text):
         place = Place(path.name, line)
         if isinstance(found, str):

@@ -12,7 +12,7 @@ from typing import Any
 from stages.core.errors import UserError, counted
 from stages.core.given_files import given_files
 from stages.core.params.schema import GenerateParams, LimitParams
-from stages.kit.data.preparation import Source, read_text_files, write_prepared
+from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
 from stages.kit.data.prepared import read_origin
 from stages.kit.data.sources import READ_ON, VALIDATION, Place, files_by_split, holds, source_folder
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split
@@ -105,14 +105,9 @@ def prepare(
 def _generated(source: str, generate: GenerateParams | None) -> Source[Record]:
     assert generate is not None, "params.yaml is refused where it is missing"
     # One series cut in two: all of its questions differ, so none is in both splits.
-    domain = source.partition(":")[2]
-    records = generate_records(domain, generate.train + generate.val, generate.seed)
-    samples = [(Place(record.file, record.line), record) for record in records]
-    return Source(
-        origin={"source": source, "revision": None, "validation": "generated", "unused_files": []},
-        splits={"train": samples[: generate.train], "val": samples[generate.train :]},
-        files={"train": [f"generated {domain}"]},
-    )
+    records = generate_records(source.partition(":")[2], generate.train + generate.val, generate.seed)
+    samples: list[Sample[Record]] = [(Place(record.file, record.line), record) for record in records]
+    return generated({"train": samples[: generate.train], "val": samples[generate.train :]}, source=source)
 
 
 def _mixed(mix: Mapping[str, int | None], prepared_dir: Path, *, with_selection: bool) -> Source[Record]:
