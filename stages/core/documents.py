@@ -21,11 +21,9 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, some
 
 MAX_SHOWN_CHARS = 80
-MAX_SHOWN_FAULTS = 3
-"""Faults of a damaged file that a message lists: who reads it did not write the file."""
 
 MAX_CHUNKS = 1_000_000
 """Limit of a YAML file as JSON, one to three chunks a value: a few lines of aliases can stand for billions."""
@@ -139,10 +137,10 @@ def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) ->
 
 
 def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
-    """To be raised for a file that a stage wrote. found: what is wrong with it, by dotted path."""
+    """To be raised for a file that a stage wrote. found: what is wrong with it, by dotted path; few are listed, as who
+    reads them did not write the file."""
     faults = [f"{where}: {what}" for where, what in found.items()]
-    more = f" and {len(faults) - MAX_SHOWN_FAULTS:,} more" if len(faults) > MAX_SHOWN_FAULTS else ""
-    return UserError(f"{path} is damaged: {', '.join(faults[:MAX_SHOWN_FAULTS])}{more}; rebuild it with: {fix}")
+    return UserError(f"{path} is damaged: {some(faults, 3)}; rebuild it with: {fix}")
 
 
 def problems(error: ValidationError, kind: Any) -> dict[str, str]:

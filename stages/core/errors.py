@@ -64,12 +64,17 @@ def bytes_text(num_bytes: float) -> str:
     return f"{amount:.{digits}f} {units[power]}"
 
 
-def listed(lines: Sequence[str]) -> str:
-    """Problems, one a line; after MAX_SHOWN of them, how many more there are."""
-    shown = [f"  {line}" for line in lines[:MAX_SHOWN]]
-    if len(lines) > MAX_SHOWN:
-        shown.append(f"  and {len(lines) - MAX_SHOWN:,} more")
+def listed(lines: Sequence[str], most: int = MAX_SHOWN) -> str:
+    """Problems, one a line; after `most` of them, how many more there are."""
+    shown = [f"  {line}" for line in lines[:most]]
+    if len(lines) > most:
+        shown.append(f"  and {len(lines) - most:,} more")
     return "\n".join(shown)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """`a, b and 7 more`: the first `most` of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def end_plainly() -> None:

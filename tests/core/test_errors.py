@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from safetensors import SafetensorError
 
-from stages.core.errors import UserError, end_plainly, means_full_disk, printable
+from stages.core.errors import UserError, end_plainly, listed, means_full_disk, printable, some
 from stages.core.logs import configure_logging
 from tests import ROOT
 
@@ -71,3 +71,9 @@ def test_what_a_message_quotes_cannot_command_the_terminal(capfd: pytest.Capture
 def test_words_of_every_language_are_printable() -> None:
     for text in ("Tôi đọc sách .", "नमस्ते, क्‍ष", "┃ 12.52 of 21.84 GiB", "a\nb"):
         assert printable(text) == text
+
+
+def test_of_many_names_the_first_are_listed_and_the_others_counted() -> None:
+    assert (some(["a"], 2), some(["a", "b"], 2), some(["a", "b", "c"], 2)) == ("a", "a, b", "a, b and 1 more")
+    assert some(["x"] * 1_005).endswith("x, x and 1,000 more")
+    assert listed(["a", "b", "c"], 2) == "  a\n  b\n  and 1 more"

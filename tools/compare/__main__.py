@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.compare import load_report, write_report
-from stages.core.errors import UserError
+from stages.core.errors import UserError, listed, some
 from stages.core.lineage import read_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
@@ -35,8 +35,6 @@ from tools.compare.choosing import candidates, candidates_table, chosen_command,
 from tools.compare.conditions import conditions, unlike
 from tools.compare.experiments import Experiment, fetch, named_revisions
 
-MAX_SHOWN = 5
-"""Differences named of two experiments."""
 _SHARE = ": data.selection"
 """End of a condition: the share of training samples that `prepare` set aside."""
 
@@ -126,21 +124,19 @@ def _of_other_conditions(experiments: Sequence[Experiment], task: str, varied: s
     reasons = {}
     for other in experiments[1:]:
         if differing := unlike([experiments[0], other], task, varied):
-            reasons[other.name] = f"unlike {experiments[0].name} in {_shortened([*differing])}"
+            reasons[other.name] = f"unlike {experiments[0].name} in {some([*differing])}"
     return reasons
 
 
 def _refuse_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> None:
     if differing := unlike(experiments, task, varied):
         lines = [
-            f"  {fact}: " + "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+            f"{fact}: " + "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
             for fact, by_value in differing.items()
         ]
-        more = f"\n  and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
         raise UserError(
             f"these experiments differ in more than {varied or 'the seed'}, so that a difference may come of that:\n"
-            + "\n".join(lines[:MAX_SHOWN])
-            + more
+            f"{listed(lines, 5)}"
         )
 
 
@@ -178,11 +174,6 @@ def _repeated(experiments: Sequence[Experiment], task: str, names: Sequence[str]
 
 def left_out_words(reasons: Mapping[str, str]) -> str:
     return f"Left out: {', '.join(f'{name} ({why})' for name, why in reasons.items()) or 'none'}"
-
-
-def _shortened(facts: Sequence[str]) -> str:
-    more = f" and {len(facts) - MAX_SHOWN} more" if len(facts) > MAX_SHOWN else ""
-    return ", ".join(facts[:MAX_SHOWN]) + more
 
 
 if __name__ == "__main__":

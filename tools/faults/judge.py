@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
+from stages.core.errors import some
 from tools.faults.workspaces import Ended
 from tools.verify.differences import Comparison, compare_outputs
 
@@ -49,7 +50,7 @@ def require_same_end(folder: Path, reference: Path, outputs: Iterable[str]) -> C
         # Until a training is merged, any number of its checkpoints may be there.
         strays = [name for name in strays if not re.match(r"\.bakeoff/checkpoints/[^/]+/[^/]+/step-\d+/", name)]
     if strays:
-        raise Wrong(f"left behind: {', '.join(strays[:3])}{f' and {len(strays) - 3} more' if strays[3:] else ''}")
+        raise Wrong(f"left behind: {some(strays, 3)}")
     return comparison
 
 

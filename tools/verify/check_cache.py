@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
 
+from stages.core.errors import some
 from tools.verify.dvc_files import LockedPath, folder_listing, run_cache_problem
-from tools.verify.findings import RESTORE, Findings, some
+from tools.verify.findings import RESTORE, Findings
 from tools.verify.snapshot import WorkspaceSnapshot
 
 

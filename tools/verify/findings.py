@@ -11,8 +11,6 @@ from tools.verify.snapshot import WorkspaceSnapshot, is_within, overlap
 RESTORE = "make verify RESTORE=1"
 """Copies what is intact in the workspace into DVC's cache."""
 
-MAX_NAMES = 5
-
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -66,9 +64,3 @@ class Findings:
             self.add(path, problem)
         else:
             self.add(of, f"its {role} {path} is not here, and no stage makes that; where you have it, put it there")
-
-
-def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, some
 from stages.kit.launcher.pipeline import DeclaredStage
 
 ASIDE_DIR = Path("data/.outputs")
@@ -92,8 +92,9 @@ class Outputs:
                 raise UserError(f"the stage moved its input {self._shown(place)}; none of its outputs is taken")
             remove(place)
         if strays := sorted(self._strays(inputs)):
-            shown = ", ".join(strays[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
-            raise UserError(f"the stage wrote {shown}, which dvc.yaml does not declare; none of its outputs is taken")
+            raise UserError(
+                f"the stage wrote {some(strays, 3)}, which dvc.yaml does not declare; none of its outputs is taken"
+            )
         allowed = self.view_dir.stat().st_mode & 0o777  # of a folder just made here: what the caller's umask leaves
         for out in self.stage.written:
             written, place = self.written_dir / out, self.workspace_dir / out

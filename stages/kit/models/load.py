@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, some
 from stages.core.params.schema import DeviceParams
 from stages.kit.models.folders import read_config
 from stages.kit.models.modules import EXPERTS, replace_modules
@@ -191,5 +191,6 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     misplaced += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
     if misplaced:
-        shown = ", ".join(misplaced[:3]) + (f" and {len(misplaced) - 3} more" if len(misplaced) > 3 else "")
-        raise UserError(f"offloaded away from {wanted}: {shown}; free its memory, or choose a profile that fits")
+        raise UserError(
+            f"offloaded away from {wanted}: {some(misplaced, 3)}; free its memory, or choose a profile that fits"
+        )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from stages.core.errors import some
 from stages.core.lineage import short
 from stages.core.provenance import Provenance
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import Column, Row, Table
-
-MAX_FILES_SHOWN = 5
 
 _DONE = {"train": "trained", "merge": "merged", "evaluate": "evaluated", "baseline": "evaluated"}
 """By stage; a baseline is evaluated by a stage of its own."""
@@ -47,7 +46,7 @@ def _changed(records: Sequence[Record]) -> list[str]:
     for name, record in records:
         files.setdefault(name, set()).update(record.changed_code)
     return [
-        f"{name} was made with changes that no commit has: {_first(sorted(changed))}."
+        f"{name} was made with changes that no commit has: {some(sorted(changed))}."
         for name, changed in files.items()
         if changed
     ]
@@ -67,10 +66,11 @@ def _commits(records: Sequence[Record]) -> list[str]:
 
 def _devices(records: Sequence[Record]) -> list[str]:
     """By stage: a model may well be trained on other devices than it is evaluated on."""
+    by_stage = {done: [each for each in records if _DONE.get(_stage(each[1])) == done] for done in _DONE.values()}
     return [
         f"Not all were {done} on the same device: {found}."
-        for done in dict.fromkeys(_DONE.values())
-        if (found := _groups((record for record in records if _DONE.get(_stage(record[1])) == done), _device))
+        for done, mine in by_stage.items()
+        if (found := _groups(mine, lambda record: record.device))
     ]
 
 
@@ -87,7 +87,7 @@ def _row(name: str, record: Provenance) -> Row:
             _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
             record.image or record.engine,
             short(record.lock) if record.lock else None,
-            _device(record),
+            record.device,
             record.seed,
             _digest(record, base or ("data/bases/", "data/builds/")),
             _digest(record, "data/prepared/"),
@@ -113,18 +113,9 @@ def _commit(record: Provenance) -> str:
     return short(record.commit) if record.commit else "not known"
 
 
-def _device(record: Provenance) -> str:
-    return record.device
-
-
 def _groups(records: Iterable[Record], fact: Callable[[Provenance], str]) -> str:
     """`one (r1, r2), other (r3)` where a fact is not the same for all; "" where it is."""
     runs: dict[str, dict[str, None]] = {}
     for name, record in records:
         runs.setdefault(fact(record), {})[name] = None
     return ", ".join(f"{said} ({', '.join(names)})" for said, names in runs.items()) if len(runs) > 1 else ""
-
-
-def _first(names: Sequence[str]) -> str:
-    more = len(names) - MAX_FILES_SHOWN
-    return ", ".join(names[:MAX_FILES_SHOWN]) + (f" and {more} more" if more > 0 else "")

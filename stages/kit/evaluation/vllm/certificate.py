@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, counted, listed
 from stages.core.publish import publish_text
 from stages.kit.evaluation.vllm.questions import Answer, View
 
@@ -136,11 +136,10 @@ def require_alike(run: str, engine: str, results: Sequence[Compared], *, toleran
             f"on average, which rounding does not explain; it neither serves nor evaluates it"
         )
     if unlike:
-        shown = "\n".join(f"  {result.sample_id}: {result.unlike}" for result in unlike[:5])
-        more = f"\n  and {len(unlike) - 5} more" if len(unlike) > 5 else ""
+        shown = listed([f"{result.sample_id}: {result.unlike}" for result in unlike], 5)
         raise UserError(
             f"{engine} does not answer as {run} does in transformers, in {len(unlike)} of "
-            f"{counted(len(results), 'sample')}; it neither serves nor evaluates it:\n{shown}{more}"
+            f"{counted(len(results), 'sample')}; it neither serves nor evaluates it:\n{shown}"
         )
 
 

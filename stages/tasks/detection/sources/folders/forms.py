@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import UserError, listed
+from stages.core.errors import UserError, listed, some
 from stages.core.params.schema import ColumnParams, DataForm
 from stages.kit.data.sources import READ_ON, holds
 from stages.tasks.detection.sources.folders import coco, tables, voc, yolo
@@ -69,13 +69,7 @@ def understand(root: Path, asked: DataForm | None, columns: ColumnParams | None)
     if found := folder.with_suffix(".parquet"):
         signs["parquet"] = found
     form = asked or _only(root, signs)
-    by = (
-        "params.yaml"
-        if asked
-        else f"{signs[form][0]} and {len(signs[form]) - 1} more"
-        if len(signs[form]) > 1
-        else signs[form][0]
-    )
+    by = "params.yaml" if asked else some(signs[form], 1)
     log.info("%s is read as %s, by %s", root, "parquet" if form == "parquet" else _FORMS[form].name, by)
     if form == "parquet":
         boxes = OPEN_FOOD_FACTS if columns is None else BoxForm(order=columns.order, unit=columns.unit)
