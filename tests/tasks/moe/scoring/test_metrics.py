@@ -15,8 +15,7 @@ from stages.kit.evaluation.routing import Routing
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, draw_prediction, score, summary
 from stages.tasks.moe.scoring.bleurt import load_bleurt
-from stages.tasks.moe.scoring.choices import mc1, mc2
-from stages.tasks.moe.scoring.overlap import ROUGES, bleu, difference
+from stages.tasks.moe.scoring.metrics import ROUGES, bleu, difference, mc1, mc2
 from tests.tasks.moe.made_up import fact, meeting
 
 RECORDS = [fact(1), meeting(2), fact(3), meeting(4)]
