@@ -42,7 +42,7 @@ from stages.tasks import load_task
 def main(task: str) -> None:
     params = load_params()
     comparison = compare_task(params, task, data_dir=Path("data"), console=Console(highlight=False))
-    track_comparison(params.tracking, task, csv_text(comparison_table(comparison)))
+    track_comparison(params.tracking, task, comparison_table(comparison))
 
 
 def compare_task(params: Params, task: str, *, data_dir: Path, console: Console) -> Comparison:

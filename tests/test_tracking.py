@@ -17,14 +17,21 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from stages.core.lineage import read_lineage
 from stages.core.params.load import load_params
+from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.tracking import track_comparison
+from stages.kit.statistics.intervals import Interval
 from tests import ROOT
 from tests.test_stages import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 KEPT = Path(".bakeoff/tracking")
-MADE_UP = "model,mean_iou,mean_iou_low,note\na,0.1234567890123456,1e-05,x y\nb,-2.0,,\n"
-"""A comparison.csv."""
+MADE_UP = Table(
+    columns=(Column("model", "Model"), Column("mean_iou", "Mean IoU"), Column("mean_iou", "95% interval")),
+    rows=(
+        Row(cells=("a", 0.1234567890123456, Interval(1e-05, 0.5)), note="x y"),
+        Row(cells=("b", -2, None)),
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +129,8 @@ def test_the_tracked_table_of_a_comparison_is_its_csv(finished: Path) -> None:
     assert (tracked["columns"], [row[0] for row in tracked["data"]]) == (header, [row[0] for row in rows])
     media, _ = tracked_run(finished, "made-up-comparison")
     tracked = table(media, "comparison")
-    assert tracked["columns"] == ["model", "mean_iou", "mean_iou_low", "note"]
-    assert tracked["data"] == [["a", 0.1234567890123456, 1e-05, "x y"], ["b", -2.0, None, None]]
+    assert tracked["columns"] == ["model", "mean_iou", "mean_iou_low", "mean_iou_high", "note"]
+    assert tracked["data"] == [["a", 0.1234567890123456, 1e-05, 0.5, "x y"], ["b", -2, None, None, None]]
 
 
 def test_results_that_cannot_be_sent_are_refused_in_words(finished: Path, tmp_path: Path) -> None:

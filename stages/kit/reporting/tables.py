@@ -134,16 +134,20 @@ def markdown(table: Table) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """Full-precision numbers under machine names; an interval becomes two columns, KEY_low and KEY_high."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(csv_rows(table))
+    return text.getvalue()
+
+
+def csv_rows(table: Table) -> list[list[str | int | float | None]]:
+    """Machine names, then full-precision numbers; an interval becomes two columns, KEY_low and KEY_high."""
     intervals = {
         index for index in range(len(table.columns)) for row in table.rows if isinstance(row.cells[index], Interval)
     }
-    header: list[str] = []
+    header: list[str | int | float | None] = []
     for index, column in enumerate(table.columns):
         header += [f"{column.key}_low", f"{column.key}_high"] if index in intervals else [column.key]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*header, "note"])
+    rows = [[*header, "note"]]
     for row in table.rows:
         values: list[str | int | float | None] = []
         for index, cell in enumerate(row.cells):
@@ -151,8 +155,8 @@ def csv_text(table: Table) -> str:
                 values += [cell.low, cell.high]
             else:
                 values += [cell, None] if index in intervals else [cell]
-        writer.writerow([*values, row.note])
-    return text.getvalue()
+        rows.append([*values, row.note or None])
+    return rows
 
 
 def escape_markdown(text: str) -> str:

@@ -5,8 +5,6 @@ Offline they are in .bakeoff/tracking, to be read there, or sent by `wandb sync`
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, Lineage
 from stages.core.params.schema import TrackingParams
+from stages.kit.reporting.tables import Table, csv_rows
 from stages.kit.training.tracking import run_name, set_environment
 
 if TYPE_CHECKING:
@@ -48,13 +47,13 @@ def track_evaluation(
         run.log_artifact(artifact)
 
 
-def track_comparison(tracking: TrackingParams, task: str, comparison_csv: str) -> None:
+def track_comparison(tracking: TrackingParams, task: str, table: Table) -> None:
     """The table of comparison.csv, as it is. Nothing where tracking is off."""
     if not tracking.wandb:
         return
     with _tracked_run(tracking, f"{task}-comparison", job_type="compare", group=task) as run:
-        header, *rows = csv.reader(io.StringIO(comparison_csv))
-        run.log({"comparison": _table(header, [[_number(cell) for cell in row] for row in rows])})
+        header, *rows = csv_rows(table)
+        run.log({"comparison": _table(header, rows)})
 
 
 @contextmanager
@@ -74,15 +73,7 @@ def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: s
         ) from error
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> wandb.Table:
+def _table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> wandb.Table:
     import wandb
 
     return wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
-
-
-def _number(cell: str) -> float | str | None:
-    """A cell of a CSV file: a number where it is one, None where it is empty."""
-    try:
-        return float(cell)
-    except ValueError:
-        return cell or None
