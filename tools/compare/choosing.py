@@ -118,4 +118,4 @@ def _varied(facts: Mapping[str, str], pattern: str) -> dict[str, str]:
 
 def _candidate(recipe: str, settings: dict[str, str], runs: Sequence[Run], report: TaskReport) -> Candidate:
     evidence = np.stack([evidence_of(report.primary, run) for run in different_models(runs)])
-    return Candidate(recipe=recipe, settings=settings, score=score(evidence, report.statistic))
+    return Candidate(recipe=recipe, settings=settings, score=score(evidence, report.primary.statistic))

@@ -73,7 +73,8 @@ def false_claims(scores: Floats, report: TaskReport, *, size: int, splits: int) 
     for _ in range(splits):
         order = rng.permutation(len(scores))
         ours, theirs = scores[order[:size]], scores[order[size : 2 * size]]
-        claims += difference(ours, theirs, statistic=report.statistic, resamples=1000).verdict in ("better", "worse")
+        found = difference(ours, theirs, statistic=report.primary.statistic, resamples=1000)
+        claims += found.verdict in ("better", "worse")
     return claims / splits
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 from stages.core.params.schema import Params
@@ -25,8 +25,7 @@ class Metric:
     """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
     higher_is_better: bool = True
     evidence: tuple[str, ...] = ()
-    """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none. Those of
-    the primary metric are the report's."""
+    """Per-sample columns from which `statistic` gives it, for an interval of its own; none where it has none."""
     statistic: Statistic = sample_mean
     among: str | None = None
     """A per-sample column of 0 and 1, 1 where `evidence` says something; None where it does of every sample."""
@@ -62,14 +61,11 @@ class TaskReport:
     """Its name in params.yaml."""
     title: str
     metrics: tuple[Metric, ...]
-    """The columns of the table; the first one is primary: models are ranked by it."""
+    """The columns of the table. The first one, which has evidence, is primary: models are ranked by it."""
     primary_words: str
     """The primary metric within a sentence."""
     identity: tuple[str, ...]
     """Columns of predictions.parquet that say what a sample is: its id, then its truth."""
-    evidence: tuple[str, ...]
-    """Per-sample columns from which `statistic` gives the primary metric."""
-    statistic: Statistic = sample_mean
     score: str
     """The per-sample column whose distribution is drawn, in 0..1."""
     score_heading: str
@@ -77,13 +73,12 @@ class TaskReport:
 
     @property
     def primary(self) -> Metric:
-        """With its evidence."""
-        return replace(self.metrics[0], evidence=self.evidence, statistic=self.statistic)
+        return self.metrics[0]
 
     @property
     def measured(self) -> tuple[Metric, ...]:
         """The metrics with evidence, the primary one first."""
-        return (self.primary, *(metric for metric in self.metrics[1:] if metric.evidence))
+        return tuple(metric for metric in self.metrics if metric.evidence)
 
     @property
     def extreme(self) -> str:

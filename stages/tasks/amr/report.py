@@ -16,6 +16,8 @@ REPORT = TaskReport(
             meaning="Triples that predicted and true graphs share under the best mapping of their nodes, from 0 to 1, "
             "over all triples of all samples. An answer that is no graph counts as an empty one. Spaces and "
             "underscores within a concept, and case, make no difference. Of mtup, the second step.",
+            evidence=("matched", "predicted", "gold"),
+            statistic=corpus_f1,
         ),
         Metric(
             key="smatch_precision",
@@ -58,8 +60,6 @@ REPORT = TaskReport(
     ),
     primary_words="Smatch F1",
     identity=("id", "sentence", "truth"),
-    evidence=("matched", "predicted", "gold"),
-    statistic=corpus_f1,
     score="f1",
     score_heading="F1 of a sentence",
     questions=(

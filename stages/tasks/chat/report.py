@@ -108,8 +108,6 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
         metrics=(first, *(replace(other, evidence=()) for other in others)),  # one interval, or it is too wide
         primary_words=_WORDS[first.key],
         identity=("id", "question", "truth"),
-        evidence=first.evidence,
-        statistic=first.statistic,
         score=score,
         score_heading=f"{score.replace('_', ' ')} of an answer",
         questions=(Question("All weights against LoRA", "chat-full", "chat-lora"),),

@@ -15,6 +15,7 @@ REPORT = TaskReport(
             meaning="Overlap of the first true box with the first predicted box, from 0 to 1, averaged over "
             "all samples. Output that cannot be parsed counts as 0. With several categories: of all boxes, matched "
             "one to one, 0 for each that is missing or too many.",
+            evidence=("iou",),
         ),
         Metric(
             key="detection_rate",
@@ -38,7 +39,6 @@ REPORT = TaskReport(
     ),
     primary_words="mean IoU",
     identity=("image_id", "truth"),
-    evidence=("iou",),
     score="iou",
     score_heading="IoU",
     questions=(

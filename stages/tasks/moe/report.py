@@ -32,6 +32,8 @@ REPORT = TaskReport(
             meaning="Geometric mean of the domains' perplexities, in which each domain counts the same. Lower is "
             "better.",
             higher_is_better=False,
+            evidence=("truthfulqa_nats", "truthfulqa_tokens", "qmsum_nats", "qmsum_tokens"),
+            statistic=perplexity,
         ),
         _perplexity("truthfulqa", "TruthfulQA"),
         _perplexity("qmsum", "QMSum"),
@@ -114,8 +116,6 @@ REPORT = TaskReport(
     ),
     primary_words="perplexity",
     identity=("id", "question", "truth"),
-    evidence=("truthfulqa_nats", "truthfulqa_tokens", "qmsum_nats", "qmsum_tokens"),
-    statistic=perplexity,
     score="token_probability",
     score_heading="probability of an answer's token",
     questions=(

@@ -25,10 +25,9 @@ from stages.kit.statistics.intervals import Floats, Interval
 REPORT = TaskReport(
     task="a-task",
     title="A task",
-    metrics=(Metric(key="score", heading="Score", format=".3f", meaning="How good it is."),),
+    metrics=(Metric(key="score", heading="Score", format=".3f", meaning="How good it is.", evidence=("score",)),),
     primary_words="score",
     identity=("id",),
-    evidence=("score",),
     score="score",
     score_heading="score",
     questions=(Question("B against A", "b", "a"), Question("B against one that nobody defined", "b", "z")),
@@ -219,12 +218,14 @@ def test_a_figure_that_only_some_models_have_is_optional() -> None:
         score_contender(report, "a", [replace(run, metrics={**run.metrics, "restored": "high"})], baseline=None)
 
 
-LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="How bad it is.", higher_is_better=False)
+LOSS = Metric(
+    key="loss", heading="Loss", format=".3f", meaning="How bad it is.", higher_is_better=False, evidence=("loss",)
+)
 
 
 def losses_of(*names: str, apart: float) -> list[Contender]:
     """Models that lose more the later they are named."""
-    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",))
+    report = replace(REPORT, metrics=(LOSS,))
     contenders = []
     for number, name in enumerate(names):
         losses = scores_around(2 + apart * number, number)
@@ -235,7 +236,7 @@ def losses_of(*names: str, apart: float) -> list[Contender]:
 
 
 def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> None:
-    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
+    report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", "base", apart=0.5))
     assert comparison.best.name == "b"
     assert comparison.answer.headline.startswith("The model of b is best: loss 2.0")
@@ -246,7 +247,7 @@ def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> Non
 
 
 def test_where_less_is_better_and_the_evidence_not_enough_the_lowest_is_marked() -> None:
-    report = replace(REPORT, metrics=(LOSS,), evidence=("loss",), primary_words="loss")
+    report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", apart=0.001))
     assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.answer.headline
     marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}

@@ -34,7 +34,7 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     write_model_lineage(run_dir, name)
-    run = read_run(run_dir, identity=REPORT.identity, columns=[*REPORT.evidence, REPORT.score], trained=False)
+    run = read_run(run_dir, identity=REPORT.identity, columns=REPORT.columns, trained=False)
     assert run is not None
     return score_contender(REPORT, name, [run], baseline=None)
 
