@@ -34,6 +34,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
 from stages.core.publish import published
 from stages.kit.evaluation.answering import Answerer, batch_size_for
+from stages.kit.evaluation.generation import completion_of
 from stages.kit.evaluation.scored import Scored, score_answers
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
@@ -135,7 +136,7 @@ def main(recipe: str, attempt: int) -> None:
                 answerer = Answerer(
                     model=model,
                     processor=processor,
-                    complete=samples.completion(plan.target),
+                    complete=completion_of(samples, plan.target),
                     batch_size=batch_size,
                     settings=settings,
                     memory=memory,

@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 from stages.core.lineage import file_digest, folder_digest
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, GenerateParams, Params
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.generation import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.fused_kernels import fused_kernels
@@ -187,7 +187,7 @@ class Bench:
         model, processor = self.model(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
         ask = partial(self.samples.conversation, answered=False, target=self.plan.target)
         questions = [ask(record) for record in self.records[:count]]
-        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": self.samples.completion(self.plan.target)}
+        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completion_of(self.samples, self.plan.target)}
         return seconds(lambda: generate_answers(model, processor, questions, batch_size=batch_size, **limits))
 
 

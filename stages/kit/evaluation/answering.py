@@ -15,7 +15,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first
-from stages.kit.evaluation.generation import generate_answers, room_for_questions
+from stages.kit.evaluation.generation import completion_of, generate_answers, room_for_questions
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.models.load import load_config, see_only
 from stages.kit.models.processors import Processor, encode, load_processor
@@ -118,7 +118,7 @@ def load_answerer(
     return Answerer(
         model=model,
         processor=load_processor(model_dir, profile.images),
-        complete=samples.completion(target),
+        complete=completion_of(samples, target),
         batch_size=batch_size,
         settings=settings,
         memory=memory,

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ from stages.kit.planning.ladder import read_at_once
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 2.0
+
+
+def completion_of(samples: ModuleType, target: str | None) -> Callable[[str], bool] | None:
+    """What a task's `samples` have to say of whether an answer so far is complete; None where they leave that to the
+    end of the turn."""
+    return samples.completion(target) if hasattr(samples, "completion") else None
 
 
 @torch.inference_mode()

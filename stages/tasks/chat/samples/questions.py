@@ -32,10 +32,6 @@ def check(model_type: str, target: str | None) -> None:
         raise UserError(f"chat has one form of answers, those of the data; it knows no target {target!r}")
 
 
-def completion(target: None) -> None:
-    """Nothing in an answer says that it is complete but the end of the turn."""
-
-
 def conversation(record: Record, *, answered: bool, target: None = None) -> Conversation:
     """The messages, without the last one unless `answered`."""
     return _conversation(record.id, record.messages if answered else record.messages[:-1], record.pictures)

@@ -21,10 +21,6 @@ def check(model_type: str, target: str | None) -> None:
         raise UserError(f"detection has one form of answers, boxes; it knows no target {target!r}")
 
 
-def completion(target: None) -> None:
-    """Nothing in an answer says that it is complete but the end of the turn."""
-
-
 def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
     """The picture and the question. Its answer depends on the model: `ForModel` has it."""
     assert not answered, "a model's family says how boxes are written"

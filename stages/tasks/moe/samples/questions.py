@@ -70,10 +70,6 @@ def check(model_type: str, target: str | None) -> None:
         raise UserError(f"this task has one form of answers, sentences; it knows no target {target!r}")
 
 
-def completion(target: None) -> None:
-    """Nothing in an answer says that it is complete but the end of the turn."""
-
-
 def conversation(record: Record, *, answered: bool, target: None = None) -> Conversation:
     """The question, after its transcript if it has one; with the best answer as the assistant's where `answered`.
 
