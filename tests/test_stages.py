@@ -483,7 +483,7 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkey
         ("plan", "r1", "no recipe is called 'r1'"),
         ("train", "r4-joint", "dvc repro -f -s plan@r4-joint"),
         ("merge", "r4-joint", "dvc repro -f -s plan@r4-joint"),
-        ("evaluate", "r4-joint", "data/runs/r4-joint/merged/lineage.json is missing"),
+        ("evaluate", "r4-joint", "data/runs/r4-joint/merged is not there; make it with: dvc repro merge@r4-joint"),
         ("evaluate", "base-text", "no recipe or baseline is called 'base-text'"),
         ("compare", "detecting", "detecting"),
     ],

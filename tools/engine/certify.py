@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.core.params.schema import made_by
 from stages.kit.evaluation.answering import load_answerer
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, Certificate, read_certificate, write_certificate
 from stages.kit.evaluation.vllm.certify import Subject, answered, asked, certified, subject_of
@@ -27,11 +25,6 @@ def read_subject(name: str, num_samples: int) -> Subject:
     """
     params = load_params()
     subject, profile = params.subject(name), params.active
-    folder, stage = Path("data") / subject.base, made_by(subject.base)
-    if name in params.recipes:
-        folder, stage = Path("data/runs") / name / "merged", f"merge@{name}"
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
     model_dir, lineage = certified_model(params, name)
     target = read_plan(name).target if name in params.recipes else subject.target
     samples = load_task(subject.task, "samples")

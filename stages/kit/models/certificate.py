@@ -113,28 +113,28 @@ def require_certificate(path: Path, merged: Lineage) -> None:
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
     """The model to ask, and its lineage: a baseline's base, or a recipe's merged model.
 
-    Raises UserError where the folder has changed, and for a merged model unless its certificate certifies it.
+    Raises UserError where the folder is missing or has changed, and for a merged model unless its certificate
+    certifies it.
     """
-    if name in params.recipes:
-        folder = Path("data/runs") / name / "merged"
-        lineage = verified_lineage(folder, fix=f"dvc repro -f -s merge@{name}")
-        require_certificate(folder.parent / "merge.json", lineage)
-        log_model(folder, lineage)
-        return folder, lineage
-    return base_model(params.subject(name).base)
+    if name not in params.recipes:
+        return base_model(params.subject(name).base)
+    folder, lineage = _model(Path("data/runs") / name / "merged", f"merge@{name}")
+    require_certificate(folder.parent / "merge.json", lineage)
+    return folder, lineage
 
 
 def base_model(base: str) -> tuple[Path, Lineage]:
     """A model to ask that no recipe trained, `bases/NAME` or `builds/NAME`, and its lineage.
 
-    Raises UserError where the folder has changed.
+    Raises UserError where the folder is missing or has changed.
     """
-    folder = Path("data") / base
-    lineage = verified_lineage(folder, fix=f"dvc repro -f -s {made_by(base)}")
-    log_model(folder, lineage)
-    return folder, lineage
+    return _model(Path("data") / base, made_by(base))
 
 
-def log_model(folder: Path, lineage: Lineage) -> None:
+def _model(folder: Path, stage: str) -> tuple[Path, Lineage]:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
+    lineage = verified_lineage(folder, fix=f"dvc repro -f -s {stage}")
     label = ", random weights" if lineage.of_random_weights() else ""
     log.info("model %s, content %s%s", folder, short(lineage.digest), label)
+    return folder, lineage

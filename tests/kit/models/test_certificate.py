@@ -12,11 +12,12 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, write_lineage
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.certificate import require_certificate, write_certificate
+from stages.kit.models.certificate import certified_model, require_certificate, write_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_records import CERTIFICATE
+from tests.made_up_runs import project_params
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,17 @@ def test_no_evaluation_without_the_certificate_of_this_very_content(tmp_path: Pa
         path.write_text(text)
         with pytest.raises(UserError, match="is damaged"):
             require_certificate(path, merged)
+
+
+def test_of_a_model_that_is_missing_the_stage_that_makes_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = project_params()
+    monkeypatch.chdir(tmp_path)
+    for name, what in (("r4-joint", "data/runs/r4-joint/merged"), ("base-vlm", "data/bases/vlm")):
+        stage = "merge@r4-joint" if name in params.recipes else "base@vlm"
+        with pytest.raises(UserError, match=f"^{what} is not there; make it with: dvc repro {stage}$"):
+            certified_model(params, name)
 
 
 def test_changed_modules_are_those_that_differ_or_are_new() -> None:
