@@ -28,6 +28,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import Params, ProfileParams
 from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
+from stages.kit.evaluation.generation import room_for_questions
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_config, see_only
@@ -123,7 +124,7 @@ def write_documents(
 ) -> dict[str, int]:
     """Writes the questions, word for word as `evaluate` asks them, to KIND.jsonl; returns how many of each kind."""
     settings, processor = profile.evaluation, load_processor(model_dir, profile.images)
-    room = None if settings.max_length is None else settings.max_length - settings.max_new_tokens
+    room = room_for_questions(settings.max_length, settings.max_new_tokens)
 
     def render(conversation: Conversation) -> str:
         return rendered(processor, shortened(processor, conversation, room))
