@@ -37,7 +37,8 @@ def run_inside_job(
     saves_in = checkpoints_dir(repository_dir(os.environ, workspace_dir), args[0]) if stage == "train" else None
     if job.end() is not None:  # put back into the queue as it ended
         return 0
-    failed_path = job.folder / "failed"
+    # A name for each start: what a node wrote before its job was put back into the queue is not to fail the next one.
+    failed_path = job.folder / f"failed-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     if node_of(os.environ) > 0:
         code = run()
         if code != 0 and code - 128 not in ENDING:

@@ -5,6 +5,7 @@
         log                                 what it prints
         facts.json                          what it is to do
         cancel                              made before it is asked to end
+        failed-START                        by another node than the first: its stage's exit code, in that start
         outputs/                            what the stage made, under its paths in the workspace
         end.json                            the last that it writes
         taken/                              `outputs`, from the moment that a launcher publishes them
