@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def cache_dir(workspace_dir: Path) -> Path:
-    """Where DVC keeps objects: `cache.dir`, as the workspace's own configuration has it, or .dvc/cache."""
+    """Where DVC keeps objects: `cache.dir`, as the workspace's own configuration has it, or .dvc/cache.
+
+    DVC reads a person's and a machine's configuration too (`--global`, `--system`); a stage sees neither.
+    """
     found = workspace_dir / ".dvc/cache"
     for name in ("config", "config.local"):
         config = configparser.ConfigParser(interpolation=None, strict=False)
