@@ -59,20 +59,15 @@ def known_machine(client: Client | None) -> str:
     return MACHINES[name.lower()]
 
 
-def is_apptainer(engine: str | None) -> bool:
-    """Whether Apptainer is asked for, or all that there is."""
-    return (engine or next(filter(shutil.which, CONTAINER_ENGINES), None)) == "apptainer"
-
-
-def find_client(program: str | None) -> Client:
-    """The engine that is asked for, else docker, else podman. Raises UserError where there is none."""
-    for candidate in [program] if program else ["docker", "podman"]:
-        if shutil.which(candidate):
-            return Client(candidate)
-    raise UserError(
-        f"found no container engine: {program or 'neither docker nor podman'} is on the PATH. "
-        f"Install one, or name it: make image ENGINE=/path/to/docker"
-    )
+def find_engine(program: str | None) -> Client | None:
+    """The engine that is asked for, else the first there is; None is Apptainer. Raises UserError without it."""
+    found = next(filter(shutil.which, [program] if program else CONTAINER_ENGINES), None)
+    if found is None:
+        raise UserError(
+            f"no {program or 'docker, podman or apptainer'} is on the PATH. Install one (Apptainer: apptainer.org; "
+            "Debian: apt install apptainer), or name it: make image ENGINE=/path/to/docker"
+        )
+    return None if found == "apptainer" else Client(found)
 
 
 def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
@@ -192,8 +187,6 @@ def make_sif(target: str, max_jobs: int) -> None:
     From the image of docker or podman, which is built for it where one of them works; else of the pinned base, pulled
     by Apptainer, or of the stand-in.
     """
-    if not shutil.which("apptainer"):
-        raise UserError("apptainer is not installed (apptainer.org; Debian: apt install apptainer)")
     images_dir = WORKSPACE_DIR / IMAGES_DIR
     for reference in images.image_references(WORKSPACE_DIR, target):
         if (path := sif_path(images_dir, reference)).is_file():
@@ -254,10 +247,10 @@ target_option = click.option(
 @click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
 def image(engine: str | None, target: str, max_jobs: int) -> None:
     """Build the image of this tree, unless it is built already."""
-    if is_apptainer(engine):
-        make_sif(target, max_jobs)
+    if client := find_engine(engine):
+        build_image(client, target, max_jobs)
     else:
-        build_image(find_client(engine), target, max_jobs)
+        make_sif(target, max_jobs)
 
 
 @main.command()
@@ -267,8 +260,8 @@ def wheelhouse(engine: str | None, target: str) -> None:
     """Fetch every package of an image, for a machine without a package index."""
     pins = images.read_pins(WORKSPACE_DIR)
     try:
-        client = find_client(engine)
-        machine, base = known_machine(client), choose_base(client, pins)
+        client = find_engine(engine)
+        machine, base = known_machine(client), choose_base(client, pins) if client else pins.bases.python
     except UserError as error:
         if engine:
             raise
@@ -281,7 +274,7 @@ def wheelhouse(engine: str | None, target: str) -> None:
 @engine_option
 def base_image(engine: str | None) -> None:
     """Make the stand-in for the pinned base, from Debian's packages, where no registry can be reached."""
-    client = None if is_apptainer(engine) else find_client(engine)
+    client = find_engine(engine)
     stand_in = images.read_pins(WORKSPACE_DIR).bases.stand_in
     suite = stand_in.reference.rpartition(":")[2]
     if not shutil.which("mmdebstrap"):

@@ -5,7 +5,6 @@ Nothing here needs root: a container in which the packages are installed writes 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stages.core.errors import UserError
+from stages.core.lineage import file_digest
 from stages.kit.launcher.apptainer import SEAL, digest_path
 from stages.kit.launcher.docker import Client
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Bases
@@ -112,9 +112,7 @@ def _make_sif(source: str, path: Path, work_dir: Path) -> None:
     made = work_dir / path.name
     if not _apptainer("build", *COMPRESSION, str(made), source, work_dir=work_dir):
         raise UserError(f"{path} was not built, for the reason above")
-    with made.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    digest_path(path).write_text(f"{digest}  {path.name}\n", encoding="utf-8")
+    digest_path(path).write_text(f"{file_digest(made)}  {path.name}\n", encoding="utf-8")
     made.rename(path)
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from stages.core.errors import UserError
+from stages.core.lineage import file_digest
+from stages.core.publish import published
 
 SOURCE_ONLY = ("antlr4-python3-runtime", "flash-attn")
 """Packages that are published without a wheel; the image build makes theirs."""
@@ -130,28 +131,24 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
         # Bytes are checked when they are installed.
         if contents["for"] == wanted and {path.name for path in folder.iterdir()} == {CONTENTS, *contents["files"]}:
             return False
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    # What an older wheelhouse has is not fetched again.
-    options = [*platform.pip_options(), "--dest", str(partial), *(["--find-links", str(folder)] * folder.is_dir())]
-    if not _pip_download(requirements, [*options, "--require-hashes"]):
-        raise UserError("the packages could not be fetched, for the reason above; nothing was kept")
-    if cpu_torch:
-        _download_cpu_torch(cpu_torch, platform, options)
-        (wheel,) = partial.glob(f"torch-{cpu_torch}-*.whl")
-        torch = Pin(name="torch", version=cpu_torch, hashes=(_sha256(wheel),))  # which the project's locks cannot have
-        (partial / "torch.lock").write_text(f"{torch}\n", encoding="utf-8")
-    contents = {"for": wanted, "files": {path.name: _sha256(path) for path in sorted(partial.iterdir())}}
-    (partial / CONTENTS).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with published(folder) as partial:
+        # What an older wheelhouse has is not fetched again.
+        options = [*platform.pip_options(), "--dest", str(partial), *(["--find-links", str(folder)] * folder.is_dir())]
+        if not _pip_download(requirements, [*options, "--require-hashes"]):
+            raise UserError("the packages could not be fetched, for the reason above; nothing was kept")
+        if cpu_torch:
+            _download_cpu_torch(cpu_torch, platform, options)
+            (wheel,) = partial.glob(f"torch-{cpu_torch}-*.whl")
+            torch = Pin(name="torch", version=cpu_torch, hashes=(file_digest(wheel),))  # not in the project's locks
+            (partial / "torch.lock").write_text(f"{torch}\n", encoding="utf-8")
+        contents = {"for": wanted, "files": {path.name: file_digest(path) for path in sorted(partial.iterdir())}}
+        (partial / CONTENTS).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     return True
 
 
 def wheelhouse_digest(folder: Path) -> str:
     """SHA-256, hex, of a complete wheelhouse: of the names and digests of its files."""
-    return _sha256(folder / CONTENTS)
+    return file_digest(folder / CONTENTS)
 
 
 def _download_cpu_torch(version: str, platform: WheelPlatform, options: Sequence[str]) -> None:
@@ -197,8 +194,3 @@ def _pip_download(requirements: Sequence[str], options: Sequence[str], *, quiet:
             check=False,
         )
         return finished.returncode == 0
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

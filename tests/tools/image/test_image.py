@@ -136,5 +136,5 @@ def test_what_is_not_installed_is_named(docker: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 1
     assert "apt install mmdebstrap" in result.output
     monkeypatch.setattr(shutil, "which", lambda program, **_: None)
-    with pytest.raises(UserError, match="neither docker nor podman is on the PATH"):
-        build.find_client(None)
+    with pytest.raises(UserError, match="no docker, podman or apptainer is on the PATH"):
+        build.find_engine(None)

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from stages.kit.launcher.apptainer import digest_path, sif_path
-from stages.kit.launcher.images import image_references
+from stages.kit.launcher.images import image_references, read_pins
 from tests import ROOT
 from tools.image import __main__ as build
 from tools.image import sif
+from tools.image.wheelhouse import WheelPlatform
 
 # Notes what it is asked; builds a file, or a folder for a sandbox, whose packages `exec` installs.
 APPTAINER = r"""#!/usr/bin/env bash
@@ -108,7 +109,17 @@ def test_what_will_not_do_is_named(machine: Path, target: str, environment: dict
     assert code == 1
     assert message in said
     (machine / "apptainer").unlink()
-    assert "apptainer is not installed" in make_image(target)[1]
+    assert "no apptainer is on the PATH. Install one (Apptainer: apptainer.org" in make_image(target)[1]
+
+
+def test_wheels_for_apptainer_are_those_of_the_pinned_base(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "make_wheelhouse", lambda *asked: chosen.append(asked[-1]))
+    chosen: list[WheelPlatform] = []
+    result = CliRunner().invoke(build.main, ["wheelhouse", "--engine", "apptainer", "--target", "cpu"])
+    assert result.exit_code == 0, result.output
+    python = read_pins(ROOT).bases.python
+    assert [(platform.python, platform.glibc) for platform in chosen] == [(python.python, python.glibc)]
+    assert not (machine / "asked").exists(), "there is no docker to ask"
 
 
 def test_it_has_the_variables_of_the_dockerfile() -> None:
