@@ -25,8 +25,8 @@ from stages.kit.evaluation.vllm.environment import (
     running,
     settings,
 )
-from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import HARDENING, ContainerEngine
+from stages.kit.launcher.engines import DEFAULT_ENGINE, choose_engine
 from stages.kit.launcher.mounts import Mount, links_into_cache
 
 
@@ -69,27 +69,17 @@ class Contained:
 
 
 def find_environment(kind: str, *, caller: Mapping[str, str], say: Callable[[str], None]) -> Contained | Installed:
-    """vLLM for a device, cpu or cuda: in a container where BAKEOFF_ENGINE has one, else in .bakeoff/vllm.
+    """vLLM for a device, cpu or cuda: where a stage that answers by it would run.
 
-    Raises UserError where it is not installed.
+    Raises UserError where it is not installed, and for Apptainer.
     """
-    wanted, reasons = caller.get("BAKEOFF_ENGINE", "auto"), []
-    for program in ("docker", "podman"):
-        if wanted in (program, "auto"):
-            try:
-                engine = ContainerEngine.find(program, WORKSPACE_DIR, TARGETS[kind])
-            except NotUsable as reason:
-                reasons.append(reason.message)
-            else:
-                say(f"vLLM in {engine.reference} of {engine.name}, without a network")
-                return Contained(engine=engine, settings=settings(kind) | IN_IMAGES)
-    if wanted not in ("process", "auto"):
+    name = caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
+    engine = choose_engine(name, workspace_dir=WORKSPACE_DIR, target=TARGETS[kind], say=say)
+    if isinstance(engine, ContainerEngine):
+        return Contained(engine=engine, settings=settings(kind) | IN_IMAGES)
+    if engine.image is not None:
         raise UserError(
-            "; ".join(reasons) or f"BAKEOFF_ENGINE is {wanted}; vLLM can be run by docker, podman or process"
+            f"{engine.name} evaluates by vLLM, and does not serve; name another engine: BAKEOFF_ENGINE=process, "
+            "after make setup EXTRAS=vllm"
         )
-    try:
-        found = installed(kind)
-    except UserError as reason:
-        raise UserError("; ".join((*reasons, reason.message))) from None
-    say("; ".join((f"vLLM in {found.python.parents[1]}, without a container", *reasons)))
-    return found
+    return installed(kind)

