@@ -104,16 +104,16 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     name_open_paths(repository, say_once)
     params = load_params(WORKSPACE_DIR / "params.yaml")
     sends = sends_what_it_wrote(stage, args)
+    stages = declared_stages(WORKSPACE_DIR)
+    # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
     if not sends and runs_in_slurm(stage, os.environ, params):  # a node has no network
-        return run_as_job(stage, args, params)
+        return run_as_job(stage, args, params, stages)
     in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
     engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
     target = image_target(stage, params)
     engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say_once)
     refuse_online_tracking(stage, engine, params)
-    stages = declared_stages(WORKSPACE_DIR)
-    # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
-    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
     # A process can do without, as for docker/run train --help.
     declared = stage_of_command(stages, stage, args, required=engine.image is not None)
     if declared is not None:
@@ -176,28 +176,16 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     return ended.code
 
 
-def run_as_job(stage: str, args: tuple[str, ...], params: Params) -> int:
+def run_as_job(stage: str, args: tuple[str, ...], params: Params, stages: Sequence[DeclaredStage]) -> int:
     """Run a stage as a job of Slurm, whose launcher does what follows, and return its exit code.
 
     Raises UserError where it cannot run, or is not to be waited for in vain.
     """
-    name, by_dvc = args[0] if args else "", "DVC_STAGE" in os.environ
-    stages = declared_stages(WORKSPACE_DIR)
     declared = stage_of_command(stages, stage, args)
     assert declared is not None
-    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
-    refuse_undeclared(declared, stage, name, params)
-    job = stage_job(
-        stage,
-        args,
-        declared,
-        params,
-        facts=facts_now(stage, args, declared, params, stages),
-        workspace_dir=WORKSPACE_DIR,
-        caller=os.environ,
-        say=say,
-    )
-    if by_dvc:
+    refuse_undeclared(declared, stage, args[0] if args else "", params)
+    job = stage_job(stage, args, declared, params, stages, WORKSPACE_DIR, os.environ, say=say)
+    if "DVC_STAGE" in os.environ:
         # The end of dvc is no request to end the job.
         end_with_own_parent(caller_pid(), signal.SIGHUP)
     return job.run()
@@ -209,20 +197,12 @@ def refuse_changed_job(
     """Raises UserError where a job would do something else than it was submitted for, as files changed meanwhile."""
     if JOB_VARIABLE not in os.environ:
         return
-    facts = facts_now(stage, args, declared, params, stages)
+    facts = job_facts(stage, args, declared, params, stages, WORKSPACE_DIR, os.environ)
     if changed := JobDir(Path(os.environ[JOB_VARIABLE])).changed_since(facts):
         raise UserError(
             f"{', '.join(changed)} changed after this job was submitted; the same command submits it anew. "
             "To change files while jobs wait, use an experiment: dvc exp run --queue"
         )
-
-
-def facts_now(
-    stage: str, args: tuple[str, ...], declared: DeclaredStage, params: Params, stages: Sequence[DeclaredStage]
-) -> dict[str, object]:
-    """The facts that a job of the stage has to find unchanged, of the workspace as it is now."""
-    inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
-    return job_facts(stage, args, declared, params, inputs=inputs, workspace_dir=WORKSPACE_DIR, caller=os.environ)
 
 
 def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:

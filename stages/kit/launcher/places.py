@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stages.core.environment import job_environment, numeric_settings
@@ -15,7 +15,7 @@ from stages.kit.launcher.dvc_command import DVC_VARIABLE, caller_pid, dvc_proces
 from stages.kit.launcher.engines import DEFAULT_ENGINE
 from stages.kit.launcher.needs import gpus_wanted, repository_dir, source_of
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.provenance_recorder import code_digest, used_params
+from stages.kit.launcher.provenance_recorder import code_digest, recorded_inputs, used_params
 from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE
 from stages.kit.launcher.slurm.nodes import nodes_of
 from stages.kit.launcher.slurm.resources import job_options
@@ -41,13 +41,14 @@ def stage_job(
     args: tuple[str, ...],
     declared: DeclaredStage,
     params: Params,
-    *,
-    facts: Mapping[str, object],
+    stages: Sequence[DeclaredStage],
     workspace_dir: Path,
     caller: Mapping[str, str],
+    *,
     say: Callable[[str], None],
 ) -> StageJob:
-    """The job of a stage. facts: its `job_facts`."""
+    """The job of a stage. Raises UserError as `job_facts`."""
+    facts = job_facts(stage, args, declared, params, stages, workspace_dir, caller)
     name, by_dvc = args[0] if args else "", "DVC_STAGE" in caller
     environment = job_environment(stage, caller, network=source_of(stage, name, params).startswith("hub:"))
     if by_dvc:
@@ -75,17 +76,19 @@ def job_facts(
     args: tuple[str, ...],
     declared: DeclaredStage,
     params: Params,
-    *,
-    inputs: Mapping[str, str],
+    stages: Sequence[DeclaredStage],
     workspace_dir: Path,
     caller: Mapping[str, str],
 ) -> dict[str, object]:
-    """All that a job is to do, by names for people. inputs: digests of the data that it reads, by path."""
+    """All that a job is to do, by names for people. stages: all of dvc.yaml.
+
+    Raises UserError where an input is not what its stage made.
+    """
     engine = caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
     image_inputs = (path for dep in declared.inputs("docker") for path in sorted((workspace_dir / dep).rglob("*")))
     return {
         "command": [stage, *args],
-        "inputs": dict(inputs),
+        "inputs": recorded_inputs(workspace_dir, stages, declared),
         "params": used_params(params, declared),
         "code": code_digest(workspace_dir, declared),
         "image": {path.name: file_digest(path) for path in image_inputs if path.is_file()},

@@ -9,13 +9,14 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.places import job_facts, runs_in_slurm, stage_job
+from stages.kit.launcher.places import runs_in_slurm, stage_job
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
 IN_SLURM = replace(PARAMS, profiles={"tiny": replace(PARAMS.active, place="slurm")})
+FOLDERS = ("stages", "docker", "data/x")
 STAGE = DeclaredStage(
-    name="train@r1", command="docker/run train r1", params=("seed", "tracking"), deps=("stages", "docker"), outs=()
+    name="train@r1", command="docker/run train r1", params=("seed", "tracking"), deps=FOLDERS, outs=()
 )
 
 
@@ -41,26 +42,23 @@ def test_a_mistyped_place_is_refused() -> None:
         runs_in_slurm("train", {"BAKEOFF_PLACE": "slrum"}, PARAMS)
 
 
-def fingerprint(workspace: Path, params: Params = PARAMS, *, inputs: str = "1", **caller: str) -> str:
-    job = ("train", ("r1",), STAGE, params)
-    facts = job_facts(*job, inputs={"data/x": inputs}, workspace_dir=workspace, caller=caller)
-    return stage_job(*job, facts=facts, workspace_dir=workspace, caller=caller, say=print).fingerprint
+def fingerprint(workspace: Path, params: Params = PARAMS, **caller: str) -> str:
+    return stage_job("train", ("r1",), STAGE, params, [STAGE], workspace, caller, say=print).fingerprint
 
 
 def test_a_job_is_another_when_its_inputs_settings_code_or_packages_are_and_no_other_thing(tmp_path: Path) -> None:
-    for folder in ("stages", "docker"):
-        (tmp_path / folder).mkdir()
+    for folder in FOLDERS:
+        (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file").write_text("1")
     first = fingerprint(tmp_path)
     asking = replace(PARAMS.slurm, save_seconds=10)
     assert fingerprint(tmp_path, replace(PARAMS, slurm=asking, scored="selection"), HOME="/x") == first
     others = [
-        fingerprint(tmp_path, inputs="2"),
         fingerprint(tmp_path, replace(PARAMS, seed=1)),
         fingerprint(tmp_path, BAKEOFF_ENGINE="docker"),
         fingerprint(tmp_path, OMP_NUM_THREADS="3"),
     ]
-    for folder in ("stages", "docker"):
+    for folder in FOLDERS:
         (tmp_path / folder / "file").write_text("2")
         others.append(fingerprint(tmp_path))
     assert len({first, *others}) == 7
