@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -99,30 +100,24 @@ def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iter
     if isinstance(items, str):
         items = params[items.removeprefix("${").removesuffix("}")]
     for key in items:
-        inside = _reachable("item", items[key]) if isinstance(items, dict) else ()
-        yield _declared(f"{name}@{key}", _filled(entry["do"], {**dict(inside), "key": key, "item": key}))
+        known = {"key": key, "item": items[key] if isinstance(items, dict) else key}
+        yield _declared(f"{name}@{key}", _filled(entry["do"], known))
 
 
-def _reachable(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The value and all that is within it, by the path that DVC's templates have for it."""
-    yield path, value
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _reachable(f"{path}.{key}", inner)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _reachable(f"{path}[{index}]", inner)
+def _filled(entry: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The entry with every `${path}` put in that leads to something known; others stay as they are."""
 
+    def value(match: re.Match[str]) -> str:
+        here: Any = known
+        try:
+            for step in re.findall(r"[\w-]+", match[1]):
+                here = here[int(step) if isinstance(here, list) else step]
+        except (LookupError, TypeError, ValueError):
+            return match[0]
+        return json.dumps(str(here))[1:-1]
 
-def _filled(value: Any, known: dict[str, Any]) -> Any:
-    """The value with every `${name}` that is known put in."""
-    if isinstance(value, dict):
-        return {_filled(key, known): _filled(inner, known) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, known) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{([^}]+)\}", lambda match: str(known.get(match[1], match[0])), value)
-    return value
+    filled: dict[str, Any] = json.loads(re.sub(r"\$\{([^}]+)\}", value, json.dumps(entry)))
+    return filled
 
 
 def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
