@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
 from stages.core.documents import nearest, shown
 from stages.core.params.schema import (
@@ -40,8 +41,7 @@ def cross_checks(params: Params) -> Problems:
         yield from _unknown_names(here, recipe, params)
         yield from _recipe_problems(here, recipe)
         yield from _label_problems(here, name, recipe, params)
-        if cycle := _base_cycle(f"runs/{name}/merged", params):
-            yield f"{here}.base", f"forms a cycle: {cycle}"
+    yield from _cycle_problems(params)
     for name, build in params.builds.items():
         here = f"builds.{name}"
         yield from _unknown_base(here, build, params)
@@ -202,25 +202,16 @@ def _expert_problems(here: str, build: BuildParams, expert: str, params: Params)
         yield f"{here}.experts", f"{expert} comes from {root}, not from {build.base}"
 
 
-def _base_cycle(start: str, params: Params) -> str:
-    """The way from a recipe's folder through what it is made of back to itself, or "" where there is none."""
-    waiting: list[tuple[str, ...]] = [(start,)]
-    seen: set[str] = set()
-    while waiting:
-        path = waiting.pop()
-        for parent in _made_of(path[-1], params):
-            if parent == start:
-                return " -> ".join(recipe_of(folder) or folder for folder in (*path, parent))
-            if parent not in seen:  # a cycle further down is reported at the recipes that form it
-                seen.add(parent)
-                waiting.append((*path, parent))
-    return ""
-
-
-def _made_of(folder: str, params: Params) -> list[str]:
-    kind, name, *_ = folder.split("/")
-    if kind == "runs" and name in params.recipes:
-        return [params.recipes[name].base]
-    if kind == "builds" and name in params.builds:
-        return [f"runs/{expert}/merged" for expert in params.builds[name].recipes]
-    return []
+def _cycle_problems(params: Params) -> Problems:
+    """The way from each recipe of a cycle through what it is made of back to itself; of the first cycle alone."""
+    made_of = {f"runs/{name}/merged": [recipe.base] for name, recipe in params.recipes.items()}
+    for name, build in params.builds.items():
+        made_of[f"builds/{name}"] = [f"runs/{expert}/merged" for expert in build.recipes]
+    try:
+        TopologicalSorter(made_of).prepare()
+    except CycleError as error:
+        *cycle, _ = reversed(error.args[1])
+        for index, folder in enumerate(cycle):
+            if recipe := recipe_of(folder):
+                way = (recipe_of(each) or each for each in (*cycle[index:], *cycle[:index], folder))
+                yield f"recipes.{recipe}.base", f"forms a cycle: {' -> '.join(way)}"
