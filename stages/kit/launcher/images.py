@@ -66,17 +66,12 @@ class Bases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    flash_attn: bool
-    """Whether its image has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pins:
     """docker/images.yaml."""
 
     bases: Bases
-    targets: dict[str, Target]
+    flash_attn: bool
+    """Whether the images for GPUs have it."""
 
 
 def read_pins(workspace_dir: Path) -> Pins:
@@ -124,7 +119,7 @@ def below(target: str) -> str:
 
 def has_flash_attn(target: str, pins: Pins, base: Base) -> bool:
     """Whether the image has flash-attn. The stand-in's never: what it is compiled in comes from a registry too."""
-    return pins.targets[below(target)].flash_attn and not base.is_stand_in
+    return pins.flash_attn and below(target) == "cuda" and not base.is_stand_in
 
 
 def cpu_torch(workspace_dir: Path) -> str:
