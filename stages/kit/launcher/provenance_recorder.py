@@ -134,27 +134,19 @@ def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, list[str]]:
-    """(commit, those of the files below these paths that it does not have as they are); (None, []) without git."""
-    status = ("status", "--porcelain=v2", "--branch", "--no-renames", "--untracked-files=all", "-z")
+    """(commit, those of the files below these paths that it does not have as they are); (None, []) without one."""
+
+    def ask(*command: str) -> str:
+        # No locks: else it would write to the index, beside dvc.
+        git = ["git", "--no-optional-locks", "-C", str(workspace_dir), *command]
+        return os.fsdecode(subprocess.run(git, capture_output=True, check=True).stdout)
+
     try:
-        asked = subprocess.run(
-            ["git", *status, "--", *paths],
-            cwd=workspace_dir,
-            capture_output=True,
-            check=True,
-            # Else it would write to the index, beside dvc.
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        lines = ask("status", "--porcelain", "--no-renames", "--untracked-files=all", "-z", "--", *paths).split("\0")
+        changed = sorted(line[3:] for line in lines if line)
+        return ask("rev-parse", "--verify", "--quiet", "HEAD").strip(), changed
     except (OSError, subprocess.CalledProcessError):
         return None, []
-    commit, changed = None, []
-    for line in os.fsdecode(asked.stdout).split("\0"):
-        kind, _, rest = line.partition(" ")
-        if rest.startswith("branch.oid ") and not rest.endswith("(initial)"):
-            commit = rest.removeprefix("branch.oid ")
-        elif kind in ("1", "u", "?"):  # git-status(1): the path comes last, after seven, nine or no fields
-            changed.append(rest.split(" ", {"1": 7, "u": 9, "?": 0}[kind])[-1])
-    return commit, sorted(changed)
 
 
 def code_digest(workspace_dir: Path, stage: DeclaredStage) -> str:
