@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -18,23 +19,14 @@ def end_with_parent() -> Callable[[], None] | None:
 
     SIGTERM, not SIGKILL: a stage may save its work on it. None where the system has no such signal.
     """
-    prctl = _prctl()
-    if prctl is None:
-        return None
-    parent = os.getpid()
-
-    def ask() -> None:  # runs between fork and exec: everything that allocates or imports was done before
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before it could be watched
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask
+    # It runs between fork and exec: prctl is found before that.
+    return partial(end_with_own_parent, os.getpid()) if _prctl() else None
 
 
 def end_with_own_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
     """The same for this process and whoever started it. Does nothing where unsupported.
 
-    parent: its process id, where somebody saw it earlier: if it is another's child by now, this process ends.
+    parent: its process id, where somebody saw it earlier: if it died before it could be watched, this process ends.
     number: the signal that this process gets.
     """
     prctl = _prctl()
@@ -44,5 +36,6 @@ def end_with_own_parent(parent: int | None = None, number: signal.Signals = sign
             os.kill(os.getpid(), number)
 
 
+@cache
 def _prctl() -> Callable[[int, int], int] | None:
     return ctypes.CDLL(None).prctl if sys.platform == "linux" else None
