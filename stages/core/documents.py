@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -114,17 +114,20 @@ def refuse_aliases(path: Path) -> None:
                 )
 
 
-def read_json(kind: type[T], path: Path, *, fix: str) -> T:
+def read_json(kind: type[T], path: Path, *, fix: str, read: Callable[[type[T], Path], T] | None = None) -> T:
     """A JSON file as the dataclass that was written to it.
 
     fix: the command that makes it anew, for the message of the UserError raised where it is missing or damaged.
+    read: read_yaml for a file that is YAML.
     """
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return read(kind, path) if read else TypeAdapter(kind).validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
+    except Unreadable as error:
+        raise damaged(path, {"the file": str(error)}, fix=fix) from None
     except ValidationError as error:
         raise damaged(path, problems(error, kind), fix=fix) from None
 

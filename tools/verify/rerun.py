@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ruamel.yaml import YAML
 
+from stages.core.documents import nearest
 from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
@@ -70,9 +70,8 @@ def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
     """Raises UserError where dvc.yaml has none of that name."""
     stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
     if name not in stages:
-        near = get_close_matches(name, list(stages), n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"dvc.yaml has no stage {name}{meant}; there are: {', '.join(stages) or 'none'}")
+        known = ", ".join(stages) or "none"
+        raise UserError(f"dvc.yaml has no stage {name}{nearest(name, stages)}; there are: {known}")
     return stages[name]
 
 

@@ -10,11 +10,11 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
-from stages.core.documents import Unreadable, damaged, problems, read_yaml, shown
+from stages.core.documents import damaged, read_json, read_yaml, shown
 from stages.core.errors import UserError
 from stages.core.params.schema import (
     PARTS,
@@ -188,16 +188,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
     """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
     path, fix = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
-    try:
-        plan = read_yaml(Plan, path)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
-    except Unreadable as error:
-        raise damaged(path, {"the file": str(error)}, fix=fix) from None
-    except ValidationError as error:
-        raise damaged(path, problems(error, Plan), fix=fix) from None
+    plan = read_json(Plan, path, fix=fix, read=read_yaml)
     if faults := _faults(plan, recipe):
         raise damaged(path, faults, fix=fix)
     return plan

@@ -199,7 +199,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.verify.rerun._launch", None)
-    with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean train@r1-llm-only\?\)"):
+    with pytest.raises(UserError, match=r"no stage train@r1-llm-onyl \(did you mean 'train@r1-llm-only'\?\)"):
         rerun(workspace, "train@r1-llm-onyl")
     (workspace / "data/provenance/detection/train@r1-llm-only.json").write_text("{")
     with pytest.raises(UserError, match=r"train@r1-llm-only\.json is damaged: .*dvc checkout"):

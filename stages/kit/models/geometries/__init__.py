@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
+from stages.core.documents import nearest
 from stages.core.errors import UserError
 
 GEOMETRIES_DIR = Path(__file__).parent
@@ -38,7 +38,5 @@ def geometry_config_path(name: str) -> Path:
     """Raises UserError for an unknown name, with the nearest known one."""
     names = geometry_names()
     if name not in names:
-        match = get_close_matches(name, names, n=1)
-        nearest = f" (did you mean {match[0]!r}?)" if match else ""
-        raise UserError(f"no geometry is called {name!r}{nearest}; there are: {', '.join(names)}")
+        raise UserError(f"no geometry is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
     return GEOMETRIES_DIR / name / "config.json"
