@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 
+from stages.core.documents import shown
 from tools.verify.measured import MEASURED, without_measured
 
 TRACE_COLUMNS = ("step", "loss", "grad_norm")
@@ -120,9 +121,9 @@ def _in_safetensors(one: Path, other: Path) -> str:
             if unlike.any():
                 first = int(unlike.int().argmax())
                 index = ", ".join(str(int(part)) for part in torch.unravel_index(torch.tensor(first), values.shape))
-                shown = [f"{tensor.flatten()[first].item():.9g}" for tensor in (values, against)]
+                ours_there, theirs_there = (f"{tensor.flatten()[first].item():.9g}" for tensor in (values, against))
                 count = f"{int(unlike.sum()):,} of {values.numel():,} values"
-                return f"tensor {name}: {count}, first [{index}], {shown[0]} against {shown[1]}"
+                return f"tensor {name}: {count}, first [{index}], {ours_there} against {theirs_there}"
     return "the header"
 
 
@@ -139,13 +140,13 @@ def _in_values(one: Any, other: Any, path: str = "") -> Iterator[str]:
         for index, (value, against) in enumerate(zip(one, other, strict=True)):
             yield from _in_values(value, against, f"{path}[{index}]")
     elif repr(one) != repr(other):  # a NaN equals itself
-        yield f"{path or 'all of it'}: {_short(one)} against {_short(other)}"
+        yield f"{path or 'all of it'}: {shown(one)} against {shown(other)}"
 
 
 def _in_lines(one: str, other: str) -> str:
     lines = enumerate(zip_longest(one.splitlines(True), other.splitlines(True)), start=1)
     number, (line, against) = next((number, pair) for number, pair in lines if pair[0] != pair[1])
-    return f"line {number}: {_short(line)} against {_short(against)}"
+    return f"line {number}: {shown(line)} against {shown(against)}"
 
 
 def _in_bytes(one: Path, other: Path) -> str:
@@ -157,11 +158,6 @@ def _in_bytes(one: Path, other: Path) -> str:
     pairs = enumerate(zip(chunk, against, strict=False))
     place = next((place for place, (a, b) in pairs if a != b), min(len(chunk), len(against)))
     return f"byte {position + place:,}; {sizes}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _same_but_for_measured(one: Path, other: Path) -> bool:

@@ -114,7 +114,7 @@ def test_a_damaged_trace_is_compared_all_the_same(pair: tuple[Path, Path], damag
         ("a.json", '{"a": NaN, "b": 1}', '{"a": NaN, "b": 2}', "b: 1 against 2"),
         ("a.md", "one\ntwo\n", "one\ntwo\nthree\n", "line 3: None against 'three\\n'"),
         ("a.md", "one\n", "one\r\n", "line 1: 'one\\n' against 'one\\r\\n'"),
-        ("a.txt", "x" * 500, "y" * 500, f"line 1: '{'x' * 56}... against '{'y' * 56}..."),
+        ("a.txt", "x" * 500, "y" * 500, f"line 1: '{'x' * 76}... against '{'y' * 76}..."),
         ("a.png", b"\x89\xff\x00", b"\x89\xff\x01", "byte 2; 3 bytes against 3"),
         ("a.parquet", b"PAR1", b"PAR1 no more", "byte 4; 4 bytes against 12"),
         ("a.bin", b"\xff" * 2_000_000, b"\xff" * 1_999_999 + b"a", "byte 1,999,999; 2,000,000 bytes against 2,000,000"),
