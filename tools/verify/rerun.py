@@ -21,7 +21,7 @@ from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
-from stages.core.signals import handled_signals
+from stages.core.signals import handling
 from stages.kit.launcher.needs import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
@@ -57,7 +57,8 @@ def rerun(workspace_dir: Path, name: str) -> Rerun:
             f"bring them with: dvc checkout; or make them with: dvc repro {name}"
         )
     before = _record(workspace_dir, stage)  # refused now where it is damaged, not after hours
-    with _signals_interrupt(), temporary_workspace(workspace_dir, stage) as folder:
+    # Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed.
+    with handling(signal.default_int_handler), temporary_workspace(workspace_dir, stage) as folder:
         code = _launch(folder, stage)
         if code != 0:
             raise UserError(f"{name} failed when it was run again, with exit code {code}; its own message is above")
@@ -159,17 +160,6 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         signals.forward_to(process.send_signal)
         return process.wait()
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in handled_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:

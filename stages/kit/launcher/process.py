@@ -13,7 +13,7 @@ from types import FrameType
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.parent_death import end_with_parent
-from stages.core.signals import SAME_REQUEST_S, handled_signals
+from stages.core.signals import SAME_REQUEST_S, handling
 from stages.kit.launcher.machine import this_machine
 from stages.kit.launcher.stage_run import Ended, StageRun
 
@@ -56,12 +56,8 @@ class ForwardedSignals:
 def forwarded_signals() -> Iterator[ForwardedSignals]:
     """Handle the signals that ask to end while a stage runs."""
     signals = ForwardedSignals()
-    before = {number: signal.signal(number, signals.on_signal) for number in handled_signals()}
-    try:
+    with handling(signals.on_signal):
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class ProcessEngine:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ from trl import SFTTrainer
 
 from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams
-from stages.core.signals import ENDING, SAME_REQUEST_S, handled_signals
+from stages.core.signals import ENDING, SAME_REQUEST_S, handling
 from stages.kit.models.placement import local, whole
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.record import Trace
@@ -252,7 +252,8 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
     num_steps = trainer.args.max_steps
     if newest:
         log.info("goes on from step %d of %d", newest, num_steps)
-    with SaveInTime(trainer, params) as saving:
+    saving = SaveInTime(trainer, params)
+    with handling(saving.on_signal):
         trainer.add_callback(saving)
         trainer.train(resume_from_checkpoint=str(checkpoints.at(newest)) if newest else None)
     ended = trainer.state.global_step
@@ -272,8 +273,7 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
 class SaveInTime(TrainerCallback):
     """Has the trainer save after a step where that is due, and stop where a signal asked this process to end.
 
-    As a context it handles these signals. The processes of a training agree on the step: each has its own clock, and is
-    asked to end at a moment of its own.
+    The processes of a training agree on the step: each has its own clock, and is asked to end at a moment of its own.
     """
 
     asked_by = 0
@@ -285,15 +285,7 @@ class SaveInTime(TrainerCallback):
         self.trainer = trainer
         self.params = params
 
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self.asked_by:
             self.asked_by, self._asked_at = number, time.monotonic()
             # No logging, nor any other lock that whatever was interrupted may hold.

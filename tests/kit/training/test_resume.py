@@ -10,7 +10,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParams
-from stages.core.signals import ENDING
+from stages.core.signals import ENDING, handling
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.load import load_model
@@ -257,8 +258,12 @@ def test_asked_to_end_in_its_last_step_it_finishes(workplace: Workplace, undistu
     assert workplace.steps == []
 
 
-def asked_to_end() -> SaveInTime:
-    return SaveInTime(Any, WHEN_ASKED)  # type: ignore[arg-type]
+@contextmanager
+def asked_to_end() -> Iterator[SaveInTime]:
+    """What a training does with signals."""
+    request = SaveInTime(Any, WHEN_ASKED)  # type: ignore[arg-type]
+    with handling(request.on_signal):
+        yield request
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -297,16 +302,6 @@ def test_a_closed_stderr_is_no_error() -> None:
         os.close(stderr)
         os.close(writer)
     assert request.asked_by == signal.SIGHUP
-
-
-def test_nohup_stays_in_force() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with asked_to_end() as request:
-            signal.raise_signal(signal.SIGHUP)
-            assert request.asked_by == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_by_the_clock_it_saves_when_that_is_due(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
