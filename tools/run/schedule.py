@@ -28,6 +28,7 @@ def next_steps(
 ) -> list[str]:
     """The names of the steps to start now, those first that begin the longest chain of steps.
 
+    steps: each after those that it waits for.
     waiting: not started yet. done: ended well; what waits for a step that failed is never started.
     jobs: steps at once. gpus: of the machine; a step that wants more than there are starts when no other has one, and
     says itself what is wrong.
@@ -46,16 +47,12 @@ def next_steps(
 
 
 def chain_lengths(steps: Mapping[str, Step]) -> dict[str, int]:
-    """The number of steps in the longest chain that begins with each one, itself included."""
-    followers: dict[str, list[str]] = {name: [] for name in steps}
-    for name, step in steps.items():
-        for other in step.waits_for:
-            followers[other].append(name)
-    lengths: dict[str, int] = {}
+    """The number of steps in the longest chain that begins with each one, itself included.
 
-    def length(name: str) -> int:
-        if name not in lengths:
-            lengths[name] = 1 + max(map(length, followers[name]), default=0)
-        return lengths[name]
-
-    return {name: length(name) for name in steps}
+    steps: each after those that it waits for.
+    """
+    lengths = dict.fromkeys(steps, 1)
+    for name in reversed(lengths):
+        for other in steps[name].waits_for:
+            lengths[other] = max(lengths[other], 1 + lengths[name])
+    return lengths
