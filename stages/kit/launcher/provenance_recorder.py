@@ -5,7 +5,6 @@ Imports nothing heavy: every stage waits for it.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -77,7 +76,7 @@ class ProvenanceRecorder:
             code=self.code,
             experiment=self.stage_run.caller.get("DVC_EXP_NAME"),
             params=self.params,
-            plan=None if plan is None else as_json(asdict(plan)),
+            plan=None if plan is None else asdict(plan),
             seed=None if plan is None else plan.seed,
             attempt=attempt,
             inputs=self.inputs,
@@ -164,19 +163,14 @@ def code_digest(workspace_dir: Path, stage: DeclaredStage) -> str:
 
 def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
     """What the stage declares of params.yaml, by dotted path, defaults filled in; what is not there is left out."""
-    everything, found = as_json(asdict(params)), {}
+    everything, found = asdict(params), {}
     for path in (declared.replace("${profile}", params.profile) for declared in stage.params):
-        here = everything
+        here: Any = everything
         for step in path.split("."):
             here = here.get(step) if isinstance(here, dict) else None
         if here is not None:
             found[path] = here
     return found
-
-
-def as_json(settings: dict[str, Any]) -> Any:
-    """Lists for tuples."""
-    return json.loads(json.dumps(settings))
 
 
 def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Plan | None:
