@@ -139,7 +139,7 @@ def stage_environment(command: Sequence[str], *, num_threads: int | None) -> dic
     a job are known by it too, and `dvc repro` could not go on from them.
     """
     shared = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return {**shared, **os.environ, DVC_VARIABLE: json.dumps(["", command])}
+    return {**shared, **os.environ, DVC_VARIABLE: json.dumps(command)}
 
 
 def same_training(one: str, other: str) -> bool:

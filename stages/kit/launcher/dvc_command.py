@@ -1,4 +1,4 @@
-"""The dvc command that runs the launcher: lines that its stages share, and changes that it leaves in params.yaml."""
+"""The dvc command that runs the launcher, and changes that it leaves in params.yaml."""
 
 from __future__ import annotations
 
@@ -7,53 +7,27 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from stages.core.publish import publish_text
-
-KEPT_LINES = 30
-"""Lines remembered, of the last commands; several may run side by side."""
-
-
 DVC_VARIABLE = "BAKEOFF_DVC"
-"""What `dvc_process` is to find: in a job, what it found on the machine that it was submitted from; side by side, the
-one command in whose place `tools.run` has several dvc run."""
+"""The command line of dvc: in a job, of the one on the machine that it was submitted from; side by side, of the one
+command in whose place `tools.run` has several dvc run."""
 
 
-def dvc_process(caller: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(what tells the dvc that runs the launcher from every other process, its command line); empty where unknown.
+def dvc_command_line(caller: Mapping[str, str]) -> list[str]:
+    """The command line of the dvc that runs the launcher; empty where unknown.
 
     caller: the launcher's environment.
     """
     if DVC_VARIABLE in caller:
-        process, command_line = json.loads(caller[DVC_VARIABLE])
-        return process, command_line
-    pid = caller_pid()
+        command_line: list[str] = json.loads(caller[DVC_VARIABLE])
+        return command_line
     try:
-        process = psutil.Process(pid)
-        return f"{pid} {process.create_time():.2f}", process.cmdline()
+        return psutil.Process(caller_pid()).cmdline()
     except (psutil.Error, OSError):
-        return "", []
-
-
-def first_time(process: str, line: str, said_path: Path) -> bool:
-    """Whether none of the stages of this dvc process has said this line yet; from now on one has.
-
-    said_path: remembers it. Where that cannot be written, every time is the first.
-    """
-    entry = f"{process} {line!r}"
-    said: list[str] = []
-    with suppress(OSError):
-        said = said_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    if process and entry in said:
-        return False
-    with suppress(OSError):
-        said_path.parent.mkdir(parents=True, exist_ok=True)
-        publish_text("\n".join([*said[-KEPT_LINES:], entry]) + "\n", said_path)
-    return True
+        return []
 
 
 def params_left(command_line: Sequence[str], caller: Mapping[str, str], workspace_dir: Path) -> str | None:

@@ -13,7 +13,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.attempts import run_down_the_ladder
 from stages.kit.launcher.cache import share_with_cache
 from stages.kit.launcher.download_check import refuse_download_without_gpus
-from stages.kit.launcher.dvc_command import caller_pid, dvc_process, first_time, params_left
+from stages.kit.launcher.dvc_command import caller_pid, dvc_command_line, params_left
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
 from stages.kit.launcher.leases import leased_gpus
 from stages.kit.launcher.machine import triton_dir
@@ -67,16 +67,12 @@ def main(stage: str, args: tuple[str, ...]) -> None:
         # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
         # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
         end_with_own_parent(caller_pid())
-    process, command_line = dvc_process(os.environ) if by_dvc else ("", [])
+    command_line = dvc_command_line(os.environ) if by_dvc else []
     args = args or item_of(os.environ.get("DVC_STAGE", ""))
-
-    def say_once(line: str) -> None:
-        if not by_dvc or first_time(process, line, repository_dir(os.environ, WORKSPACE_DIR) / ".bakeoff/said"):
-            say(line)
 
     def run() -> int:
         try:
-            return launch(stage, args, command_line=command_line, say_once=say_once)
+            return launch(stage, args, command_line=command_line)
         except UserError as error:
             error.show()
             return error.exit_code
@@ -89,11 +85,10 @@ def main(stage: str, args: tuple[str, ...]) -> None:
     sys.exit(code)
 
 
-def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], say_once: Callable[[str], None]) -> int:
+def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str]) -> int:
     """Run a stage to its end and return its exit code. Raises UserError where it cannot be run.
 
     command_line: of the DVC that runs the stage; empty without one.
-    say_once: says what is the same for all stages of one command.
     """
     name, by_dvc, repository = (
         args[0] if args else "",
@@ -101,7 +96,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
         repository_dir(os.environ, WORKSPACE_DIR),
     )
     refuse_links_out(repository, (".bakeoff/gpus",))
-    name_open_paths(repository, say_once)
+    name_open_paths(repository)
     params = load_params(WORKSPACE_DIR / "params.yaml")
     sends = sends_what_it_wrote(stage, args)
     stages = declared_stages(WORKSPACE_DIR)
@@ -112,7 +107,7 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str], sa
     in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
     engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
     target = image_target(stage, params)
-    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say_once)
+    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say)
     refuse_online_tracking(stage, engine, params)
     # A process can do without, as for docker/run train --help.
     declared = stage_of_command(stages, stage, args, required=engine.image is not None)
@@ -220,7 +215,7 @@ def same_training(stage: str, name: str, params: Params, *, command_line: Sequen
     return ""
 
 
-def name_open_paths(repository: Path, say_once: Callable[[str], None]) -> None:
+def name_open_paths(repository: Path) -> None:
     """Name code and folders that other accounts may write to.
 
     Whoever may write into the checkout, its .venv or its .bakeoff decides what runs there: Python imports from the
@@ -238,7 +233,7 @@ def name_open_paths(repository: Path, say_once: Callable[[str], None]) -> None:
     if any(map(is_open, (code_dir, *code_dir.rglob("*")))):  # 3 ms
         open_paths.append(f"-R o-w '{code_dir}'")
     for path in open_paths:
-        say_once(f"every account of this machine can change what runs here; end that with: chmod {path}")
+        say(f"every account of this machine can change what runs here; end that with: chmod {path}")
 
 
 def refuse_online_tracking(stage: str, engine: Engine, params: Params) -> None:

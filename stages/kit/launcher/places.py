@@ -11,7 +11,7 @@ from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
 from stages.core.params.schema import Params
-from stages.kit.launcher.dvc_command import DVC_VARIABLE, caller_pid, dvc_process
+from stages.kit.launcher.dvc_command import DVC_VARIABLE, caller_pid, dvc_command_line
 from stages.kit.launcher.engines import DEFAULT_ENGINE
 from stages.kit.launcher.needs import gpus_wanted, repository_dir, source_of
 from stages.kit.launcher.pipeline import DeclaredStage
@@ -52,7 +52,7 @@ def stage_job(
     name, by_dvc = args[0] if args else "", "DVC_STAGE" in caller
     environment = job_environment(stage, caller, network=source_of(stage, name, params).startswith("hub:"))
     if by_dvc:
-        environment[DVC_VARIABLE] = json.dumps(dvc_process(caller))
+        environment[DVC_VARIABLE] = json.dumps(dvc_command_line(caller))
     return StageJob(
         declared=declared,
         workspace_dir=workspace_dir,
