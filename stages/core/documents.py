@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -17,16 +14,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
-from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.reader import ReaderError
 
 from stages.core.errors import UserError, some
 
 MAX_SHOWN_CHARS = 80
-
-MAX_CHUNKS = 1_000_000
-"""Limit of a YAML file as JSON, one to three chunks a value: a few lines of aliases can stand for billions."""
 
 MAX_DEPTH = 200
 """Limit of lists and mappings within each other in a YAML file."""
@@ -48,15 +42,15 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 def read_yaml(kind: type[T], path: Path) -> T:
     """A YAML 1.2 file as a dataclass.
 
+    Without anchors: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes all places of
+    one, or loses it.
     Raises Unreadable where it is not YAML, ValidationError where it does not fit the dataclass; OSError.
     """
     yaml, content = YAML(typ="safe"), path.read_bytes()
     yaml.Constructor = _Constructor
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReusedAnchorWarning)  # YAML allows it
-            _refuse_depth(content)
-            chunks = list(islice(json.JSONEncoder().iterencode(yaml.load(content)), MAX_CHUNKS + 1))
+        _refuse_depth_and_anchors(content)
+        text = json.dumps(yaml.load(content))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -65,22 +59,25 @@ def read_yaml(kind: type[T], path: Path) -> T:
         raise Unreadable(f"{error.reason}, at position {error.position}") from None
     except RecursionError:
         raise Unreadable("lists and mappings are nested too deep") from None
-    # The latter of `!!int x`, of escapes beyond Unicode, of sets, and of a list within itself.
+    # The latter of `!!int x`, of escapes beyond Unicode, and of sets.
     except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise Unreadable(" ".join(str(error).split())) from None
-    if len(chunks) > MAX_CHUNKS:
-        raise Unreadable(f"holds more than {MAX_CHUNKS:,} values, those behind an alias counted at every place")
     # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
-    return TypeAdapter(kind).validate_json("".join(chunks), strict=True)
+    return TypeAdapter(kind).validate_json(text, strict=True)
 
 
-def _refuse_depth(content: bytes) -> None:
-    """Raises RecursionError. libyaml's composer calls itself for each list in a list, until the process is killed."""
+def _refuse_depth_and_anchors(content: bytes) -> None:
+    """Raises Unreadable for an anchor or an alias, and RecursionError for what is nested too deep: libyaml's composer
+    calls itself for each list in a list, until the process is killed.
+    """
     depth = 0
     for event in YAML(typ="safe").parse(content):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise RecursionError
+        if anchor := getattr(event, "anchor", None):
+            line = event.start_mark.line + 1
+            raise Unreadable(f"line {line}: the anchor {shown(anchor)} is refused; write out the value in each place")
 
 
 def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
@@ -98,20 +95,6 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
         raise UserError(f"{path} is not YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, problems(error, kind)) from None
-
-
-def refuse_aliases(path: Path) -> None:
-    """Raises UserError where a YAML file has an alias: `dvc exp run -S` changes all of its places, or loses it.
-
-    What is no YAML is left to read_settings.
-    """
-    with suppress(OSError, YAMLError):
-        for event in YAML(typ="safe").parse(path.read_bytes()):
-            if isinstance(event, AliasEvent):
-                raise UserError(
-                    f"{path}, line {event.start_mark.line + 1}: the alias *{event.anchor} is refused, for with -S a "
-                    "change of one place would change others too, or be lost; write the value out"
-                )
 
 
 def read_json(kind: type[T], path: Path, *, fix: str, read: Callable[[type[T], Path], T] | None = None) -> T:

@@ -51,16 +51,13 @@ def test_any_content_is_read_or_refused_on_one_line(content: str | bytes, path: 
     [
         ("a: [", "line 2, column 1: did not find expected node content"),
         ("a: b\n\tc: d", "line 2, column 1: found a tab character"),
-        ("a: *b", "line 1, column 4: found undefined alias"),
+        ("a: *b", "line 1: the anchor 'b' is refused"),
+        ("a: 1\nb: &c [*c]", "line 2: the anchor 'c' is refused; write out the value in each place"),
         ("a: 1\na: 2", "line 2, column 1: found duplicate key .a."),
         ("a: 1\n---\nb: 2\n", "another document"),
         ("a: !x y", "line 1, column 4: could not determine a constructor for the tag '!x'"),
         ("[" * 1000 + "]" * 1000, "nested too deep"),
         (b"a: \xe9", "at position 3"),
-        (
-            "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]),
-            "more than 1,000,000 values, those behind an alias counted at every place",
-        ),
     ],
 )
 def test_what_is_no_yaml_says_why(text: str | bytes, reason: str, path: Path) -> None:
@@ -69,10 +66,7 @@ def test_what_is_no_yaml_says_why(text: str | bytes, reason: str, path: Path) ->
 
 
 def test_merges_dates_and_numbers_are_those_of_yaml_1_2_and_json(path: Path) -> None:
-    text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc: {<<: *a, x: 3}\nd: {<<: [*a, *b], w: 4}\n"
-    value = read(text, path)
-    assert value["c"] == {"x": 3, "y": 1}
-    assert value["d"] == {"x": 1, "y": 1, "z": 2, "w": 4}
+    assert read("{<<: [{x: 1, y: 1}, {x: 2, z: 2}], y: 3}", path) == {"x": 1, "y": 3, "z": 2}
     value = read("[2020-99-01, 1e-05, 1e5, 0x10, 0o10, yes, 1_000, .5, 'x']", path)
     assert value == ["2020-99-01", 1e-5, 1e5, 16, 8, "yes", 1000, 0.5, "x"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stages.core.documents import read_settings, refusal, refuse_aliases
+from stages.core.documents import read_settings, refusal
 from stages.core.given_files import require_own
 from stages.core.params.cross_checks import cross_checks
 from stages.core.params.schema import Params
@@ -22,7 +22,6 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     """
     if os.path.lexists(path):
         require_own(path, path.parent)  # a link would have parts of another file shown, and a pipe never ends
-    refuse_aliases(path)
     params = read_settings(Params, path, hint="run from the top of the repository")
     if found := list(cross_checks(params)):
         raise refusal(path, found)
