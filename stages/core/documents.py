@@ -92,7 +92,7 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except Unreadable as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+        raise UserError(f"{path} is not plain YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, problems(error, kind)) from None
 

@@ -103,7 +103,7 @@ SMALL_TEXT = io.StringIO()
 YAML().dump(SMALL, SMALL_TEXT)
 STEP = r"""(?:[\w/@+-]+|['"].*)"""
 A_REFUSAL = re.compile(
-    r"\S+ is not YAML: .+|"
+    r"\S+ is not plain YAML: .+|"
     rf"\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+"
 )
 """Every line but the first is a problem with its path."""
@@ -167,10 +167,10 @@ def test_all_problems_are_reported_at_once_with_their_paths(mistakes: list[Any],
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("profile: other", r"is not YAML: line \d, column 1: found duplicate key .profile."),
-        ("[a, b]: x", "is not YAML: "),
-        ("more: &a [*a]", r"is not YAML: line \d+: the anchor 'a' is refused"),
-        ("more: " + "[" * 1000 + "]" * 1000, "is not YAML: "),
+        ("profile: other", r"is not plain YAML: line \d, column 1: found duplicate key .profile."),
+        ("[a, b]: x", "is not plain YAML: "),
+        ("more: &a [*a]", r"is not plain YAML: line \d+: the anchor 'a' is refused"),
+        ("more: " + "[" * 1000 + "]" * 1000, "is not plain YAML: "),
         ("2024: x", "2024: unknown key"),
         ("more: 2024-13-01", "more: unknown key"),
     ],
