@@ -49,6 +49,7 @@ from stages.kit.training.features import kept_features, use_features
 from stages.kit.training.fused_loss import prepare_fused_loss
 from stages.kit.training.seed import seed_everything
 from stages.tasks import load_task
+from tools.gpu.device import device_to_measure
 
 TURNS = 2
 """Of each of a pair."""
@@ -261,12 +262,17 @@ def main(vlm: Path, llm: Path, cuda: bool) -> None:
         memory = replace(profile.memory, precision="bf16", attn="auto")
         profile = replace(profile, device=DeviceParams(kind="cuda"), memory=memory)
         params = replace(params, profiles={**params.profiles, params.profile: profile})
-    device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores"
-    today = datetime.now(UTC).date()
-    table = Table("what", "ours", "against", "ours, s", "other, s", "times as fast", title=f"{device}, {today}")
     path = Path(".bakeoff/bench.jsonl")
     path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, path.open("a") as lines:
+    with (
+        device_to_measure("cuda" if cuda else "cpu", holder="make bench") as measured,
+        tempfile.TemporaryDirectory() as folder,
+        path.open("a") as lines,
+    ):
+        os.environ["CUDA_VISIBLE_DEVICES"] = measured.uuid  # transformers would split a batch over all that it sees
+        device = measured.name if cuda else f"{os.cpu_count()} cores"
+        today = datetime.now(UTC).date()
+        table = Table("what", "ours", "against", "ours, s", "other, s", "times as fast", title=f"{device}, {today}")
         for result in results(params, vlm, llm, Path(folder)):
             times = (f"{number:.2f}" for number in (result.ours_s, result.other_s, result.ratio))
             table.add_row(result.what, result.ours, result.other, *times)
