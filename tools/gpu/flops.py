@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedConfig
@@ -76,15 +77,24 @@ def model_flops(plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.
 
 def _attention_flops(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor], passes: Mapping[Part, int]) -> float:
     text = config.get_text_config()
-    num_samples, length = batch["input_ids"].shape
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     # Backward takes twice the forward's.
-    flops = num_samples * text.num_hidden_layers * 2 * length**2 * width * (2 * passes["llm"] - 1)
-    if "image_grid_thw" in batch:
+    flops = 2.0 * text.num_hidden_layers * _squared_lengths(batch) * width * (2 * passes["llm"] - 1)
+    if "pixel_values" in batch:
         vision = config.vision_config
         patches = batch["image_grid_thw"].prod(dim=1)
         flops += vision.depth * 4 * int((patches**2).sum()) * vision.embed_dim * (2 * passes["vision"] - 1)
     return flops
+
+
+def _squared_lengths(batch: Mapping[str, torch.Tensor]) -> int:
+    """Sum of the squares of the samples' lengths, be they padded or behind one another in a row."""
+    if "position_ids" not in batch:
+        num_samples, length = batch["input_ids"].shape
+        return num_samples * length**2
+    positions = batch["position_ids"].flatten(0, -2)[0]  # in the text, where each sample begins at 0
+    ends = [*positions.eq(0).nonzero().flatten().tolist(), len(positions)]
+    return sum((end - start) ** 2 for start, end in pairwise(ends))
 
 
 def _rows(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> dict[Part, int]:

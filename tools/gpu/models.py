@@ -15,13 +15,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParams
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.kit.memory.step import one_batch_trainer
+from stages.kit.memory.step import from_features, one_batch_trainer
 from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config, new_model, resolve_attention
 from stages.kit.models.parts import apply_recipe
 from stages.kit.models.random_weights import take_token_ids
+from stages.kit.planning.faster import with_fused_kernels, without_padding
 from stages.kit.planning.plan import Plan, Schedule
+from stages.kit.training.collators import packed
 from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
 from stages.kit.training.trainer import RecipeTrainer
 from tools.gpu.device import Kind
@@ -50,17 +52,19 @@ def config_of(geometry: str) -> PreTrainedConfig:
     return config
 
 
-def batch_of(setting: Setting, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+def batch_of(plan: Plan, config: PreTrainedConfig, *, max_pixels: int) -> dict[str, torch.Tensor]:
     """A micro-batch without contents."""
-    return stand_in_batch(
-        config, micro_batch=setting.micro_batch, max_length=setting.max_length, max_pixels=setting.max_pixels
+    batch = stand_in_batch(
+        config, micro_batch=plan.schedule.micro_batch, max_length=plan.max_length, max_pixels=max_pixels
     )
+    batch = from_features(batch, config, plan.precision) if plan.features_bytes else batch
+    return packed(batch, config, plan.loss) if plan.padding_free else batch
 
 
 def plan_of(setting: Setting, device: Kind) -> Plan:
     parts, targets = _RECIPES[setting.recipe]
     effective_batch = setting.micro_batch * ACCUMULATION
-    return Plan(
+    plan = Plan(
         recipe=setting.name,
         profile="calibration",
         task="none",
@@ -73,7 +77,6 @@ def plan_of(setting: Setting, device: Kind) -> Plan:
         quantization=setting.quantization,
         may_quantize=False,
         attn=setting.attn,
-        fused_kernels=setting.fused_kernels and device == "cuda",
         gradient_checkpointing=setting.checkpointing,
         optimizer=setting.optimizer,
         dataloader_workers=0,
@@ -83,6 +86,7 @@ def plan_of(setting: Setting, device: Kind) -> Plan:
         loss="all-tokens",
         max_length=setting.max_length,
         images=None,
+        features_bytes=int(setting.features),
         schedule=Schedule(
             train_samples=effective_batch,
             effective_batch=effective_batch,
@@ -100,6 +104,10 @@ def plan_of(setting: Setting, device: Kind) -> Plan:
         seed=42,
         trainable={},
     )
+    config = config_of(setting.geometry)
+    padding_free, _ = without_padding(plan, "auto" if setting.padding_free else "off", config)
+    fused_kernels, _ = with_fused_kernels(plan, "auto" if setting.fused_kernels else "off", config)
+    return replace(plan, padding_free=padding_free, fused_kernels=fused_kernels)
 
 
 @contextmanager
@@ -143,7 +151,7 @@ def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     The same token everywhere would send every token to the same experts.
     """
     filled = {name: torch.rand_like(tensor) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
-    if "pixel_values" not in batch:
+    if "image_grid_thw" not in batch:
         ids = batch["input_ids"]
         filled["input_ids"] = torch.arange(ids.numel()).view(ids.shape) % 256
     return filled

@@ -144,6 +144,10 @@ class Setting:
     optimizer: Optimizer = "adamw_torch_fused"
     attn: Attention = "sdpa"
     fused_kernels: bool = True
+    padding_free: bool = True
+    """Both where a GPU's profile has it so (planning/faster.py)."""
+    features: bool = False
+    """Whether features of pictures are kept, and computed by no step."""
     max_length: int = 2048
     max_pixels: int = 1003520
 
@@ -155,6 +159,8 @@ class Setting:
             *(f"x{self.micro_batch} of {self.max_length:,}", self.optimizer, self.attn),
             "" if self.checkpointing else "not checkpointed",
             "" if self.fused_kernels else "torch's kernels",
+            "" if self.padding_free else "padded",
+            "from features" if self.features else "",
         )
         return " ".join(word for word in words if word not in ("", "none", "adamw_torch_fused", "sdpa"))
 
@@ -168,6 +174,7 @@ SETTINGS: dict[Kind, tuple[Setting, ...]] = {
         Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2),
         Setting("qwen2-vl-7b", "r2", micro_batch=2),
         Setting("qwen2-vl-7b", "r4", **_NF4, micro_batch=2),
+        Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2, features=True),
         Setting("qwen2-vl-7b", "r1", **_NF4, micro_batch=2, fused_kernels=False),
         Setting("qwen2-vl-7b", "r1", micro_batch=2, attn="flash_attention_2"),
         # A picture of 1 MP is 1,280 tokens; question and answer have some hundred more.
@@ -201,6 +208,7 @@ SETTINGS: dict[Kind, tuple[Setting, ...]] = {
     "cpu": (
         Setting("qwen1.5-moe-tiny", "full", **_TINY, precision="fp32"),
         Setting("qwen2-vl-tiny", "r1", **_TINY, **_NF4),
+        Setting("qwen2-vl-tiny", "r1", **_TINY, **_NF4, features=True),
         Setting("qwen2-vl-tiny", "r2", **_TINY, precision="fp32", checkpointing=False),
         Setting("qwen2-vl-tiny", "r4", **_TINY),
         Setting("qwen2.5-tiny", "lora", **_TINY),

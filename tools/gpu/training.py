@@ -49,7 +49,7 @@ def predict_memory(
     """
     wanted = Setting(**setting)
     plan, whole = plan_of(wanted, device), config_of(wanted.geometry)
-    batch, processor = batch_of(wanted, whole), stand_in_processor(whole, None)
+    batch, processor = batch_of(plan, whole, max_pixels=wanted.max_pixels), stand_in_processor(whole, None)
     calibration = with_workspaces(load_calibration(), facts)
     text, vision = depth_of(whole)
     for depth in [layers] if layers else [(max(1, round(text * share)), vision) for share in SHARES]:
@@ -90,7 +90,7 @@ def measure_training(device: Kind, *, setting: dict[str, Any], prediction: dict[
     resolve_attention(plan.attn, plan.device, plan.precision)
     config = with_depth(config_of(wanted.geometry), tuple(prediction["layers"]))
     seed_everything(plan.seed)
-    batch = with_contents(batch_of(wanted, config))
+    batch = with_contents(batch_of(plan, config, max_pixels=wanted.max_pixels))
     if device == "cuda":  # a recipe's data loader has workers for that
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     with random_trainer(plan, config, batch, num_steps=MAX_STEPS) as trainer:
@@ -130,7 +130,7 @@ def measure_answers(
     """Have a model answer a batch of prompts, all of them `new_tokens` long, as evaluation does."""
     attn: Any = resolve_attention("auto", DeviceParams(kind=device), precision)
     config = config_of(geometry)
-    plan = plan_of(Setting(geometry, "full", precision=precision, attn=attn), device)
+    plan = plan_of(Setting(geometry, "full", precision=precision, attn=attn, padding_free=False), device)
     model = random_model(plan, config).eval()
     batch = with_contents(stand_in_batch(config, micro_batch=batch_size, max_length=prompt, max_pixels=max_pixels))
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}

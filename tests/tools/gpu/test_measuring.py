@@ -1,8 +1,10 @@
 """The pieces, as far as a CPU can run them."""
 
 import subprocess
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,29 +18,35 @@ from transformers import TrainerControl
 from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.models import packed_attention
+from stages.kit.training.collators import FEATURES
 from stages.kit.training.seed import seed_everything
 from tests import ROOT
 from tools.gpu import facts, flops, recipes
+from tools.gpu.device import Kind
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.kernels import kind_of
 from tools.gpu.models import ACCUMULATION, batch_of, config_of, plan_of, random_trainer, with_contents
-from tools.gpu.pieces import Setting
+from tools.gpu.pieces import SETTINGS, Setting
 from tools.gpu.training import StepMeter
 
 
 @pytest.mark.parametrize(
-    ("geometry", "recipe"),
+    ("geometry", "recipe", "features", "padding_free"),
     [
-        *(("qwen2-vl-tiny", recipe) for recipe in ("r1", "r2", "r4")),
-        *(("qwen2.5-tiny", "lora"), ("qwen1.5-moe-tiny", "full")),
+        *(("qwen2-vl-tiny", recipe, False, False) for recipe in ("r1", "r2", "r4")),
+        *(("qwen2.5-tiny", "lora", False, False), ("qwen1.5-moe-tiny", "full", False, False)),
+        *(("qwen2-vl-tiny", "r1", True, True), ("qwen2.5-tiny", "lora", False, True)),
     ],
 )
-def test_a_steps_arithmetic_is_what_torch_counts(geometry: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steps_arithmetic_is_what_torch_counts(
+    geometry: str, recipe: Any, features: bool, padding_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small: Any = {"micro_batch": 2, "max_length": 256, "max_pixels": 224 * 224}
-    setting = Setting(geometry, recipe, precision="fp32", checkpointing=False, **small)
-    plan, config = plan_of(setting, "cpu"), config_of(geometry)
+    setting = Setting(geometry, recipe, precision="fp32", checkpointing=False, features=features, **small)
+    plan, config = replace(plan_of(setting, "cpu"), padding_free=padding_free), config_of(geometry)
     seed_everything(plan.seed)
-    batch = with_contents(batch_of(setting, config))
+    batch = with_contents(batch_of(plan, config, max_pixels=setting.max_pixels))
+    assert (FEATURES in batch, "attention_mask" in batch) == (features, not padding_free)
     batch["labels"][:] = 1  # on a CPU TRL's head takes all tokens
     counter = FlopCounterMode(display=False)
     with random_trainer(plan, config, batch, num_steps=1) as trainer, counter:
@@ -49,6 +57,25 @@ def test_a_steps_arithmetic_is_what_torch_counts(geometry: str, recipe: Any, mon
     head = 2 * text.vocab_size * text.hidden_size * batch["labels"][:, 1:].numel()
     expected = ACCUMULATION * (model_flops(plan, config, batch) - head)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_a_gpus_step_is_that_of_its_profiles() -> None:
+    """Without padding and by Liger's kernels where planning chooses them, and from features where they are kept."""
+    small: Any = {"micro_batch": 2, "max_length": 256, "max_pixels": 112 * 112}
+
+    def chosen(device: Any, **settings: Any) -> tuple[bool, bool]:
+        plan = plan_of(Setting("qwen2-vl-tiny", "r1", **small, **settings), device)
+        return plan.padding_free, plan.fused_kernels
+
+    assert chosen("cuda") == (True, True)
+    assert chosen("cpu") == (False, False)
+    assert [chosen("cuda", precision=precision) for precision in ("fp16", "fp32")] == [(False, True)] * 2
+    assert chosen("cuda", padding_free=False, fused_kernels=False) == (False, False)
+    plan, config = plan_of(Setting("qwen2-vl-tiny", "r1", **small, features=True), "cuda"), config_of("qwen2-vl-tiny")
+    batch = batch_of(plan, config, max_pixels=small["max_pixels"])
+    assert batch["input_ids"].shape == (1, 512)
+    assert batch[FEATURES].dtype == torch.bfloat16
+    assert any(setting.features for setting in SETTINGS["cuda"])
 
 
 def test_attention_without_padding_is_compared_with_that_of_one_sample_after_another(
@@ -67,9 +94,15 @@ def test_attention_costs_the_square_of_its_length() -> None:
     text, vision = config.get_text_config(), config.vision_config
     pictures = vision.depth * 4 * (112 // vision.patch_size) ** 4 * vision.embed_dim
     for length in (128, 256):
-        batch = batch_of(Setting("qwen2-vl-tiny", "r1", max_pixels=112 * 112, max_length=length), config)
-        found = flops._attention_flops(config, batch, {"vision": 1, "projector": 1, "llm": 2})
-        assert found == 3 * text.num_hidden_layers * 2 * length**2 * text.hidden_size + pictures
+        setting = Setting("qwen2-vl-tiny", "r1", max_pixels=112 * 112, max_length=length, micro_batch=2)
+        devices: tuple[Kind, ...] = ("cpu", "cuda")
+        for device, features in product(devices, (False, True)):
+            plan = plan_of(replace(setting, features=features), device)
+            batch = batch_of(plan, config, max_pixels=setting.max_pixels)
+            found = flops._attention_flops(config, batch, {"vision": 1, "projector": 1, "llm": 2})
+            assert found == 2 * 3 * text.num_hidden_layers * 2 * length**2 * text.hidden_size + (
+                0 if features else 2 * pictures
+            )
 
 
 def test_a_devices_peak_is_known_or_it_is_not() -> None:
