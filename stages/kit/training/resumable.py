@@ -178,7 +178,11 @@ class ResumableTrainer(SFTTrainer):
             int(index): {name: _shared_like(parameters[int(index)], value) for name, value in values.items()}
             for index, values in state["state"].items()
         }
-        self.optimizer.load_state_dict(state)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        if getattr(optimizer, "is_paged", False):
+            load_paged(optimizer, state)
+        else:
+            optimizer.load_state_dict(state)
         self.lr_scheduler.load_state_dict(self._restored.pop("scheduler"))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -227,6 +231,17 @@ def _shared_like(parameter: torch.Tensor, value: Any) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load the state of one of bitsandbytes' paged optimizers, moments into managed memory as it makes them itself: its
+    own loading would leave them on the GPU for good. Its first step moves what else belongs there."""
+    optimizer.load_state_dict(state, move_to_device=False)
+    for parameter, values in optimizer.state.items():
+        for name in values.keys() & {"state1", "state2"}:
+            moments = optimizer.get_state_buffer(parameter, dtype=values[name].dtype)
+            moments.copy_(values[name])
+            values[name] = moments
 
 
 def _ignore_signals(then: Callable[[int], None], worker: int) -> None:

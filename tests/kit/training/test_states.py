@@ -1,15 +1,18 @@
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import PagedAdamW8bit
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from stages.kit.training import states
 from stages.kit.training.states import load_state, save_state
+from stages.kit.training.trainer import RecipeTrainer
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 VALUES = st.recursive(
@@ -72,3 +75,32 @@ def test_a_full_disk_and_a_missing_folder_are_errors_of_the_disk(path: Path, mon
     monkeypatch.setattr(states, "save_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         save_state({"a": torch.ones(1)}, path)
+
+
+def test_moments_of_a_paged_optimizer_go_on_in_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes' own loading would put them on the GPU."""
+    (before, weight), (after, other) = (paged_optimizer() for _ in range(2))
+    before.init_state(before.param_groups[0], weight, 0, 0)
+    moments = [before.state[weight][name].random_(256).clone() for name in ("state1", "state2")]
+    buffers: list[torch.Tensor] = []
+
+    def managed(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        buffers.append(torch.zeros_like(parameter, dtype=dtype))
+        return buffers[-1]
+
+    monkeypatch.setattr(after, "get_state_buffer", managed)
+    trainer: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=after, param_groups=after.param_groups),
+        lr_scheduler=SimpleNamespace(load_state_dict=lambda _: None),
+        _restored={"optimizer": before.state_dict(), "scheduler": {}},
+    )
+    RecipeTrainer._load_optimizer_and_scheduler(trainer, None)
+    restored = [after.state[other][name] for name in ("state1", "state2")]
+    assert {id(tensor) for tensor in restored} == {id(buffer) for buffer in buffers}
+    assert all(torch.equal(one, tensor) for one, tensor in zip(restored, moments, strict=True))
+    assert torch.equal(after.state[other]["qmap1"], before.state[weight]["qmap1"])
+
+
+def paged_optimizer() -> tuple[Any, torch.nn.Parameter]:
+    weight = torch.nn.Parameter(torch.ones(128, 64))  # fewer than 4,096 weights would have moments of 32 bits
+    return PagedAdamW8bit([weight]), weight
