@@ -45,7 +45,8 @@ def record_answers(
     keys_of_an_answer = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # in a layer
     with recorder_of(inference.device, inference.attn, config) as recorder:
         inputs = {name: emptied(tensor) for name, tensor in batch.items()}
-        model = new_model(config, precision=inference.precision).eval()
+        attn = inference.attn if inference.attn == "eager" else "sdpa"  # flash-attn's too: cuda.py has its kernels
+        model = new_model(config, precision=inference.precision, attn=attn).eval()
         recorder.label(model.parameters(), "weights")
         recorder.label(inputs.values(), "activations")
         recorder.begin("forward")

@@ -12,24 +12,25 @@ from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 
 
 @pytest.mark.parametrize(
-    ("model", "batch_size", "length", "new_tokens"),
+    ("model", "batch_size", "length", "new_tokens", "attn"),
     [
-        ("detection", 16, 128, 4),
-        ("detection", 1, 128, 4),
-        ("text", 16, 128, 4),
-        ("moe", 32, 128, 4),
-        ("text", 16, 10, 60),
+        ("detection", 16, 128, 4, "sdpa"),
+        ("detection", 1, 128, 4, "sdpa"),
+        ("text", 16, 128, 4, "sdpa"),
+        ("moe", 32, 128, 4, "sdpa"),
+        ("text", 16, 10, 60, "sdpa"),
+        ("text", 16, 512, 4, "eager"),
     ],
 )
 def test_long_questions_and_long_answers_are_predicted(
-    model: str, batch_size: int, length: int, new_tokens: int
+    model: str, batch_size: int, length: int, new_tokens: int, attn: str
 ) -> None:
     plan, config = plan_of(**R1, micro_batch=read_at_once(batch_size), max_length=length), config_of(model, (4, 2))
     batch = dict(batch_of(plan, config))
     del batch["labels"]
-    inference = Inference(device=plan.device, precision=plan.precision, attn=plan.attn)
+    inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
     recording = record_answers(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
-    answering = auto_class(config).from_config(config).eval()
+    answering = auto_class(config).from_config(config, attn_implementation=attn).eval()
     held = (*answering.parameters(), *answering.buffers(), *batch.values())
     size = len(batch["input_ids"])
     batches = ((list(range(first, first + size)), dict(batch)) for first in range(0, batch_size, size))
