@@ -42,7 +42,7 @@ class Machine:
     cpu: str
     """Its model."""
     arithmetic: str
-    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (kit/cpu.py)."""
+    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (core/cpu.py)."""
     cores: int
     """That the process could use."""
     memory_gib: float

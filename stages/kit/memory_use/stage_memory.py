@@ -31,7 +31,7 @@ class MemoryReading:
     reserved_bytes: Amount
     """What torch took from the GPU for its tensors; on a CPU the same as held."""
     peak_bytes: Amount
-    """MemoryReading at most until then."""
+    """Held at most until then."""
     peak_reserved_bytes: Amount
     """Likewise."""
     free_bytes: Amount

@@ -69,15 +69,15 @@ class Plan:
     """The form of the answer, where the task knows several."""
     device: DeviceParams
     instructions: str | None = None
-    """What a CPU computes by, e.g. "avx2" (kit/cpu.py); None in a plan that nothing is trained by."""
+    """What a CPU computes by, e.g. "avx2" (core/cpu.py); None in a plan that nothing is trained by."""
     placement: Literal["single", "ddp", "sharded", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
     may_quantize: bool
-    """Whether the recipe asks for nf4 and the profile has switched it off: memory/ladder.py."""
+    """Whether the recipe asks for nf4 and the profile has switched it off: planning/ladder.py."""
     attn: Attention
     padding_free: bool = False
-    """Whether the samples of a micro-batch lie behind one another in one row, without padding (planning/padding.py)."""
+    """Whether the samples of a micro-batch lie behind one another in one row, without padding (planning/faster.py)."""
     fused_kernels: bool = False
     """Whether norms, gated products and rotations run by Liger's kernels (models/fused_kernels.py)."""
     gradient_checkpointing: bool

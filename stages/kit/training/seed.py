@@ -13,8 +13,8 @@ from transformers import set_seed
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch, and refuse operations without a deterministic implementation.
 
-    On CUDA this also needs CUBLAS_WORKSPACE_CONFIG=:4096:8 before the first kernel, which the launcher sets
-    (https://docs.pytorch.org/docs/stable/notes/randomness.html).
+    cuBLAS chooses kernels by the size of its workspaces, which CUBLAS_WORKSPACE_CONFIG=:4096:8 makes the same on every
+    card; the launcher sets it, as it has to be there before the first kernel.
     """
     set_seed(seed)
     torch.use_deterministic_algorithms(True)
