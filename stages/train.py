@@ -52,7 +52,7 @@ from stages.kit.training.checkpoints import checkpoints_dir, digest_of, kept_che
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import features_dir, kept_features, use_features
 from stages.kit.training.fingerprint import identity_of
-from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
+from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback
 from stages.kit.training.record import TrainingRecord, write_record, write_trace
@@ -97,21 +97,14 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
     records = samples.read_split(Path(plan.data_dir), "train")
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
-    loss_kernels = prepare_fused_loss(plan.device)
-    identity = identity_of(
-        plan,
-        attempt=attempt,
-        base=base_lineage,
-        data_path=Path(plan.data_dir, "train.parquet"),
-        loss_kernels=loss_kernels,
-    )
+    identity = identity_of(plan, attempt=attempt, base=base_lineage, data_path=Path(plan.data_dir, "train.parquet"))
     fingerprint = digest_of(identity)
     if other and reuse_training(other, plan, fingerprint, base_lineage, write=is_first_process()):
         return
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     repository = Path(os.environ.get("DVC_ROOT", "."))
 
-    require_fused_kernels(plan, loss_kernels)
+    prepare_kernels(plan)
     memory = MemoryLog(plan.device, plan.placement)
     model = load_for_training(plan)
     memory.loaded()
@@ -150,7 +143,6 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
             attempt=attempt,
             seconds=trainer.seconds,
             peak=peak,
-            loss_kernels=loss_kernels,
             fingerprint=fingerprint,
         )
         trained = trainer.accelerator.unwrap_model(trainer.model)

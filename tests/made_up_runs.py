@@ -177,7 +177,6 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
             "gradient_checkpointing": plan.gradient_checkpointing,
             "optimizer": plan.optimizer,
             "quantization": plan.quantization,
-            "loss_kernels": "torch",
             "num_steps": plan.schedule.num_steps,
             "epochs": 3.0,
             "train_loss": 0.9,

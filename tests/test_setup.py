@@ -88,7 +88,7 @@ def test_with_a_gpu_torch_comes_from_the_lock(workspace: Path) -> None:
 def test_a_gpu_without_a_compiler_is_set_up_and_one_line_says_what_to_install(workspace: Path) -> None:
     code, said, _ = set_up(workspace, TARGET="cuda", FAKE_PROBLEM="there is no C compiler; install gcc")
     assert code == 0
-    assert said.splitlines()[-1] == "setup: training on a GPU wants a C compiler: there is no C compiler; install gcc"
+    assert said.splitlines()[-1] == "setup: training on a GPU needs a C compiler: there is no C compiler; install gcc"
 
 
 @pytest.mark.parametrize(("target", "problem"), [("cuda", ""), ("cpu", "there is no C compiler")])

@@ -46,7 +46,7 @@ from stages.kit.models.processors import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import kept_features, use_features
-from stages.kit.training.fused_loss import prepare_fused_loss
+from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.seed import seed_everything
 from stages.tasks import load_task
 from tools.gpu.device import device_to_measure
@@ -123,7 +123,7 @@ class Bench:
         """Our trainer, ready to take its steps."""
         forget_accelerator()
         seed_everything(plan.seed)
-        prepare_fused_loss(plan.device)
+        prepare_kernels(plan)
         processor = load_processor(self.base_dir, plan.images)
         collator = ConversationCollator.of_plan(plan, processor, self.records, self.samples)
         model = apply_recipe(self.model(plan), plan.parts, plan.lora, plan.full_targets)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParams
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.memory.step import from_features, one_batch_trainer
@@ -24,7 +23,7 @@ from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.faster import with_fused_kernels, without_padding
 from stages.kit.planning.plan import Plan, Schedule
 from stages.kit.training.collators import packed
-from stages.kit.training.fused_loss import prepare_fused_loss, require_fused_kernels
+from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.trainer import RecipeTrainer
 from tools.gpu.device import Kind
 from tools.gpu.pieces import Recipe, Setting
@@ -116,12 +115,9 @@ def random_trainer(
 ) -> Iterator[RecipeTrainer]:
     """The plan's trainer on a model of random weights, to which every micro-batch of `num_steps` steps is this one.
 
-    Raises UserError where the loss would not run the kernels that are predicted.
+    Raises UserError where the kernels that are predicted do not run.
     """
-    loss_kernels = prepare_fused_loss(plan.device)
-    if plan.device.kind == "cuda" and loss_kernels != "triton":
-        raise UserError("the loss would run without Triton, for the reason above; predictions are for Triton's kernels")
-    require_fused_kernels(plan, loss_kernels)
+    prepare_kernels(plan)
     model = random_model(plan, config)
     gc.collect()
     if plan.device.kind == "cuda":

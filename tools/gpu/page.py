@@ -40,8 +40,8 @@ SECTIONS: tuple[Section, ...] = (
         "trainings are done twice, killed after a checkpoint to go on from it, and run out of memory.",
         (
             *(Column("answers", "Trains, merges, answers", "d"), Column("loss", "Loss", ".3f")),
-            *(Column("loss_kernels", "Loss by"), Column("peak_bytes", "Peak memory", "bytes")),
-            *(Column("error", "Plan against it", "+.1%"), Column("logit_deviation", "Merge deviates", ".1%")),
+            *(Column("peak_bytes", "Peak memory", "bytes"), Column("error", "Plan against it", "+.1%")),
+            Column("logit_deviation", "Merge deviates", ".1%"),
             *(Column("train_s", "Training", "seconds"), Column("all_s", "All stages", "seconds")),
             *(Column("twice", "Same bytes twice"), Column("resumed", "Same bytes after a kill")),
             Column("recognised", "End of memory recognised"),

@@ -105,7 +105,6 @@ def run_all_stages(
     return {
         "answers": metrics["samples"],
         "loss": trainings[recipe]["final_loss"],
-        "loss_kernels": ", ".join(sorted({training["loss_kernels"] for training in trainings.values()})),
         "peak_bytes": max(peaks.values()),
         "error": max((planned[name] / peaks[name] - 1 for name in names), key=abs),
         "logit_deviation": merge["logit_deviation"],

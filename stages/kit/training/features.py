@@ -75,7 +75,7 @@ def kept_features(root: Path, plan: Plan, identity: Mapping[str, str]) -> Iterat
 
 
 def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
-    facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt", "kernels of the loss")}
+    facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt")}
     settings = asdict(plan)
     names = ("target", "precision", "quantization", "attn", "loss", "max_length", "images")
     chosen = {name: settings[name] for name in names}

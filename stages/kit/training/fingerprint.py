@@ -21,7 +21,6 @@ from stages.core.cpu import arithmetic
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params.schema import DeviceParams
 from stages.kit.planning.plan import Plan
-from stages.kit.training.fused_loss import LossKernels
 
 ARITHMETIC = (
     *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "NCCL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32_", "FLASH_ATTENTION_"),
@@ -30,9 +29,7 @@ ARITHMETIC = (
 """Families of environment variables by which libraries may come to choose other kernels."""
 
 
-def identity_of(
-    plan: Plan, *, attempt: int, base: Lineage, data_path: Path, loss_kernels: LossKernels
-) -> dict[str, str]:
+def identity_of(plan: Plan, *, attempt: int, base: Lineage, data_path: Path) -> dict[str, str]:
     """The facts, by names that people read where they differ. All that the training runs has been imported by now.
 
     The recipe's name is none: two that differ in nothing else are one training.
@@ -49,7 +46,6 @@ def identity_of(
         "packages": _packages_digest(),
         "image": os.environ.get("BAKEOFF_IMAGE", "process"),
         "device": _device(plan.device),
-        "kernels of the loss": loss_kernels,
         "environment": _sha256(json.dumps(_arithmetic_environment()).encode()),
     }
 

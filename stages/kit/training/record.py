@@ -18,7 +18,6 @@ from stages.kit.planning.plan import Plan
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from stages.kit.training.fused_loss import LossKernels
     from stages.kit.training.peak import PeakMemory
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -41,8 +40,6 @@ class TrainingRecord:
     gradient_checkpointing: bool
     optimizer: str
     quantization: str
-    loss_kernels: str
-    """The kernels of TRL's fused loss: triton or torch (fused_loss.py)."""
     num_steps: Count
     epochs: Amount
     train_loss: float
@@ -72,7 +69,6 @@ class TrainingRecord:
         attempt: int,
         seconds: float,
         peak: PeakMemory,
-        loss_kernels: LossKernels,
         fingerprint: str,
     ) -> TrainingRecord:
         """plan: as it was used, after `attempt` rungs."""
@@ -88,7 +84,6 @@ class TrainingRecord:
             gradient_checkpointing=plan.gradient_checkpointing,
             optimizer=plan.optimizer,
             quantization=plan.quantization,
-            loss_kernels=loss_kernels,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
             train_loss=last["train_loss"],

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams
 from stages.kit.models import fused_kernels as kernels
 from stages.kit.models.fused_kernels import ROTATE, FusedMLP, FusedRMSNorm, fused_kernels
-from stages.kit.training.fused_loss import require_fused_kernels
 from tests import ROOT
 from tests.kit.memory.small import FULL, config_of, peak_bytes, plan_of, recorded
 from tools.gpu.models import random_model
@@ -99,10 +96,3 @@ def test_accelerates_hooks_call_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "rms_norm", lambda hidden, *_: hidden * 0)
     with fused_kernels(model, used=True):
         assert not norm(torch.ones(1, 2, len(norm.weight))).any()
-
-
-def test_a_plan_for_kernels_that_cannot_run_is_refused() -> None:
-    plan = plan_of(**{**FULL, "device": DeviceParams(kind="cuda")}, fused_kernels=True)
-    with pytest.raises(UserError, match=r"profiles.tiny.memory.kernels: off"):
-        require_fused_kernels(plan, "torch")
-    require_fused_kernels(plan_of(**FULL), "torch")

@@ -15,7 +15,6 @@ from stages.kit.planning.plan import Plan
 from stages.kit.training import fingerprint
 from stages.kit.training.checkpoints import digest_of
 from stages.kit.training.fingerprint import identity_of
-from stages.kit.training.fused_loss import LossKernels
 from tests.kit.training.small import plan_for
 
 PLAN = plan_for("r1-llm-only")
@@ -29,14 +28,8 @@ def data_path(tmp_path: Path) -> Path:
     return path
 
 
-def identity(
-    data_path: Path,
-    plan: Plan = PLAN,
-    attempt: int = 0,
-    base: Lineage = BASE,
-    loss_kernels: LossKernels = "triton",
-) -> dict[str, str]:
-    return identity_of(plan, attempt=attempt, base=base, data_path=data_path, loss_kernels=loss_kernels)
+def identity(data_path: Path, plan: Plan = PLAN, attempt: int = 0, base: Lineage = BASE) -> dict[str, str]:
+    return identity_of(plan, attempt=attempt, base=base, data_path=data_path)
 
 
 def test_it_is_the_same_from_another_folder(data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +48,6 @@ def test_it_is_the_same_from_another_folder(data_path: Path, tmp_path: Path, mon
         ("plan", {"plan": replace(PLAN, schedule=replace(PLAN.schedule, weight_decay=0.5))}),
         ("attempt", {"attempt": 1}),
         ("base", {"base": replace(BASE, digest="cd" * 32)}),
-        ("kernels of the loss", {"loss_kernels": "torch"}),
     ],
 )
 def test_a_training_that_is_asked_for_something_else_is_another(

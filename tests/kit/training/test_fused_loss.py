@@ -1,14 +1,14 @@
-"""TRL's fused loss: where its kernels are launched, what computes it without a compiler, and that both ways agree."""
+"""TRL's fused loss: where its kernels are launched, that they compute what torch does, and refusal without Triton."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,17 @@ import torch
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
+from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.training import fused_loss
-from stages.kit.training.fused_loss import GuardedKernel, prepare_fused_loss
+from stages.kit.training.fused_loss import GuardedKernel, prepare_kernels
 from tests import ROOT
+from tests.kit.training.small import plan_for
 
-CPU, GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
-SWAPPED = (
-    (chunked_logprob, "_use_triton"),
-    (trl_trainer, "_use_triton"),
-    (chunked_logprob, "_forward_kernel"),
-    (chunked_logprob, "_backward_kernel"),
-)
+CPU = plan_for("r1-llm-only")
+GPUS = replace(CPU, device=DeviceParams(kind="cuda", count=2))
+KERNELS = ("_forward_kernel", "_backward_kernel")
 
 
 class CurrentDevice:
@@ -64,8 +62,8 @@ class StandInKernel:
 
 @pytest.fixture(autouse=True)
 def trl_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in SWAPPED:
-        monkeypatch.setattr(module, name, getattr(module, name))
+    for name in KERNELS:
+        monkeypatch.setattr(chunked_logprob, name, getattr(chunked_logprob, name, None), raising=False)
 
 
 @pytest.fixture
@@ -109,7 +107,7 @@ def loss_and_gradients() -> list[torch.Tensor]:
 
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(kernels: list[StandInKernel]) -> None:
     here = torch.device("cpu")
-    assert prepare_fused_loss(GPUS) == "triton"
+    prepare_kernels(GPUS)
     loss_and_gradients()
     assert [kernel.launches for kernel in kernels] == [[(here, {here})] * 3] * 2
     assert kernels[0].current.device == torch.device("cuda", 0)
@@ -122,52 +120,56 @@ def test_without_the_guard_it_is_launched_on_whatever_device_is_current(kernels:
 
 
 def test_a_process_that_prepares_twice_guards_once(kernels: list[StandInKernel]) -> None:
-    prepare_fused_loss(GPUS)
-    prepare_fused_loss(GPUS)
+    prepare_kernels(GPUS)
+    prepare_kernels(GPUS)
     guarded = chunked_logprob._forward_kernel
     assert isinstance(guarded, GuardedKernel)
     assert guarded.kernel is kernels[0]
 
 
 @pytest.mark.parametrize("problem", ["compiler_problem", "driver_problem"])
-def test_where_triton_cannot_start_torch_computes_the_loss_and_one_line_says_why(
-    kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+def test_where_triton_cannot_start_training_on_a_gpu_is_refused(
+    kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     monkeypatch.setattr(fused_loss, problem, lambda: "no gcc; install it")
-    with caplog.at_level(logging.INFO, logger="stages"):
-        assert prepare_fused_loss(GPUS) == "torch"
-    assert [record.getMessage().endswith("no gcc; install it") for record in caplog.records] == [True]
-    for module in (chunked_logprob, trl_trainer):
-        assert not module._use_triton(torch.device("cuda", 1))
-    loss_and_gradients()
-    assert [kernel.launches for kernel in kernels] == [[], []]
+    with pytest.raises(UserError, match=r"^training on a GPU needs Triton, .*: no gcc; install it$"):
+        prepare_kernels(GPUS)
+    assert [getattr(chunked_logprob, name) for name in KERNELS] == kernels
+
+
+def test_so_it_is_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(fused_loss, "compiler_problem")
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", False)
+    with pytest.raises(UserError, match=r"Triton is not installed$"):
+        prepare_kernels(GPUS)
+
+
+def test_ligers_kernels_are_tried_where_the_plan_is_for_them(
+    kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[torch.device, torch.dtype]] = []
+    monkeypatch.setattr(fused_loss, "refuse_wrong_kernels", lambda *args: tried.append(args))
+    prepare_kernels(GPUS)
+    assert not tried
+    prepare_kernels(replace(GPUS, fused_kernels=True, precision="bf16"))
+    assert tried == [(torch.device("cuda", 0), torch.bfloat16)]
 
 
 def test_a_cpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(fused_loss, "compiler_problem")
-    before = [getattr(module, name, None) for module, name in SWAPPED]
-    assert prepare_fused_loss(CPU) == "torch"
-    assert [getattr(module, name, None) for module, name in SWAPPED] == before
+    before = [getattr(chunked_logprob, name) for name in KERNELS]
+    prepare_kernels(CPU)
+    assert [getattr(chunked_logprob, name) for name in KERNELS] == before
 
 
-def test_a_torch_without_triton_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fused_loss, "compiler_problem")
-    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", False)
-    assert prepare_fused_loss(GPUS) == "torch"
-
-
-@pytest.mark.parametrize("problem", [None, "no gcc"])
-def test_a_prediction_is_of_tritons_kernels_whatever_this_process_trains_with(
-    kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch, problem: str | None
-) -> None:
-    monkeypatch.setattr(fused_loss, "compiler_problem", lambda: problem)
-    prepare_fused_loss(GPUS)
-    prepared = [getattr(module, name) for module, name in SWAPPED]
+def test_a_prediction_is_of_tritons_kernels(kernels: list[StandInKernel]) -> None:
+    prepare_kernels(GPUS)
+    prepared = [getattr(chunked_logprob, name) for name in KERNELS]
     with cuda_semantics():
         assert chunked_logprob._use_triton(torch.device("cpu"))
         loss_and_gradients()
         assert [kernel.launches for kernel in kernels] == [[], []]
-    assert [getattr(module, name) for module, name in SWAPPED] == prepared
+    assert [getattr(chunked_logprob, name) for name in KERNELS] == prepared
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it is for Linux")

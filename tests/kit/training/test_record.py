@@ -19,7 +19,6 @@ RECORD = TrainingRecord(
     gradient_checkpointing=False,
     optimizer="adamw_torch",
     quantization="none",
-    loss_kernels="torch",
     num_steps=60,
     epochs=3.0,
     train_loss=0.9,

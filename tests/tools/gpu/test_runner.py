@@ -157,7 +157,7 @@ def test_the_page_has_every_piece_whatever_became_of_it(path: Path) -> None:
     assert text.startswith("# NVIDIA H100 80GB HBM3\n\nMeasured by `make gpu`: 4 of 5 pieces")
     for line in (
         "| a | failed | – |",
-        "| b | – | – | – | – | – | – | – | – | yes | NO | – |",
+        "| b | – | – | – | – | – | – | – | yes | NO | – |",
         "| c | 16 | 2.000 | 11,264 | 345.6 | 34.9% | 12% | 41,000 | 16.0 GiB |",
         "| d | out of memory | – |",
         "| c | 25% | – | – | – | – | 75% | – | – |",
