@@ -21,11 +21,11 @@ from stages.core.lineage import short, verified_lineage, write_lineage
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
-from stages.core.publish import published
+from stages.core.publish import publish_json, published
 from stages.kit.data.conversation import Conversation
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.stage_memory import write_stage_memory
-from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change, write_build_certificate
+from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.experts import check_lineages, check_models
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_domains
@@ -94,7 +94,7 @@ def main(name: str) -> None:
         )
         if problems := certificate.problems():
             raise UserError(f"the build {name} is not made of its experts: {'; '.join(problems)}")
-    write_build_certificate(certificate, built_dir.with_name(f"{name}.json"))
+    publish_json(certificate, built_dir.with_name(f"{name}.json"))
     write_stage_memory(memory.finish("build", name), task=build.task)
     for expert, domain in certificate.domains.items():
         shares = ", ".join(

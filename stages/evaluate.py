@@ -20,12 +20,12 @@ import click
 
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.core.publish import publish_text, published
+from stages.core.publish import publish_json, publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answering import load_answerer
 from stages.kit.evaluation.examples import write_examples
 from stages.kit.evaluation.scored import score_answers
-from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, write_certificate
+from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE
 from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
@@ -86,7 +86,7 @@ def main(name: str, attempt: int) -> None:
     card_dir = cards_dir(Path("data"), subject.task) / name
     write_card(run_dir, card_dir, model_dir=model_dir)
     if certificate:
-        write_certificate(certificate, card_dir / CERTIFICATE_FILE)
+        publish_json(certificate, card_dir / CERTIFICATE_FILE)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
     track_evaluation(params.tracking, name, metrics, run_dir / "pictures", model=lineage, model_dir=model_dir)

@@ -32,14 +32,14 @@ from stages.core.lineage import combined_digest, require_base, short, write_line
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
-from stages.core.publish import published
+from stages.core.publish import publish_json, published
 from stages.kit.evaluation.answering import Answerer, batch_size_for
 from stages.kit.evaluation.generation import completion_of
 from stages.kit.evaluation.scored import Scored, score_answers
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
-from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost, write_certificate
+from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost
 from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
@@ -163,7 +163,7 @@ def main(recipe: str, attempt: int) -> None:
             certificate = replace(certificate, quantization_cost=cost)
             log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
-    write_certificate(certificate, run_dir / "merge.json")
+    publish_json(certificate, run_dir / "merge.json")
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
     log.info(
         "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",

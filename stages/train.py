@@ -34,7 +34,7 @@ from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
 from stages.core.parent_death import end_with_own_parent
-from stages.core.publish import published
+from stages.core.publish import publish_json, published
 from stages.core.signals import ENDING, GRACE_S, handled_signals
 from stages.kit.memory_use.memory_log import MemoryLog
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
@@ -55,7 +55,7 @@ from stages.kit.training.fingerprint import identity_of
 from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback
-from stages.kit.training.record import TrainingRecord, write_record, write_trace
+from stages.kit.training.record import TrainingRecord, write_trace
 from stages.kit.training.resumable import train_to_the_end
 from stages.kit.training.reuse import reuse_training
 from stages.kit.training.seed import seed_everything
@@ -152,7 +152,7 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
             lineage = write_lineage(
                 trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
             )
-            write_record(record, training_dir / "training.json")
+            publish_json(record, training_dir / "training.json")
             write_trace(trace, training_dir / "trace.csv")
             write_stage_memory(memory.finish("train", recipe), task=plan.task)
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())

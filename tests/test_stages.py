@@ -21,8 +21,9 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
+from stages.core.publish import publish_json
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.models.certificate import read_certificate, write_certificate
+from stages.kit.models.certificate import read_certificate
 from stages.kit.models.folders import remove_weights
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests import ROOT
@@ -282,9 +283,9 @@ def test_a_merge_that_keeps_no_weights_is_evaluated_to_the_same_answers(workspac
     assert (run_dir / "predictions.parquet").read_bytes() == before
 
     # What is merged again is the certified model, or nothing is evaluated.
-    write_certificate(replace(certificate, weights_digest="0" * 64), run_dir / "merge.json")
+    publish_json(replace(certificate, weights_digest="0" * 64), run_dir / "merge.json")
     assert "but 000000000000 were certified" in refused("evaluate", "r1-llm-only")
-    write_certificate(certificate, run_dir / "merge.json")
+    publish_json(certificate, run_dir / "merge.json")
     adapter = run_dir / "trained/adapter/adapter_model.safetensors"
     content = bytearray(adapter.read_bytes())
     content[-1] ^= 1

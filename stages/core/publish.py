@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 
 @contextmanager
@@ -54,3 +57,8 @@ def publish_text(text: str, path: Path) -> None:
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
+
+
+def publish_json(record: Any, path: Path) -> None:
+    """Write a dataclass as JSON, as documents.read_json reads it back."""
+    publish_text(json.dumps(asdict(record), indent=2) + "\n", path)

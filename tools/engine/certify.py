@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 
 from stages.core.params.load import load_params
+from stages.core.publish import publish_json
 from stages.kit.evaluation.answering import load_answerer
-from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, Certificate, read_certificate, write_certificate
+from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, Certificate, read_certificate
 from stages.kit.evaluation.vllm.certify import Subject, answered, asked, certified, subject_of
 from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.models.certificate import certified_model
@@ -66,5 +67,5 @@ def certify(subject: Subject, environment: Environment) -> Certificate:
         subject.model_dir, subject.profile, subject.samples, subject.questions, target=subject.target, attempt=0
     )
     certificate, _ = certified(theirs, answerer)
-    write_certificate(certificate, certificates(subject)[0])
+    publish_json(certificate, certificates(subject)[0])
     return certificate

@@ -6,15 +6,13 @@ to none of the files that others start from, but below the report of its task, w
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.publish import publish_text
+from stages.core.publish import publish_json
 
 _strict = ConfigDict(extra="forbid", strict=True)
 
@@ -62,4 +60,4 @@ def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Pa
 
 def write_stage_memory(memory: StageMemory, *, task: str) -> None:
     path = stage_memory_path(Path("data"), task, name=memory.name, stage=memory.stage)
-    publish_text(json.dumps(asdict(memory), indent=2) + "\n", path)
+    publish_json(memory, path)

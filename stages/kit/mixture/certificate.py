@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.documents import read_json
-from stages.core.publish import publish_text
 
 # Limit of the deviation between an expert's logits and those of the mixture that uses this expert alone, as a share of
 # the expert's. Only the order of additions differs; every limit is a small multiple of the dtype's rounding.
@@ -75,10 +73,6 @@ class BuildCertificate:
             for name, domain in self.domains.items()
             if not self.changes[name].outside and not domain.forced_deviation <= self.tolerance  # NaN is a problem too
         ]
-
-
-def write_build_certificate(certificate: BuildCertificate, path: Path) -> None:
-    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
 def read_build_certificate(path: Path) -> BuildCertificate:

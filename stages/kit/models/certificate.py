@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -13,7 +12,6 @@ from stages.core.documents import read_json
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
-from stages.core.publish import publish_text
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +86,6 @@ class Certificate:
         if not self.processor_parity:
             found.append("the processor makes other inputs than the base's")
         return found
-
-
-def write_certificate(certificate: Certificate, path: Path) -> None:
-    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
 def read_certificate(path: Path, recipe: str) -> Certificate:

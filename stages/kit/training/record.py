@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,10 +102,6 @@ class TrainingRecord:
             f"{self.num_steps} steps in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
             f"peak {self.peak_memory_bytes / 2**30:.2f} GiB ({self.memory_kind})"
         )
-
-
-def write_record(record: TrainingRecord, path: Path) -> None:
-    publish_text(json.dumps(asdict(record), indent=2) + "\n", path)
 
 
 def read_record(path: Path) -> TrainingRecord:

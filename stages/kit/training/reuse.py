@@ -10,10 +10,10 @@ from pathlib import Path
 from stages.core.documents import read_json
 from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, Lineage, short, verified_lineage, write_lineage
-from stages.core.publish import published
+from stages.core.publish import publish_json, published
 from stages.kit.memory_use.stage_memory import StageMemory, stage_memory_path, write_stage_memory
 from stages.kit.planning.plan import Plan
-from stages.kit.training.record import read_record, write_record
+from stages.kit.training.record import read_record
 
 log = logging.getLogger("stages")
 
@@ -47,7 +47,7 @@ def reuse_training(other: str, plan: Plan, fingerprint: str, base: Lineage, *, w
         if copied.digest != lineage.digest:
             raise UserError(f"{theirs / 'trained'} changed while it was read; run the stage again")
         record = replace(record, recipe=plan.recipe, taken_from=other)
-        write_record(record, training_dir / "training.json")
+        publish_json(record, training_dir / "training.json")
     write_stage_memory(replace(memory, name=plan.recipe), task=plan.task)
     log.info("the training is that of %s, content %s: taken over (-f trains anew)", other, short(lineage.digest))
     return True

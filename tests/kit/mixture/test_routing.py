@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.core.publish import publish_json
 from stages.kit.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
     Change,
     Domain,
     read_build_certificate,
-    write_build_certificate,
 )
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_domains, measure_routing
@@ -125,7 +125,7 @@ def test_each_expert_is_within_the_mixture_as_it_was(
         assert domain.routing.entropy == pytest.approx(1)
     written = certificate(found, precision)
     assert written.problems() == []
-    write_build_certificate(written, tmp_path / "moe.json")
+    publish_json(written, tmp_path / "moe.json")
     assert read_build_certificate(tmp_path / "moe.json") == written
 
 

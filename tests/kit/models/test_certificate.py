@@ -11,8 +11,9 @@ from torch import nn
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, write_lineage
 from stages.core.params.schema import ImageParams
+from stages.core.publish import publish_json
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.certificate import certified_model, require_certificate, write_certificate
+from stages.kit.models.certificate import certified_model, require_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
 from tests.damage import damaged_bytes, damaged_tree, quick
@@ -43,12 +44,12 @@ def test_no_evaluation_without_the_certificate_of_this_very_content(tmp_path: Pa
     path = tmp_path / "merge.json"
     with pytest.raises(UserError, match=r"is missing.*dvc repro merge@r1"):
         require_certificate(path, merged)
-    write_certificate(CERTIFICATE, path)
+    publish_json(CERTIFICATE, path)
     with pytest.raises(UserError, match="certifies 000000000000, but the folder holds"):
         require_certificate(path, merged)
-    write_certificate(replace(CERTIFICATE, merged_digest=merged.digest), path)
+    publish_json(replace(CERTIFICATE, merged_digest=merged.digest), path)
     require_certificate(path, merged)
-    write_certificate(replace(CERTIFICATE, merged_digest=merged.digest, logit_deviation=1.0), path)
+    publish_json(replace(CERTIFICATE, merged_digest=merged.digest, logit_deviation=1.0), path)
     with pytest.raises(UserError, match="records a failed merge: logits deviate"):
         require_certificate(path, merged)
     for text in ("", "{}", "[]", json.dumps({**asdict(CERTIFICATE), "more": 1})):

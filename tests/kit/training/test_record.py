@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 
 from stages.core.errors import UserError
-from stages.kit.training.record import TrainingRecord, read_record, write_record, write_trace
+from stages.core.publish import publish_json
+from stages.kit.training.record import TrainingRecord, read_record, write_trace
 from tests.damage import damaged_bytes, damaged_tree, quick
 
 RECORD = TrainingRecord(
@@ -34,9 +35,9 @@ RECORD = TrainingRecord(
 
 def test_a_record_is_read_as_it_was_written_a_loss_that_is_no_number_included(tmp_path: Path) -> None:
     path = tmp_path / "r1/training/training.json"
-    write_record(RECORD, path)
+    publish_json(RECORD, path)
     assert read_record(path) == RECORD
-    write_record(replace(RECORD, final_loss=float("nan")), path)
+    publish_json(replace(RECORD, final_loss=float("nan")), path)
     assert "loss nan" in read_record(path).summary()
 
 

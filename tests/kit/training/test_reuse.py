@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.lineage import Lineage, read_lineage, verified_lineage, write_lineage
+from stages.core.publish import publish_json
 from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path, write_stage_memory
-from stages.kit.training.record import read_record, write_record
+from stages.kit.training.record import read_record
 from stages.kit.training.reuse import reuse_training
 from tests.kit.training.small import plan_for
 from tests.kit.training.test_record import RECORD
@@ -28,7 +29,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lineage:
     (OTHER / "trained").mkdir(parents=True)
     (OTHER / "trained/weights.safetensors").write_bytes(b"weights")
     write_lineage(OTHER / "trained", kind="trained", name=OTHER.name, parents={"base": (Path("data/bases/vlm"), base)})
-    write_record(replace(RECORD, recipe=OTHER.name, fingerprint="same"), OTHER / "training/training.json")
+    publish_json(replace(RECORD, recipe=OTHER.name, fingerprint="same"), OTHER / "training/training.json")
     (OTHER / "training/trace.csv").write_text("step,loss,grad_norm\n")
     reading = MemoryReading(
         held_bytes=1, reserved_bytes=1, peak_bytes=2, peak_reserved_bytes=2, free_bytes=3, total_bytes=4

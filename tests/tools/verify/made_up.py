@@ -20,8 +20,7 @@ from safetensors.numpy import save_file
 
 from stages.core.lineage import content_digest, verified_lineage, write_lineage
 from stages.core.provenance import write_provenance
-from stages.core.publish import published
-from stages.kit.models.certificate import write_certificate
+from stages.core.publish import publish_json, published
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 
@@ -108,7 +107,7 @@ def merge(name: str) -> None:
     with published(run_dir / "merged") as folder:
         save_file(weights(2), folder / "model.safetensors")
         lineage = write_lineage(folder, kind="merged", name=name, parents=read)
-    write_certificate(replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest), run_dir / "merge.json")
+    publish_json(replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest), run_dir / "merge.json")
 
 
 def record(path: str, inputs: list[str], outputs: list[str]) -> None:

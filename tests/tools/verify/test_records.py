@@ -21,8 +21,9 @@ from zc.lockfile import LockFile
 
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, write_lineage
-from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer, write_build_certificate
-from stages.kit.models.certificate import read_certificate, write_certificate
+from stages.core.publish import publish_json
+from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
+from stages.kit.models.certificate import read_certificate
 from tests.tools.verify.damaged import (
     ADAPTER,
     CERTIFICATE,
@@ -51,7 +52,7 @@ def test_a_wrong_certificate_of_a_merge_is_found(unknown_to_dvc: Path) -> None:
         (replace(good, merged_digest="0" * 64), f"certifies content 000000000000, but {MERGED} holds "),
         (replace(good, logit_deviation=float("nan")), "certifies a failure: logits deviate"),
     ):
-        write_certificate(bad, path)
+        publish_json(bad, path)
         _, problem, command = only_finding(unknown_to_dvc)
         assert said in problem
         assert command == "dvc repro -f -s merge@r1"
@@ -86,13 +87,13 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text("stages: {build: {cmd: none, outs: [data/builds/moe, data/builds/moe.json]}}")
     (tmp_path / "params.yaml").write_text("{}")
     assert list(found(tmp_path)) == ["data/builds/moe.json"]
-    write_build_certificate(good, path)
+    publish_json(good, path)
     assert found(tmp_path) == {}
     for certificate, said in (
         (replace(good, built_digest="0" * 64), "certifies content 000000000000"),
         (replace(good, domains={"a": replace(domain, forced_deviation=1.0)}), "certifies a failure: expert a alone"),
     ):
-        write_build_certificate(certificate, path)
+        publish_json(certificate, path)
         where, problem, _ = only_finding(tmp_path)
         assert where == "data/builds/moe.json"
         assert problem.startswith(said)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from stages.core.errors import UserError, counted, listed
-from stages.core.publish import publish_text
 from stages.kit.evaluation.vllm.questions import Answer, View
 
 CERTIFICATE_FILE = "vllm.json"
@@ -141,10 +139,6 @@ def require_alike(run: str, engine: str, results: Sequence[Compared], *, toleran
             f"{engine} does not answer as {run} does in transformers, in {len(unlike)} of "
             f"{counted(len(results), 'sample')}; it neither serves nor evaluates it:\n{shown}"
         )
-
-
-def write_certificate(certificate: Certificate, path: Path) -> None:
-    publish_text(json.dumps(asdict(certificate), indent=2) + "\n", path)
 
 
 def read_certificate(path: Path) -> Certificate | None:
