@@ -48,7 +48,6 @@ from stages.kit.models.probes import (
     probe_logits,
     relative_deviation,
     same_inputs,
-    weight_checksums,
     weight_digests,
 )
 from stages.kit.models.processors import load_processor, takes
@@ -87,7 +86,7 @@ def main(recipe: str, attempt: int) -> None:
     memory = MemoryLog(device)
     base = load(base_dir)
     memory.loaded()
-    before, base_logits = weight_checksums(base), probe_logits(base.eval(), processor, probes)
+    before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
     adapted = load_trained(base, run_dir / "trained").eval()
     adapted_logits = probe_logits(adapted, processor, probes)
 
@@ -100,7 +99,8 @@ def main(recipe: str, attempt: int) -> None:
         memory.loaded()
         merged_logits = probe_logits(merged, processor, probes)
         deviation = relative_deviation(merged_logits, adapted_logits, base_logits)
-        changed = changed_modules(before, weight_checksums(merged))
+        digests = weight_digests(merged)
+        changed = changed_modules(before, digests)
         expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
         processor_parity = same_inputs(load_processor(merged_dir, None), processor, probes)
         if not params.leaves_weights(recipe):
@@ -114,7 +114,7 @@ def main(recipe: str, attempt: int) -> None:
         certificate = Certificate(
             recipe=recipe,
             merged_digest=lineage.digest,
-            weights_digest=combined_digest(weight_digests(merged)),
+            weights_digest=combined_digest(digests),
             logit_deviation=deviation,
             tolerance=TOLERANCE[plan.precision],
             probes=len(probes),

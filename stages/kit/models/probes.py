@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,8 +11,6 @@ from torch import nn
 from stages.core.threads import map_largest_first
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.processors import Processor, encode
-
-T = TypeVar("T")
 
 
 def probe_inputs(
@@ -51,25 +47,16 @@ def root_mean_square(values: torch.Tensor) -> torch.Tensor:
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
     """SHA-256 of each parameter's bytes by name."""
-    return _of_bytes(model, lambda content: hashlib.sha256(content).hexdigest())
-
-
-def weight_checksums(model: nn.Module) -> dict[str, int]:
-    """CRC-32 likewise, in a third of the time: shows what changed while a process works, and nothing else."""
-    return _of_bytes(model, zlib.crc32)
-
-
-def _of_bytes(model: nn.Module, work: Callable[[memoryview], T]) -> dict[str, T]:
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
-    def of_one(name: str) -> T:
-        return work(parameters[name].cpu().contiguous().view(torch.uint8).numpy().data)
+    def of_one(name: str) -> str:
+        return hashlib.sha256(parameters[name].cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
     return map_largest_first(of_one, {name: parameter.nbytes for name, parameter in parameters.items()})
 
 
-def changed_modules(before: Mapping[str, object], after: Mapping[str, object]) -> set[str]:
-    """Modules any of whose parameters differ, or are only on one side."""
+def changed_modules(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """Modules any of whose parameters have other digests, or are only on one side."""
     return {name.rpartition(".")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
