@@ -64,10 +64,8 @@ def main(recipe: str) -> None:
     fit = decide(fit, predict, memory.fit)
     settings = params.active.evaluation
     predict_answers = partial(predict.answers, fit.plan, max_new_tokens=settings.max_new_tokens)
-    at_once, capacity = settings.batch_size, predict.capacity_bytes(plan.device.one())
-    if at_once == "auto":
-        assert capacity is not None, "params.yaml is refused where auto has no device.memory_gb"
-        at_once = answers_at_once(predict_answers, capacity)
+    capacity = predict.capacity_bytes(plan.device.one())
+    at_once = answers_at_once(settings.batch_size, predict_answers, capacity)
     answers = predict_answers(at_once)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=capacity)
     run_dir = Path("data/runs") / recipe

@@ -120,12 +120,11 @@ class Previews:
         if self.params.active.memory.fit == "fill":
             fit = fullest_fit(fit, preview.predict)
         on_one = replace(fit, capacity_bytes=capacity_of(device.one()))
-        whole = self.params.active.evaluation.batch_size
-        if whole == "auto":
-            assert on_one.capacity_bytes is not None, "params.yaml is refused where auto has no device.memory_gb"
-            whole = answers_at_once(
-                lambda size: self._evaluation(preview, on_one, size).prediction, on_one.capacity_bytes
-            )
+        whole = answers_at_once(
+            self.params.active.evaluation.batch_size,
+            lambda size: self._evaluation(preview, on_one, size).prediction,
+            on_one.capacity_bytes,
+        )
         evaluation = self._evaluation(preview, on_one, whole)
         halved = [size for attempt in range(whole.bit_length()) if (size := lowered_batch_size(whole, attempt))]
         if evaluation.verdict == "does not fit" and self._evaluation(preview, on_one, 1).verdict == "does not fit":

@@ -76,7 +76,6 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
     config, calibration = load_config(model_dir), load_calibration()
     capacity = capacity_bytes(inference.device, calibration)
-    assert capacity is not None, "params.yaml is refused where auto has no device.memory_gb"
     [[longest], *_] = longest_first(questions, 1)
     room = room_for_questions(settings.max_length, settings.max_new_tokens)
     processor = load_processor(model_dir, profile.images)
@@ -88,7 +87,7 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
         return predict_answers(inference, config, batch, calibration, **limits)
 
     # All of them at once, or the next larger power of two.
-    batch_size = answers_at_once(predict, capacity, limit=min(AT_ONCE, 2 * len(questions) - 1))
+    batch_size = answers_at_once("auto", predict, capacity, limit=min(AT_ONCE, 2 * len(questions) - 1))
     log.info("batch size %d by predicted memory, which took %.1f s", batch_size, time.monotonic() - started)
     return batch_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, gib_text, verdict
@@ -109,11 +109,21 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     raise UserError(refusal(fit, cheapest, predict))
 
 
-def answers_at_once(predict: Callable[[int], Prediction], capacity_bytes: int, *, limit: int = AT_ONCE) -> int:
-    """The largest power of two of answers, up to `limit`, that is predicted to fit at once; 1 if none is.
+def answers_at_once(
+    asked: int | Literal["auto"],
+    predict: Callable[[int], Prediction],
+    capacity_bytes: int | None,
+    *,
+    limit: int = AT_ONCE,
+) -> int:
+    """The answers at once that a profile asks for; with `auto` the largest power of two, up to `limit`, that is
+    predicted to fit, and 1 if none is.
 
     predict: what a batch of so many answers takes.
     """
+    if asked != "auto":
+        return asked
+    assert capacity_bytes is not None, "params.yaml is refused where auto has no device.memory_gb"
 
     def does_not_fit(exponent: int) -> bool:
         return verdict(predict(1 << exponent), capacity_bytes) != "fits"

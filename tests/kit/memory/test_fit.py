@@ -62,8 +62,10 @@ def test_as_many_answers_at_once_as_are_sure_to_fit(capacity_gib: float, limit: 
         asked.append(batch_size)
         return predicted(2 + batch_size)
 
-    assert answers_at_once(predict, round(capacity_gib * GIB), limit=limit) == size
+    assert answers_at_once("auto", predict, round(capacity_gib * GIB), limit=limit) == size
     assert len(asked) <= 3, "each takes seconds"
+    assert answers_at_once(48, predict, None) == 48
+    assert len(asked) <= 3, "nothing is predicted of a size that is given"
 
 
 @pytest.mark.parametrize(
