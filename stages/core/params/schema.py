@@ -21,6 +21,7 @@ Kernels = Literal["auto", "off"]
 DataForm = Literal["parquet", "coco", "yolo", "voc"]
 BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
 BoxUnit = Literal["share", "pixels"]
+NonMlp = Literal["base", "average"]
 TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
 TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
 """Metrics of a dataset that names none."""
@@ -305,7 +306,7 @@ class BuildParams:
     router_init: Literal["uniform", "hidden-states"] = "uniform"
     """Routers of zeros, for a training of the gate to start from; or the base's mean hidden state on the
     probes of each expert's domain."""
-    non_mlp: Literal["base", "average"] = "base"
+    non_mlp: NonMlp = "base"
     """Attention, norms, embeddings and head: the base's, or the average of the experts'."""
 
     @property

@@ -10,20 +10,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 
 from stages.core.errors import UserError
+from stages.core.params.schema import NonMlp
 from stages.kit.mixture.certificate import Change
 from stages.kit.mixture.experts import dense_config
 from stages.kit.models.folders import copy_model_files, weight_files
 from stages.kit.models.load import meta_model
 from stages.kit.models.shards import DTYPES, write_shards
-
-NonMlp = Literal["base", "average"]
 
 SHARED_EXPERT_SIZE = 64
 """Width of the shared expert, which Qwen2Moe cannot do without. All zero, its gate too: it adds nothing, and gets no

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 Phase = Literal["load", "forward", "backward", "step"]
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "step")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """Loading the weights, the two passes of a batch, and the optimizer's step."""
 
 Budget = Literal["weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"]
-BUDGET: tuple[Budget, ...] = (
-    *("weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"),
-)
+BUDGET: tuple[Budget, ...] = get_args(Budget)
 """What memory is spent on. logits: with the loss. temporaries: what lives for an instant within backward and step.
 overhead: what torch's allocator keeps beyond what is asked of it, CUDA's context, and the workspaces of its libraries.
 """

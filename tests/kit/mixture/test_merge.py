@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams, NonMlp
 from stages.kit.mixture import merge
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import routed_to
@@ -101,7 +101,7 @@ def test_shards_and_pieces_change_nothing(
 
 @pytest.mark.parametrize("non_mlp", ["base", "average"])
 def test_what_is_outside_of_the_mlps_is_the_bases_or_the_average(
-    base_dir: Path, tmp_path: Path, non_mlp: merge.NonMlp
+    base_dir: Path, tmp_path: Path, non_mlp: NonMlp
 ) -> None:
     experts = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, outside=0.05) for seed, name in enumerate("ab", 1)
