@@ -27,7 +27,6 @@ from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor, require_takes
-from stages.kit.planning.faster import made_faster
 from stages.kit.planning.memory_record import write_memory_record
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.training.collators import ConversationCollator
@@ -56,8 +55,7 @@ def main(recipe: str) -> None:
     require_takes(processor, Path(plan.data_dir))
     predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
 
-    plan = predict.with_features(predict.counted(plan), memory.features_gb)
-    plan, chosen = made_faster(plan, memory, config)
+    plan, chosen = predict.planned(plan, memory)
     for line in chosen:
         log.info("%s", line)
     fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))

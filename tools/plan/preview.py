@@ -21,7 +21,6 @@ from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor, require_takes
 from stages.kit.planning.disk import DiskUse, disk_use
-from stages.kit.planning.faster import made_faster
 from stages.kit.planning.ladder import lowered_batch_size, settings
 from stages.kit.planning.memory_record import in_gib
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -107,9 +106,7 @@ class Previews:
             config=config, processor=processor, batch_of=batch_of, exact=self.exact, made=self._predictions
         )
         # The base of a recipe that continues another is not made yet.
-        plan = predictor.counted(replace(plan, base_dir=str(base.config_dir)))
-        plan = predictor.with_features(plan, params.active.memory.features_gb)
-        plan, _ = made_faster(plan, params.active.memory, config)
+        plan, _ = predictor.planned(replace(plan, base_dir=str(base.config_dir)), params.active.memory)
         return Preview(plan=plan, base=base, predictor=predictor, disk=disk_use(plan, params), batch=batch)
 
     def _judge(self, name: str, memory_gb: float | None) -> Judged:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from stages.core.params.schema import DeviceParams
+from stages.core.params.schema import DeviceParams, MemoryParams
 from stages.kit.families import family_of
 from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
@@ -28,6 +28,7 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
+from stages.kit.planning.faster import made_faster
 from stages.kit.planning.ladder import read_at_once
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
@@ -71,6 +72,11 @@ class MemoryPredictor:
         inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
         limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
         return predict_answers(inference, self.config, prompts, self.calibration, **limits)
+
+    def planned(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
+        """The plan as its profile and its base have it trained, and what made it faster and why, a line each."""
+        plan = self.with_features(self.counted(plan), memory.features_gb)
+        return made_faster(plan, memory, self.config)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""
