@@ -116,7 +116,7 @@ def kept_checkpoints(
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(_locked(checkpoints.folder))
+            stack.enter_context(locked(checkpoints.folder))
             (checkpoints.folder / FINISHED).unlink(missing_ok=True)
             for path in checkpoints.folder.glob(".*.partial"):  # of a process that was killed
                 shutil.rmtree(path, ignore_errors=True)
@@ -215,29 +215,24 @@ def _say_what_differs(own: Path, identity: Mapping[str, str]) -> None:
             log.info("step %d was saved by another training%s; not gone on from", steps[-1], what)
 
 
-def _locked(folder: Path) -> TextIO:
-    """The folder's lock, open and held; makes the folder, and waits for another holder."""
+def locked(folder: Path, kind: int = fcntl.LOCK_EX) -> TextIO:
+    """The folder's lock, open and held, alone or with LOCK_SH shared; makes the folder, and waits for others."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open_lock(folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("the same training is still running, or saving its work; waiting for its end (%s)", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_still_there(lock, folder):
-            return lock
+            log.info("another process is at work in %s, or saving its work; waiting for its end", folder)
+            fcntl.flock(lock, kind)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+                return lock
         lock.close()  # whoever held it has removed the folder
 
 
 def open_lock(folder: Path) -> TextIO:
     return os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
-
-
-def is_still_there(lock: TextIO, folder: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat())
-    return False
 
 
 def _to_disk(path: Path) -> None:

@@ -108,7 +108,10 @@ class ConversationCollator:
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, as `padded` or
         `packed` has them."""
-        batch = self.one_a_row(examples)
+        return self.as_planned(self.one_a_row(examples))
+
+    def as_planned(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A padded batch as the training takes it, padded or packed."""
         return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
 
     def one_a_row(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest
 from stages.kit.planning.plan import Plan
-from stages.kit.training.checkpoints import is_still_there, open_lock
-from stages.kit.training.collators import FEATURES, ConversationCollator, packed, padded
+from stages.kit.training.checkpoints import locked, open_lock
+from stages.kit.training.collators import FEATURES, ConversationCollator, padded
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -60,13 +60,7 @@ def kept_features(root: Path, plan: Plan, identity: Mapping[str, str]) -> Iterat
         return
     folder = root / _digest(plan, identity)
     try:
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(folder)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if is_still_there(lock, folder):
-                break
-            lock.close()
+        lock = locked(folder, fcntl.LOCK_SH)
         os.utime(folder)
     except OSError as error:
         raise _cannot_keep(folder, plan, error) from None
@@ -114,15 +108,13 @@ class FeatureCollator:
     """Batches as a ConversationCollator makes them, with FEATURES in place of pixels, read from files."""
 
     def __init__(self, folder: Path, collator: ConversationCollator) -> None:
-        self.folder = folder
+        self.folder, self.collator = folder, collator
         self.lengths = collator.lengths
-        self.pad_token_id = collator.pad_token_id
-        self.packed_for, self.loss = collator.packed_for, collator.loss
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
         """examples: rows of a dataset with the column `sample`."""
-        batch = padded([self._sample(int(example["sample"])) for example in examples], self.pad_token_id)
-        return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
+        samples = [self._sample(int(example["sample"])) for example in examples]
+        return self.collator.as_planned(padded(samples, self.collator.pad_token_id))
 
     def _sample(self, number: int) -> dict[str, torch.Tensor]:
         file = _opened(_part(self.folder, number // PART_SAMPLES * PART_SAMPLES))

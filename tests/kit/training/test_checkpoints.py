@@ -313,7 +313,7 @@ def test_the_second_waits_and_goes_on_from_the_work_of_the_first(
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
         assert checkpoints.newest() == newest
         assert (checkpoints.folder / LOCK).exists()
-    assert said[0].startswith("the same training is still running, or saving its work; waiting for its end")
+    assert said[0].startswith(f"another process is at work in {tmp_path}")
     assert first.wait() == 0
 
 
