@@ -158,8 +158,8 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
             log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
 
 
-def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
-    model = load_model(
+def load_base(plan: Plan) -> PreTrainedModel:
+    return load_model(
         Path(plan.base_dir),
         device=plan.device,
         precision=plan.precision,
@@ -169,7 +169,10 @@ def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
         placement=plan.placement,
         gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
     )
-    model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
+
+
+def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
+    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
     if plan.placement == "sharded":
         shard(model, plan, process_mesh(plan))
     return model

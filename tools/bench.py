@@ -40,8 +40,8 @@ from stages.kit.evaluation.generation import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.load import load_config, load_model
-from stages.kit.models.parts import apply_recipe, lora_config
+from stages.kit.models.load import load_config
+from stages.kit.models.parts import lora_config
 from stages.kit.models.processors import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
@@ -49,6 +49,7 @@ from stages.kit.training.features import kept_features, use_features
 from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.seed import seed_everything
 from stages.tasks import load_task
+from stages.train import load_base, load_for_training
 from tools.gpu.device import device_to_measure
 
 TURNS = 2
@@ -126,7 +127,7 @@ class Bench:
         prepare_kernels(plan)
         processor = load_processor(self.base_dir, plan.images)
         collator = ConversationCollator.of_plan(plan, processor, self.records, self.samples)
-        model = apply_recipe(self.model(plan), plan.parts, plan.lora, plan.full_targets)
+        model = load_for_training(plan)
         with tempfile.TemporaryDirectory() as scratch:
             options: dict[str, Any] = {"callbacks": [], "scratch_dir": Path(scratch), "report_to": "none"}
             trainer = make_trainer(plan, model=model, processor=processor, collator=collator, **options)
@@ -150,7 +151,7 @@ class Bench:
         rows = {"messages": [each.messages for each in conversations]}
         if conversations[0].images:
             rows["images"] = [[picture.open_image() for picture in each.images] for each in conversations]
-        model, schedule = self.model(plan), plan.schedule
+        model, schedule = load_base(plan), plan.schedule
         with tempfile.TemporaryDirectory() as scratch:
             args = SFTConfig(
                 output_dir=scratch,
@@ -174,18 +175,8 @@ class Bench:
                 peft_config=lora_config(model, plan.lora),
             )
 
-    def model(self, plan: Plan) -> Any:
-        return load_model(
-            self.base_dir,
-            device=plan.device,
-            precision=plan.precision,
-            quantization=plan.quantization,
-            attn=plan.attn,
-            padding_free=plan.padding_free,
-        )
-
     def answers(self, batch_size: int, count: int) -> float:
-        model, processor = self.model(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
+        model, processor = load_base(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
         ask = partial(self.samples.conversation, answered=False, target=self.plan.target)
         questions = [ask(record) for record in self.records[:count]]
         limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completion_of(self.samples, self.plan.target)}
