@@ -1,5 +1,6 @@
 """The pieces, as far as a CPU can run them."""
 
+import os
 import subprocess
 from dataclasses import replace
 from functools import partial
@@ -87,6 +88,21 @@ def test_attention_without_padding_is_compared_with_that_of_one_sample_after_ano
         packed_attention, "varlen_attn", lambda query, key, value, *_, **__: query + (key + value).mean()
     )
     assert facts.tried(partial(facts.attends_by_sample, "cpu")).startswith("does not work: AssertionError")
+
+
+def test_triton_is_tried_by_the_kernels_of_trainings_from_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    monkeypatch.setattr(facts, "find_spec", lambda _: object())
+
+    def refuse(device: torch.device, dtype: torch.dtype) -> None:
+        assert not list(Path(os.environ["TRITON_CACHE_DIR"]).iterdir())
+        raise UserError(f"off on {device} in {dtype}")
+
+    monkeypatch.setattr(facts, "refuse_wrong_kernels", refuse)
+    found = facts.tried(partial(facts.compiles_triton, "cuda"))
+    assert found == "does not work: UserError: off on cuda in torch.float16"
+    monkeypatch.setattr(facts, "refuse_wrong_kernels", lambda *_: None)
+    assert facts.compiles_triton("cuda").startswith("compiles Liger's kernels, which compute what torch does")
 
 
 def test_attention_costs_the_square_of_its_length() -> None:
