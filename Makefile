@@ -170,8 +170,9 @@ bench: setup ## Time what was made fast against what it replaces (ARGS="--cuda",
 	@$(offline) $(python) -m tools.bench $(ARGS)
 
 .PHONY: calibrate
-calibrate: setup ## Write what a GPU says of memory into predictions, after make gpu or alone (ARGS="--dry-run", ARGS=--help)
-	@$(offline) $(python) -m tools.calibrate $(ARGS)
+calibrate: setup ## Write what make gpu measured of memory into predictions (RESULTS=.bakeoff/gpu/DEVICE.jsonl, ARGS="--dry-run")
+	@$(offline) $(python) -m tools.calibrate $(or $(RESULTS),$(filter-out %/cpu.jsonl,$(wildcard .bakeoff/gpu/*.jsonl)),\
+		$(error nothing was measured on a GPU here; make gpu does)) $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke

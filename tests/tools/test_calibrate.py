@@ -12,6 +12,7 @@ from stages.core.errors import UserError
 from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
 from tools import calibrate
 from tools.gpu import training
+from tools.gpu.device import Device
 from tools.gpu.memory import FLOOR, comparisons, constants, recalibrated
 from tools.gpu.pieces import FACTS, SETTINGS, Piece, catalogue
 from tools.gpu.results import Results
@@ -140,7 +141,8 @@ def test_a_changed_predictor_is_compared_with_what_was_measured_elsewhere(
         return {"layers": piece.task["layers"], "scaled": amounts, "exact": amounts}
 
     monkeypatch.setattr(Runner, "_answer", predict)
-    _, again, pieces = calibrate.predicted_again(results.path)
+    again = Results(results.path, measured_here=False)
+    pieces = calibrate.predicted_again(Device(kind="cuda", name="NVIDIA H200"), again)
     assert [piece.name for piece in pieces] == ["device", NAMES[0], NAMES[0]]
     assert comparisons(Results(results.path, measured_here=False))[NAMES[0]]["allocated"] == pytest.approx(-0.01)
     assert again.versions["torch"] == "2.99+cu999"

@@ -1,4 +1,4 @@
-"""One piece of what `make gpu` and `make calibrate` measure.
+"""One piece of what `make gpu` measures.
 
 Run  python -m tools.gpu.child TASK_JSON ANSWER_PATH   (runner.py does)
 """

@@ -67,7 +67,7 @@ def test_it_keeps_what_it_measured_goes_on_and_its_results_are_calibrated_by(
     one = [piece for piece in catalogue("cpu", None) if piece.name in ("device", name)]
     monkeypatch.setattr(calibrate, "catalogue", lambda *_, **__: one)
     shipped = SHIPPED_PATH.read_text()
-    result = CliRunner().invoke(calibrate.main, ["--device", "cpu", "--results-dir", str(tmp_path)])
+    result = CliRunner().invoke(calibrate.main, [str(path)])
     assert result.exit_code == 0, result.output
     assert "allocated_error_high: 0.02 (CPU, torch " in result.output
     assert path.read_text().splitlines() == lines
