@@ -20,7 +20,7 @@ from tools.gpu.runner import Runner
 
 MIB = 2**20
 DEVICE = {"kind": "cuda", "name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 139 * 2**30}
-DEVICE |= {"workspace_bytes": 32 * MIB, "workspaces": 2}
+DEVICE |= {"workspaces_bytes": 64 * MIB}
 NAMES = [setting.name for setting in SETTINGS["cuda"]]
 
 
@@ -76,19 +76,17 @@ def test_bounds_are_wider_than_the_worst_that_was_seen_and_have_a_floor(results:
     assert bounds(results)["reserved_error_high"] == pytest.approx(0.26)
 
 
-def test_the_context_is_the_median_and_workspaces_are_a_constant_of_cards_that_have_them_by_default(
-    results: Results,
-) -> None:
+def test_the_context_is_the_median_and_workspaces_are_as_measured(results: Results) -> None:
     for beside in (400, 450, 900):
         measure(results, 1000, 1100, beside)
     found = {name: value for name, value in constants(results).items() if "_error_" not in name}
-    assert found == {"context_mib": 450.0, "cublas_workspaces": 2, "cublas_workspace_hopper_mib": 32.0}
-    keep(results, FACTS, {**DEVICE, "capability": [8, 6]})
-    assert "cublas_workspace_hopper_mib" not in constants(results)
+    assert found == {"context_mib": 450.0, "cublas_workspaces_mib": 64.0}
+    keep(results, FACTS, {**DEVICE, "workspaces_bytes": 0})
+    assert "cublas_workspaces_mib" not in constants(results)
 
 
 def test_only_values_and_their_origin_change(tmp_path: Path) -> None:
-    values = {"context_mib": 512.5, "cublas_workspaces": 2, "reserved_error_low": -0.041}
+    values = {"context_mib": 512.5, "cublas_workspaces_mib": 64, "reserved_error_low": -0.041}
     origin = "NVIDIA H200, 2026-12-01"
     before = SHIPPED_PATH.read_text()
     after = recalibrated(before, values, origin)
@@ -168,7 +166,6 @@ def test_layers_are_left_out_until_a_prediction_fits(monkeypatch: pytest.MonkeyP
 
 
 def test_workspaces_are_part_of_what_is_predicted() -> None:
-    facts = {"workspace_bytes": 8 * MIB, "workspaces": 3}
-    calibration = training.with_workspaces(load_calibration(), facts)
-    assert calibration.cublas_workspace_hopper_mib.num_bytes * calibration.cublas_workspaces.value == 24 * MIB
-    assert training.with_workspaces(load_calibration(), {"workspaces": 0}) == load_calibration()
+    calibration = training.with_workspaces(load_calibration(), {"workspaces_bytes": 24 * MIB})
+    assert calibration.cublas_workspaces_mib.num_bytes == 24 * MIB
+    assert training.with_workspaces(load_calibration(), {"workspaces_bytes": 0}) == load_calibration()

@@ -37,7 +37,7 @@ CASES = {
 def facts(device: Kind) -> dict[str, Any]:
     """In a process that has not used CUDA yet."""
     # Before anything else: what a context takes grows with every kernel that is used.
-    workspaces = cublas_workspaces(torch.device(device))
+    workspaces_bytes = cublas_workspaces_bytes(torch.device(device))
     chosen = {f"SDPA chooses for {case}": chosen_kernel(torch.device(device), *CASES[case]) for case in CASES}
     free_bytes, total_bytes = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
     reserved_bytes = torch.cuda.memory_reserved() if device == "cuda" else 0
@@ -50,7 +50,7 @@ def facts(device: Kind) -> dict[str, Any]:
         "capability": torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
         "memory_bytes": total_bytes,
         "context_bytes": total_bytes - free_bytes - reserved_bytes,
-        **workspaces,
+        "workspaces_bytes": workspaces_bytes,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
@@ -70,31 +70,21 @@ def facts(device: Kind) -> dict[str, Any]:
     }
 
 
-def cublas_workspaces(device: torch.device) -> dict[str, int]:
-    """Bytes that cuBLAS takes from torch's allocator for a forward pass, and how many times as many after a backward
-    pass; 0 on a CPU."""
+def cublas_workspaces_bytes(device: torch.device) -> int:
+    """Bytes that cuBLAS takes from torch's allocator for a forward and a backward pass; 0 on a CPU."""
     if device.type == "cpu":
-        return {"workspace_bytes": 0, "workspaces": 0}
+        return 0
     x, weight, bias = (
         torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
         for shape in ((4096, 4096), (4096, 4096), (4096,))
     )
     before = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        F.linear(x, weight, bias)
-        F.linear(x, weight)
-    torch.cuda.synchronize()
-    forward_bytes = torch.cuda.memory_allocated() - before
     (F.linear(x, weight, bias) @ weight).float().square().mean().backward()
     for tensor in (x, weight, bias):
         tensor.grad = None
     torch.cuda.synchronize()
     gc.collect()
-    backward_bytes = torch.cuda.memory_allocated() - before
-    return {
-        "workspace_bytes": forward_bytes,
-        "workspaces": round(backward_bytes / forward_bytes) if forward_bytes else 0,
-    }
+    return torch.cuda.memory_allocated() - before
 
 
 def chosen_kernel(

@@ -55,20 +55,16 @@ def _measured(results: Results) -> dict[str, dict[str, Any]]:
 def constants(results: Results) -> dict[str, float]:
     """Values for calibration.yaml. There is a row to compare.
 
-    A stage asks for workspaces of 32 MiB on every card (CUBLAS_WORKSPACE_CONFIG=:4096:8), which is also the default
-    from compute capability 9.0 on: only there the size is one of the constants. Each bound is the worst error that was
-    seen, widened, and the floor at least, in thousandths, rounded outward. The total's errors count with the reserved
-    ones.
+    Each bound is the worst error that was seen, widened, and the floor at least, in thousandths, rounded outward. The
+    total's errors count with the reserved ones.
     """
     facts, rows = results.data(FACTS.key), comparisons(results).values()
     assert facts is not None
     values: dict[str, float] = {}
     if context := context_bytes(results):
         values["context_mib"] = round(context / 2**20, 1)
-    if facts["workspaces"]:
-        values["cublas_workspaces"] = facts["workspaces"]
-        if tuple(facts["capability"]) >= (9, 0):
-            values["cublas_workspace_hopper_mib"] = round(facts["workspace_bytes"] / 2**20, 3)
+    if facts["workspaces_bytes"]:
+        values["cublas_workspaces_mib"] = round(facts["workspaces_bytes"] / 2**20, 3)
     for name, amounts in (("allocated", ("allocated",)), ("reserved", ("reserved", "total"))):
         keys = [f"{words}{amount}" for amount in amounts for words in ("", "exact ")]
         # What was measured lies that far above a prediction, relative to it.

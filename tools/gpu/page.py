@@ -128,11 +128,10 @@ def _cells(columns: Sequence[Column], data: Mapping[str, Any], status: str) -> l
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, Cell]:
     peak = facts["peak_tflops"]
-    workspaces = f"{facts['workspaces']} of {bytes_text(facts['workspace_bytes'])}"
     return {
         "Device": f"{facts['name']}, compute capability {'.'.join(map(str, facts['capability']))}",
         "Memory": f"{bytes_text(facts['memory_bytes'])}, a CUDA context takes {bytes_text(facts['context_bytes'])}",
-        "Workspaces of cuBLAS": workspaces if facts["workspaces"] else None,
+        "Workspaces of cuBLAS": bytes_text(facts["workspaces_bytes"]) if facts["workspaces_bytes"] else None,
         "Driver": facts["driver"],
         "CUDA, cuDNN": f"{facts['cuda']}, {facts['cudnn']}" if facts["cuda"] else None,
         "Python": f"{facts['python']} on {facts['system']}",

@@ -68,14 +68,10 @@ def predict_memory(
 
 def with_workspaces(calibration: Calibration, facts: Mapping[str, Any]) -> Calibration:
     """With cuBLAS's workspaces as they were measured: they are part of what a prediction says torch allocates."""
-    if not facts["workspaces"]:
+    if not facts["workspaces_bytes"]:
         return calibration
-    size, count = calibration.cublas_workspace_hopper_mib, calibration.cublas_workspaces
-    return replace(
-        calibration,
-        cublas_workspace_hopper_mib=replace(size, value=facts["workspace_bytes"] / 2**20),
-        cublas_workspaces=replace(count, value=float(facts["workspaces"])),
-    )
+    measured = replace(calibration.cublas_workspaces_mib, value=facts["workspaces_bytes"] / 2**20)
+    return replace(calibration, cublas_workspaces_mib=measured)
 
 
 def measure_training(device: Kind, *, setting: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class Calibration:
     """Each constant is described in calibration.yaml; the end of its name is its unit, without one it is a share."""
 
     context_mib: Constant
-    cublas_workspace_hopper_mib: Constant
-    cublas_workspaces: Constant
+    cublas_workspaces_mib: Constant
     nccl_buffers_mib: Constant
     usable_share: Share
     usable_share_large: Share
@@ -64,7 +63,7 @@ class Calibration:
     def label(self, *, several: bool) -> str:
         """`assumed` where a constant that decides a prediction is; else what they were measured on.
 
-        The sizes of workspaces are torch's defaults, and what a card offers is no part of a prediction: neither counts.
+        A stage asks for the workspaces' size, and what a card offers is no part of a prediction: neither counts.
         several: of a run of several processes, ddp or sharded, which NCCL's buffers decide too.
         """
         deciding: tuple[Constant, ...] = (

@@ -302,9 +302,8 @@ def _prediction(peaks: Peaks, calibration: Calibration, *, on_cuda: bool, placem
     low, high = calibration.allocated_error_low.value, calibration.allocated_error_high.value
     label = "this CPU"
     if on_cuda:
-        workspaces = round(calibration.cublas_workspaces.value) * calibration.cublas_workspace_hopper_mib.num_bytes
-        allocated += workspaces
-        reserved += workspaces
+        allocated += calibration.cublas_workspaces_mib.num_bytes
+        reserved += calibration.cublas_workspaces_mib.num_bytes
         total = reserved + calibration.context_mib.num_bytes
         total += calibration.nccl_buffers_mib.num_bytes if several else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value

@@ -200,7 +200,7 @@ def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
     on_cpu, on_gpu = predicted("text", plan_of(**FULL)), predicted("text", plan_of(**FULL, **CUDA))
     assert on_cpu.allocated_bytes == on_cpu.reserved_bytes == on_cpu.total_bytes
     assert on_gpu.total_bytes - on_gpu.reserved_bytes == CALIBRATION.context_mib.num_bytes
-    assert on_gpu.allocated_bytes - max(on_gpu.phases.values()) >= 64 * MIB  # two workspaces of Hopper's
+    assert on_gpu.allocated_bytes - max(on_gpu.phases.values()) >= 64 * MIB  # two workspaces of cuBLAS
     # The interval lies around the total as calibrated.
     assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_low.value))
     assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_high.value))

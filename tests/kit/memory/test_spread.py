@@ -153,7 +153,7 @@ def test_the_fullest_gpu_decides() -> None:
     calibration = replace(  # or a small model's GPUs would be filled by the same on each
         calibration,
         context_mib=replace(calibration.context_mib, value=0.1),
-        cublas_workspace_hopper_mib=replace(calibration.cublas_workspace_hopper_mib, value=0.1),
+        cublas_workspaces_mib=replace(calibration.cublas_workspaces_mib, value=0.2),
     )
     plan, config = spread(plan_of(**R2, **CUDA)), config_of("detection", DEPTH)
     prediction = predict(plan, config, processor_of("detection"), batch_of(plan, config), calibration)
