@@ -18,7 +18,7 @@ from stages.kit.memory.step import from_features, one_batch_trainer
 from stages.kit.models.fused_kernels import fused_kernels
 from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config, new_model, resolve_attention
-from stages.kit.models.parts import apply_recipe
+from stages.kit.models.parts import ALL_LINEAR, apply_recipe
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.faster import with_fused_kernels, without_padding
 from stages.kit.planning.plan import Plan, Schedule
@@ -31,16 +31,12 @@ from tools.gpu.pieces import Recipe, Setting
 ACCUMULATION = 4
 """Micro-batches a step. Trainer holds all of them on the device at once, so it matters; recipes have 8 or 16."""
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_LLM = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
-_VISION = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 _RECIPES: dict[Recipe, tuple[PartsParams, dict[Part, tuple[str, ...]]]] = {
-    "r1": (PartsParams(llm="lora"), {"llm": _LLM}),
+    "r1": (PartsParams(llm="lora"), {"llm": (ALL_LINEAR,)}),
     "r2": (PartsParams(vision="full", projector="full"), {}),
-    "r4": (PartsParams(vision="lora", llm="lora"), {"vision": _VISION, "llm": _LLM}),
-    "lora": (PartsParams(llm="lora"), {"llm": _LLM}),
+    "r4": (PartsParams(vision="lora", llm="lora"), {"vision": (ALL_LINEAR,), "llm": (ALL_LINEAR,)}),
+    "lora": (PartsParams(llm="lora"), {"llm": (ALL_LINEAR,)}),
     "full": (PartsParams(llm="full"), {}),
-    "attention-lora": (PartsParams(llm="lora"), {"llm": _ATTENTION}),
 }
 """What is trained of each part, and the modules that get adapters."""
 

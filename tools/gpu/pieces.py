@@ -125,8 +125,8 @@ def _recipes(device: Kind, *, has_bf16: bool) -> Iterator[Piece]:
 
 # --- Trainings of random weights in the known geometries, at full width on a GPU
 
-Recipe = Literal["r1", "r2", "r4", "lora", "full", "attention-lora"]
-"""r1, r2 and r4 of params.yaml; for a text model: LoRA, all weights, LoRA beside experts."""
+Recipe = Literal["r1", "r2", "r4", "lora", "full"]
+"""r1, r2 and r4 of params.yaml; for a text model: LoRA, all weights."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ SETTINGS: dict[Kind, tuple[Setting, ...]] = {
         Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096),
         Setting("qwen2.5-7b", "lora", micro_batch=2, max_length=4096, fused_kernels=False),
         Setting("qwen2.5-7b", "lora", **_NF4, checkpointing=False),
-        Setting("qwen1.5-moe-a2.7b", "attention-lora"),
+        Setting("qwen1.5-moe-a2.7b", "lora"),
         Setting("qwen1.5-moe-a2.7b", "full"),
         Setting("qwen2-1.5b-x2", "full", micro_batch=8, max_length=512),
         Setting("qwen2-1.5b-x2", "full", micro_batch=1, max_length=512),
