@@ -79,11 +79,12 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "answers",
         "Speed of evaluation",
-        "Random weights; prompt and answer in tokens, all answers of full length.",
+        "Random weights; prompt and answer in tokens, all answers of full length. Peak and plan are allocated bytes.",
         (
             *(Column("prompt", "Prompt", ",d"), Column("new_tokens", "Answer", ",d")),
             *(Column("samples_per_s", "Samples/s", ".2f"), Column("first_token_s", "First token, s", ".3f")),
             *(Column("further_token_s", "Each further, s", ".4f"), Column("peak_bytes", "Peak memory", "bytes")),
+            Column("error", "Plan against it", "+.1%"),
         ),
     ),
 )

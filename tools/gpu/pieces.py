@@ -63,7 +63,7 @@ def catalogue(
             Piece(step="trainings", name=name, task=task, needs={"prediction": f"predictions: {name}"})
             for name, task in tasks.items()
         ),
-        *(Piece(step="answers", name=name, task=task) for name, task in answers.items()),
+        *(Piece(step="answers", name=name, task=task, needs={"facts": FACTS.key}) for name, task in answers.items()),
     ]
 
 

@@ -17,11 +17,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.memory.answers import Inference
 from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
-from stages.kit.memory.predict import depth_of, predict, with_depth
+from stages.kit.memory.predict import depth_of, predict, predict_answers, with_depth
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.load import check_device, resolve_attention
+from stages.kit.planning.ladder import read_at_once
 from stages.kit.training.peak import cpu_peak
 from stages.kit.training.rehearsal import held_tensors
 from stages.kit.training.seed import seed_everything
@@ -112,7 +115,6 @@ def measure_training(device: Kind, *, setting: dict[str, Any], prediction: dict[
     }
 
 
-@torch.inference_mode()
 def measure_answers(
     device: Kind,
     *,
@@ -120,20 +122,29 @@ def measure_answers(
     batch_size: int,
     prompt: int,
     new_tokens: int,
+    facts: dict[str, Any],
     precision: Any = "bf16",
     max_pixels: int = 1003520,
 ) -> dict[str, Any]:
-    """Have a model answer a batch of prompts, all of them `new_tokens` long, as evaluation does."""
+    """Have a model answer a batch of prompts, all of them `new_tokens` long, as evaluation does; its peak of memory
+    against the prediction."""
     attn: Any = resolve_attention("auto", DeviceParams(kind=device), precision)
-    config = config_of(geometry)
+    config, size = config_of(geometry), read_at_once(batch_size)
     plan = plan_of(Setting(geometry, "full", precision=precision, attn=attn, padding_free=False), device)
+    batch = with_contents(stand_in_batch(config, micro_batch=size, max_length=prompt, max_pixels=max_pixels))
+    del batch["labels"]
+    inference = Inference(device=plan.device, precision=precision, attn=attn)
+    calibration = with_workspaces(load_calibration(), facts)
+    limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
+    predicted = predict_answers(inference, config, batch, calibration, **limits)
     model = random_model(plan, config).eval()
-    batch = with_contents(stand_in_batch(config, micro_batch=batch_size, max_length=prompt, max_pixels=max_pixels))
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
 
+    @torch.inference_mode()
     def seconds(length: int) -> float:
+        batches = ((list(range(first, first + size)), batch) for first in range(0, batch_size, size))
         began = time.perf_counter()
-        model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, do_sample=False)
+        for _ in answered_tokens(model, batches, lambda _: False, batch_size=batch_size, max_new_tokens=length):
+            pass
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
@@ -142,6 +153,12 @@ def measure_answers(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first_s, all_s = seconds(1), seconds(new_tokens)
+    if device == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        with cpu_peak([*model.parameters(), *model.buffers(), *batch.values()]) as peak:
+            seconds(new_tokens)
+        peak_bytes = peak.size_bytes
     return {
         "attn": attn,
         "prompt": prompt,
@@ -149,7 +166,8 @@ def measure_answers(
         "samples_per_s": round(batch_size / all_s, 3),
         "first_token_s": round(first_s, 4),
         "further_token_s": round((all_s - first_s) / max(1, new_tokens - 1), 5),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "peak_bytes": peak_bytes,
+        "error": predicted.allocated_bytes / peak_bytes - 1,
     }
 
 

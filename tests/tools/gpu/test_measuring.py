@@ -27,8 +27,8 @@ from tools.gpu.device import Kind
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.kernels import kind_of
 from tools.gpu.models import ACCUMULATION, batch_of, config_of, plan_of, random_trainer, with_contents
-from tools.gpu.pieces import SETTINGS, Setting
-from tools.gpu.training import StepMeter
+from tools.gpu.pieces import ANSWERS, SETTINGS, Setting
+from tools.gpu.training import StepMeter, measure_answers
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,13 @@ def test_a_gpus_peak_is_that_of_the_step_that_finds_the_optimizers_state(monkeyp
         meter.on_step_end(None, None, TrainerControl())
     total = 140 + (170 - 120)
     assert meter.memory == {"allocated_bytes": 70, "reserved_bytes": 140, "total_bytes": total, "retries": 3}
+
+
+@pytest.mark.parametrize("task", ANSWERS["cpu"], ids=lambda task: task["geometry"])
+def test_answers_are_those_of_evaluation_and_take_the_memory_that_is_predicted(task: dict[str, Any]) -> None:
+    found = measure_answers("cpu", **{**task, "batch_size": 16}, facts={"workspaces_bytes": 0}, precision="fp32")
+    assert abs(found["error"]) < 0.01
+    assert found["samples_per_s"] > 0
 
 
 STAGES = declared_stages(ROOT)
