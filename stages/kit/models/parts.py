@@ -124,7 +124,7 @@ def _full_parameters(
 
 
 def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
-    """PEFT's configuration with a target expression that matches what the recipe names and nothing else.
+    """PEFT's configuration, whose targets are what the recipe names and nothing else.
 
     Raises UserError for a target that matches no linear layer of its part.
     """
@@ -147,7 +147,7 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
         lora_dropout=lora.dropout,
         bias="none",
         task_type="CAUSAL_LM",
-        target_modules=_exactly(names, linears),
+        target_modules=names,
     )
 
 
@@ -186,10 +186,3 @@ def trained_modules(model: nn.Module) -> set[str]:
 def _ends_with(name: str, suffix: str) -> bool:
     """Whole dotted components only: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
     return name == suffix or name.endswith(f".{suffix}")
-
-
-def _exactly(names: list[str], among: list[str]) -> str | list[str]:
-    """PEFT's target for these of the names `among` and no others: a regular expression with layer numbers folded, as it
-    is readable; the names themselves where that matches too much."""
-    folded = "|".join(sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names}))
-    return folded if [name for name in among if re.fullmatch(folded, name)] == names else names

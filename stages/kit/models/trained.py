@@ -51,7 +51,9 @@ def save_trained(
     if full:
         save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if isinstance(model, PeftModel):
-        model.peft_config["default"].base_model_name_or_path = base_dir
+        config = model.peft_config["default"]
+        config.base_model_name_or_path = base_dir
+        config.target_modules = sorted(config.target_modules)  # PEFT's is a set
         adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         model.save_pretrained(
             folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False

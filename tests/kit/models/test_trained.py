@@ -85,6 +85,14 @@ def test_the_adapter_names_its_base_relative_to_the_workspace(trained: Callable[
     assert str(tmp_path) not in config
 
 
+@pytest.mark.parametrize("way", ["lora", "joint"])
+def test_the_adapters_targets_are_in_order(trained: Callable[[str], Any], way: str, tmp_path: Path) -> None:
+    """PEFT keeps them in a set, whose order is another in each process."""
+    trained(way)
+    targets = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets)
+
+
 def test_only_what_was_trained_is_saved(trained: Callable[[str], Any], tmp_path: Path) -> None:
     trained("full")
     assert not (tmp_path / "adapter").exists()
