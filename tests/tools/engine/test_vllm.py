@@ -142,8 +142,10 @@ def evaluated_by_vllm() -> Iterator[None]:
     raw = YAML(typ="safe").load(before)
     raw["profiles"]["tiny"]["evaluation"]["engine"] = "vllm"
     write_params(raw)
-    yield
-    path.write_text(before)
+    try:
+        yield
+    finally:
+        path.write_text(before)
 
 
 @pytest.mark.parametrize(("name", "task"), [(RUN, "detection"), ("base-llm", "amr")])
@@ -168,10 +170,12 @@ def test_a_stage_evaluates_the_same_with_either_engine(name: str, task: str, wor
     assert not list(Path("data/runs").glob("*/.vllm-*"))
     own = Path("data/runs", name, CERTIFICATE_FILE)
     kept = own.rename("kept.json") if own.exists() else None
-    subject, environment = read_subject(name, SAMPLES), installed("cpu")
-    assert known_certificate(subject, environment, device="cpu") == found, "as `make serve` asks for it"
-    if kept:
-        kept.rename(own)
+    try:
+        subject, environment = read_subject(name, SAMPLES), installed("cpu")
+        assert known_certificate(subject, environment, device="cpu") == found, "as `make serve` asks for it"
+    finally:
+        if kept:
+            kept.rename(own)
 
 
 def test_a_stage_refuses_answers_unlike_its_own_models(workspace: Path) -> None:
