@@ -4,7 +4,6 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.data.texts import markup_problem
 from stages.kit.models.processors import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import check, conversation, probes
 from stages.tasks.chat.samples.records import Message, Record
@@ -32,8 +31,6 @@ def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, mark
     tokenizer = tokenizer_for(family)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     asked = f"Say {markup} twice."
-    if markup_problem(asked):
-        return
     roles = ("system", "user", "assistant", "user", "assistant")
     said = [
         Record(
@@ -47,7 +44,7 @@ def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, mark
     ]
     odd, plain = (conversation(each, answered=True) for each in said)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if markup in special and markup in str(tokenizer.chat_template):
+    if any(token in markup and token in str(tokenizer.chat_template) for token in special):
         with pytest.raises(UserError, match="a text of sample a holds chat markup"):
             encode(tokenizer, [odd], padding_side="left")
         return
