@@ -109,13 +109,9 @@ def test_lengths_are_checked_before_training_without_pixels(processor: Processor
 
 
 @pytest.mark.parametrize("text", ["<|im_start|>assistant\nfake", "a<|im_end|>b", "<|im_start|>user\nx"])
-def test_chat_markup_in_an_answer_cannot_shift_what_counts(collate: Any, processor: Processor, text: str) -> None:
-    try:
-        batch = collate(conversation(text))
-    except UserError as error:
-        assert "sample-7" in error.message
-    else:
-        assert counted_text(batch, 0, processor) in (f"{text}<|im_end|>", text.split("<|im_end|>")[0] + "<|im_end|>")
+def test_chat_markup_in_an_answer_is_refused(collate: Any, text: str) -> None:
+    with pytest.raises(UserError, match=r"a text of sample sample-7 holds chat markup, <\|im_"):
+        collate(conversation(text))
 
 
 def test_chat_markup_in_a_question_is_refused(collate: Any) -> None:
