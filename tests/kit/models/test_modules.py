@@ -36,7 +36,7 @@ def test_a_patch_projection_computes_what_the_convolution_does(bias: bool) -> No
 
 
 def test_a_patch_projection_takes_whole_patches_only() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"3, 2, 14, 7\].*3, 2, 7, 7\]"):
         PatchProjection(3, 16, kernel_size=(2, 7, 7), stride=(2, 7, 7))(torch.randn(1, 3, 2, 14, 7))
 
 

@@ -83,15 +83,15 @@ def test_a_vision_tower_gets_what_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "options"),
+    ("mask", "options", "reason"),
     [
-        (torch.ones(1, 18), {"position_ids": POSITIONS}),
-        (None, {}),
-        (None, {"position_ids": POSITIONS, "sliding_window": 4}),
+        (torch.ones(1, 18), {"position_ids": POSITIONS}, "no padding to mask"),
+        (None, {}, "only positions say"),
+        (None, {"position_ids": POSITIONS, "sliding_window": 4}, "a window would have to end"),
     ],
 )
-def test_what_is_no_packed_row_is_refused(mask: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
+def test_what_is_no_packed_row_is_refused(mask: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
         packed_attention(DECODER, *states(), mask, **options)
 
 

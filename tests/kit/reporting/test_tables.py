@@ -82,7 +82,7 @@ def test_csv_keeps_full_precision_and_splits_intervals() -> None:
 
 
 def test_a_row_has_as_many_cells_as_the_table_has_columns() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="short"):
         Table(columns=COLUMNS, rows=(Row(cells=("short",)),))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.models.load import check_placement, load_model
@@ -94,10 +95,10 @@ def test_under_fp16_nothing_is_in_bf16(started: Callable[[str], tuple[nn.Module,
 
 def test_weights_away_from_the_planned_device_are_refused(started: Callable[[str], tuple[nn.Module, Plan]]) -> None:
     model, _ = started("r2-vision-only")
-    with pytest.raises(Exception, match=r"offloaded away from cuda: .* on cpu"):
+    with pytest.raises(UserError, match=r"offloaded away from cuda: .* on cpu"):
         check_placement(model, DeviceParams(kind="cuda"))
     model.lm_head.to("meta")
-    with pytest.raises(Exception, match=r"offloaded away from cpu: lm_head.weight on meta"):
+    with pytest.raises(UserError, match=r"offloaded away from cpu: lm_head.weight on meta"):
         check_placement(model, CPU)
 
 
@@ -105,7 +106,7 @@ def test_a_layer_that_accelerate_would_offload_is_refused(started: Callable[[str
     """Offloaded weights can look placed, as accelerate brings them in layer by layer; its map tells."""
     model = nn.Linear(1, 1)
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "disk"}  # type: ignore[assignment]
-    with pytest.raises(Exception, match=r"model.layers.1 on disk"):
+    with pytest.raises(UserError, match=r"model.layers.1 on disk"):
         check_placement(model, DeviceParams(kind="cuda"))
 
 

@@ -123,7 +123,7 @@ def test_lines_hold_everything_a_refusal_needs() -> None:
         "usable    14.00 GiB",
         "verdict   does not fit",
     ]
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=str(USUAL.total_bytes + 1)):
         budget_lines(replace(USUAL, total_bytes=USUAL.total_bytes + 1))
 
 
