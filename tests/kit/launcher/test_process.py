@@ -175,16 +175,17 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
     )
     wait_until(lambda: "ready" in notes(workspace))
     (stage,) = noted_pids(workspace)
-    launcher = psutil.Process(stage).ppid()
+    launcher = psutil.Process(psutil.Process(stage).ppid())
+    if not ends:
+        launcher.suspend()  # a signal that it is sent then stays to be seen
+        wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
     caller.kill()
     caller.wait()
     if ends:
-        wait_until(lambda: is_gone(launcher) and is_gone(stage))
+        wait_until(lambda: is_gone(launcher.pid) and is_gone(stage))
     else:
-        time.sleep(0.5)
-        assert not is_gone(launcher)
-        assert not is_gone(stage)
-        psutil.Process(launcher).kill()
+        assert f"ShdPnd:\t{0:016x}\n" in Path(f"/proc/{launcher.pid}/status").read_text()
+        launcher.kill()
 
 
 @pytest.mark.parametrize(
