@@ -301,6 +301,7 @@ def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
         env={"PATH": str(clients), "BAKEOFF_ENGINE": "docker", "FAKE_WAITS": "1", "FAKE_CODE": "75"},
     )
     while not (clients / "asked").exists() or not asked(clients, "run"):
+        assert launcher.poll() is None
         time.sleep(0.02)
     launcher.send_signal(number)
     assert launcher.wait() == 75
