@@ -1,9 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from stages.kit.data.texts import markup_problem
+from tests import ROOT
 
 
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>", "<|endoftext|>", "<|eot_id|>", "<|box_start|>"])
@@ -18,7 +18,7 @@ def test_plain_text_is_left_alone(text: str) -> None:
 
 def test_every_special_token_of_the_models_here_is_one() -> None:
     for name in ("qwen2", "qwen2-vl", "qwen2-folklore"):
-        tokens = json.loads(Path("data/tiny", name, "tokenizer.json").read_text())["added_tokens"]
+        tokens = json.loads((ROOT / "data/tiny" / name / "tokenizer.json").read_text())["added_tokens"]
         assert tokens
         for token in tokens:
             assert markup_problem(token["content"]), token

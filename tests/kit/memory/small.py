@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,8 +27,9 @@ from stages.kit.models.processors import Processor, load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
 from stages.kit.training.collators import packed
+from tests import ROOT
 
-TINY = Path("data/tiny/qwen2-vl")
+TINY = ROOT / "data/tiny/qwen2-vl"
 PIXELS = 112 * 112
 
 ATTENTION = LoraParams(rank=8, alpha=16, dropout=0.1, targets={"llm": ("q_proj", "v_proj")})
@@ -79,7 +79,7 @@ def config_of(model: str, depth: Depth = (2, 2)) -> PreTrainedConfig:
 
 @cache
 def shipped_params() -> Params:
-    return load_params()
+    return load_params(ROOT / "params.yaml")
 
 
 def plan_of(

@@ -22,6 +22,7 @@ from stages.kit.models.load import (
     see_only,
 )
 from stages.kit.models.processors import load_processor
+from tests import ROOT
 from tests.damage import damaged_tree, quick
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
@@ -32,7 +33,7 @@ CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
 def test_a_configuration_that_makes_no_sense_is_refused_in_words(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    source, folder = Path("data/tiny/qwen2"), tmp_path_factory.mktemp("model")
+    source, folder = ROOT / "data/tiny/qwen2", tmp_path_factory.mktemp("model")
     config = data.draw(damaged_tree(json.loads((source / "config.json").read_text())))
     (folder / "config.json").write_text(json.dumps(config))
     with suppress(UserError):
@@ -42,7 +43,7 @@ def test_a_configuration_that_makes_no_sense_is_refused_in_words(
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["[1, 2]", "[" * 200_000, "{", '{"model": {"type": "BPE"}}'])
 def test_a_tokenizer_that_is_none_is_refused_in_words(file: str, content: str, tmp_path: Path) -> None:
-    for path in Path("data/tiny/qwen2").glob("*.json*"):
+    for path in (ROOT / "data/tiny/qwen2").glob("*.json*"):
         shutil.copy(path, tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match="is no model that can be loaded"):

@@ -14,6 +14,7 @@ from stages.core.lineage import write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.kit.models.geometries import PUBLISHED, geometry_config_path
+from tests import ROOT
 from tools.plan.available_inputs import available_base, available_data, root_base, same_source, trainable_recipes
 
 COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
@@ -23,7 +24,7 @@ GEOMETRY = geometry_config_path("qwen2-vl-2b").parent
 @pytest.fixture
 def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     """Of the 2B profile, in an empty folder."""
-    params = load_params().on("qwen2-vl-2b-24gb")
+    params = load_params(ROOT / "params.yaml").on("qwen2-vl-2b-24gb")
     monkeypatch.chdir(tmp_path)
     return params
 
@@ -60,7 +61,7 @@ def test_a_source_is_the_one_that_is_named(found: str, asked: str, same: bool) -
 
 def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched() -> None:
     assert all(geometry_config_path(name).is_file() for name in PUBLISHED.values())
-    in_file = load_params()
+    in_file = load_params(ROOT / "params.yaml")
     for profile in in_file.profiles:
         params = in_file.on(profile)
         recipes = trainable_recipes(params)
