@@ -16,7 +16,6 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import answered_tokens
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import TOLERANCE, Compared, compared, require_alike
-from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.questions import Answer, View, view
 from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
@@ -175,4 +174,3 @@ def test_options_of_the_server_are_those_of_the_certificate() -> None:
     assert words[2:7] == ["--model", "/a b", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 1}']
     assert "--trust" not in words
     assert words[words.index("--chat-template-content-format") + 1] == "openai"
-    assert SAMPLES == 32
