@@ -15,14 +15,7 @@ from dvc import lock, rwlock
 
 from stages.kit.training import resumable
 from tools.faults import moment
-from tools.faults.judge import (
-    Wrong,
-    refusal_command,
-    require_same_end,
-    require_success,
-    require_whole,
-    verify_commands,
-)
+from tools.faults.judge import Wrong, require_same_end, require_success, require_whole
 from tools.faults.kinds import DVC_IS_RUNNING, NOT_SAVED
 from tools.faults.workspaces import Ended, Workspace
 
@@ -80,22 +73,6 @@ def test_what_is_left_behind_is_wrong(folder: Path, stray: str) -> None:
 def test_a_command_has_to_end_well(command: Ended, why: str) -> None:
     with pytest.raises(Wrong, match=why):
         require_success(command)
-
-
-def test_a_refusal_names_what_is_damaged_and_a_command() -> None:
-    noise = "\nERROR: failed to reproduce 'train@r1': exited with 1"
-    for path, command in (
-        ("data/bases/vlm", "dvc repro -f -s base@vlm"),
-        ("data/p/r1.json", "rm -f data/p/r1.json && dvc checkout data/p/r1.json"),
-    ):
-        refused = ended(f"Error: {path} is damaged: x; rebuild it with: {command}{noise}", code=1)
-        assert refusal_command(refused, path) == command
-    with pytest.raises(Wrong, match="does not name data/prepared"):
-        refusal_command(refused, "data/prepared")
-    with pytest.raises(Wrong, match="names no command"):
-        refusal_command(ended("Error: data/bases/vlm is damaged", code=1), "data/bases/vlm")
-    found = "data/a\n  bad\n  fix it with: rm -rf data/a && dvc checkout data/a\n\ndata/b\n  fix it with: x y  # z\n"
-    assert verify_commands(ended(found, code=1)) == ["rm -rf data/a && dvc checkout data/a", "x y"]
 
 
 def test_the_words_that_are_looked_for_are_those_of_the_training_and_of_dvc() -> None:
