@@ -1,7 +1,10 @@
-"""Records of runs that never were: what the launcher and a merge write. Light to import: made-up stages do."""
+"""Records of runs that never were: what the launcher and the stages write. Light to import: made-up stages do."""
 
 from stages.core.provenance import Machine, Provenance
+from stages.kit.memory_use.stage_memory import MemoryReading
+from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
 from stages.kit.models.certificate import Certificate
+from stages.kit.training.record import TrainingRecord
 
 PROVENANCE = Provenance(
     stage="train@r1",
@@ -51,3 +54,49 @@ CERTIFICATE = Certificate(
     precision="fp32",
     trained_quantization="none",
 )
+
+ROUTING = RoutingByLayer(tokens=1, weight_by_layer=[], entropy_by_layer=[], weight=[], entropy=0.0)
+BUILD_CERTIFICATE = BuildCertificate(
+    build="moe",
+    built_digest="0" * 64,
+    precision="fp32",
+    top_k=2,
+    router_init="uniform",
+    non_mlp="base",
+    changes={"a": Change(mlp=1.0, outside=0.0)},
+    tolerance=1e-5,
+    domains={"a": Domain(probes=1, deviation={}, forced_deviation=0.0, routing=ROUTING)},
+)
+
+TRAINING = TrainingRecord(
+    recipe="r1",
+    profile="tiny",
+    attempt=0,
+    micro_batch=16,
+    grad_accumulation=1,
+    gradient_checkpointing=False,
+    optimizer="adamw_torch",
+    quantization="none",
+    num_steps=60,
+    epochs=3.0,
+    train_loss=0.9,
+    final_loss=0.61,
+    train_seconds=74.2,
+    samples_per_second=16.1,
+    peak_memory_bytes=1_300_000_000,
+    reserved_memory_bytes=1_400_000_000,
+    memory_kind="cpu_allocated",
+    trainable={"vision": 0, "projector": 0, "llm": 7, "total": 7, "all": 100},
+)
+
+
+def made_up_reading(held_bytes: int, peak_bytes: int, total_bytes: int = 2**33) -> MemoryReading:
+    """All that is not held is free."""
+    return MemoryReading(
+        held_bytes=held_bytes,
+        reserved_bytes=held_bytes,
+        peak_bytes=peak_bytes,
+        peak_reserved_bytes=peak_bytes,
+        free_bytes=total_bytes - held_bytes,
+        total_bytes=total_bytes,
+    )

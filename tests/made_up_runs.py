@@ -18,10 +18,10 @@ from stages.core.lineage import LINEAGE_FILE, write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir, write_provenance
-from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path
+from stages.kit.memory_use.stage_memory import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
-from tests.made_up_records import CERTIFICATE, PROVENANCE
+from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
@@ -93,24 +93,14 @@ def made_up_memory(stage: str, name: str, *, gpus: int = 0) -> StageMemory:
     """600 MiB before a model of 100 MiB is loaded, and 300 more for the work; on GPUs nothing before."""
     held = 0 if gpus else 600 * MIB
 
-    def at(held_bytes: int, peak_bytes: int) -> MemoryReading:
-        return MemoryReading(
-            held_bytes=held_bytes,
-            reserved_bytes=held_bytes,
-            peak_bytes=peak_bytes,
-            peak_reserved_bytes=peak_bytes,
-            free_bytes=8192 * MIB - held_bytes,
-            total_bytes=8192 * MIB,
-        )
-
     return StageMemory(
         stage=stage,
         name=name,
         kind="cuda_allocated" if gpus else "cpu_resident",
         gpus=gpus,
-        before_load=at(held, held),
-        after_load=at(held + 100 * MIB, held + 100 * MIB),
-        end=at(held + 50 * MIB, held + 400 * MIB),
+        before_load=made_up_reading(held, held),
+        after_load=made_up_reading(held + 100 * MIB, held + 100 * MIB),
+        end=made_up_reading(held + 50 * MIB, held + 400 * MIB),
     )
 
 
@@ -169,23 +159,15 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     _write_json(
         run_dir / "training" / "training.json",
         {
+            **asdict(TRAINING),
             "recipe": name,
             "profile": plan.profile,
-            "attempt": 0,
             "micro_batch": plan.schedule.micro_batch,
             "grad_accumulation": plan.schedule.grad_accumulation,
             "gradient_checkpointing": plan.gradient_checkpointing,
             "optimizer": plan.optimizer,
             "quantization": plan.quantization,
             "num_steps": plan.schedule.num_steps,
-            "epochs": 3.0,
-            "train_loss": 0.9,
-            "final_loss": 0.61,
-            "train_seconds": 74.2,
-            "samples_per_second": 16.1,
-            "peak_memory_bytes": 1_300_000_000,
-            "reserved_memory_bytes": 1_400_000_000,
-            "memory_kind": "cpu_allocated",
             "trainable": {
                 "vision": vision,
                 "projector": 0,

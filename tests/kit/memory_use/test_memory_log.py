@@ -13,7 +13,8 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.memory_use import memory_log
 from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path, write_stage_memory
+from stages.kit.memory_use.stage_memory import StageMemory, stage_memory_path, write_stage_memory
+from tests.made_up_records import made_up_reading
 
 MIB, GIB = 2**20, 2**30
 CPU = DeviceParams(kind="cpu")
@@ -134,17 +135,7 @@ def test_it_is_kept_below_the_report_of_its_task(tmp_path: Path, monkeypatch: py
 
 
 def test_the_peak_is_never_less_than_what_was_held_at_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def held(amount: int, peak: int) -> MemoryReading:
-        return MemoryReading(
-            held_bytes=amount,
-            reserved_bytes=amount,
-            peak_bytes=peak,
-            peak_reserved_bytes=peak,
-            free_bytes=1,
-            total_bytes=2,
-        )
-
-    moments = iter([held(5, 5), held(9, 8), held(7, 8)])
+    moments = iter([made_up_reading(5, 5), made_up_reading(9, 8), made_up_reading(7, 8)])
     monkeypatch.setattr(memory_log, "held_on_cpu", lambda: next(moments))
     log = MemoryLog(CPU)
     log.loaded()

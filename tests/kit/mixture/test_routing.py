@@ -25,6 +25,7 @@ from stages.kit.mixture.routing import mean_hidden_states, measure_domains, meas
 from stages.kit.models.load import load_model
 from stages.kit.models.processors import Processor, encode, load_processor
 from tests.kit.mixture.dense import conversation, save_expert
+from tests.made_up_records import BUILD_CERTIFICATE
 
 PROBES = {
     "a": [conversation("What is a lake?"), conversation("Is it deep?", "Đúng vậy.")],
@@ -60,17 +61,9 @@ def domains_of(
 
 
 def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCertificate:
-    return BuildCertificate(
-        build="moe",
-        built_digest="0" * 64,
-        precision=precision,
-        top_k=2,
-        router_init="uniform",
-        non_mlp="base",
-        changes=dict.fromkeys(domains, Change(mlp=1.0, outside=0.0)),
-        tolerance=TOLERANCE[precision],
-        domains=domains,
-    )
+    changes = dict.fromkeys(domains, Change(mlp=1.0, outside=0.0))
+    tolerance = TOLERANCE[precision]
+    return replace(BUILD_CERTIFICATE, precision=precision, changes=changes, tolerance=tolerance, domains=domains)
 
 
 def test_routing_is_what_the_model_itself_does(mixture_dir: Path, processor: Processor) -> None:

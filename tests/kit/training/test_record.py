@@ -8,36 +8,16 @@ from hypothesis import given
 
 from stages.core.errors import UserError
 from stages.core.publish import publish_json
-from stages.kit.training.record import TrainingRecord, read_record, write_trace
+from stages.kit.training.record import read_record, write_trace
 from tests.damage import damaged_bytes, damaged_tree, quick
-
-RECORD = TrainingRecord(
-    recipe="r1",
-    profile="tiny",
-    attempt=0,
-    micro_batch=16,
-    grad_accumulation=1,
-    gradient_checkpointing=False,
-    optimizer="adamw_torch",
-    quantization="none",
-    num_steps=60,
-    epochs=3.0,
-    train_loss=0.9,
-    final_loss=0.6,
-    train_seconds=74.25,
-    samples_per_second=16.125,
-    peak_memory_bytes=1_300_000_000,
-    reserved_memory_bytes=1_400_000_000,
-    memory_kind="cpu_allocated",
-    trainable={"vision": 0, "projector": 0, "llm": 7, "total": 7, "all": 100},
-)
+from tests.made_up_records import TRAINING
 
 
 def test_a_record_is_read_as_it_was_written_a_loss_that_is_no_number_included(tmp_path: Path) -> None:
     path = tmp_path / "r1/training/training.json"
-    publish_json(RECORD, path)
-    assert read_record(path) == RECORD
-    publish_json(replace(RECORD, final_loss=float("nan")), path)
+    publish_json(TRAINING, path)
+    assert read_record(path) == TRAINING
+    publish_json(replace(TRAINING, final_loss=float("nan")), path)
     assert "loss nan" in read_record(path).summary()
 
 
@@ -48,8 +28,8 @@ def test_a_trace_has_a_row_a_step(tmp_path: Path) -> None:
 
 
 @given(
-    content=damaged_tree(asdict(RECORD)).map(lambda tree: json.dumps(tree).encode())
-    | damaged_bytes(json.dumps(asdict(RECORD)).encode())
+    content=damaged_tree(asdict(TRAINING)).map(lambda tree: json.dumps(tree).encode())
+    | damaged_bytes(json.dumps(asdict(TRAINING)).encode())
 )
 @quick(80)
 def test_any_damage_is_said_on_one_line_with_the_command_or_the_record_can_be_shown(

@@ -8,11 +8,12 @@ import pytest
 
 from stages.core.lineage import Lineage, read_lineage, verified_lineage, write_lineage
 from stages.core.publish import publish_json
-from stages.kit.memory_use.stage_memory import MemoryReading, StageMemory, stage_memory_path, write_stage_memory
+from stages.kit.memory_use.stage_memory import stage_memory_path, write_stage_memory
 from stages.kit.training.record import read_record
 from stages.kit.training.reuse import reuse_training
 from tests.kit.training.small import plan_for
-from tests.kit.training.test_record import RECORD
+from tests.made_up_records import TRAINING
+from tests.made_up_runs import made_up_memory
 
 PLAN = plan_for("r2-vision-only")
 OTHER = Path("data/runs/r3-stage1")
@@ -29,21 +30,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lineage:
     (OTHER / "trained").mkdir(parents=True)
     (OTHER / "trained/weights.safetensors").write_bytes(b"weights")
     write_lineage(OTHER / "trained", kind="trained", name=OTHER.name, parents={"base": (Path("data/bases/vlm"), base)})
-    publish_json(replace(RECORD, recipe=OTHER.name, fingerprint="same"), OTHER / "training/training.json")
+    publish_json(replace(TRAINING, recipe=OTHER.name, fingerprint="same"), OTHER / "training/training.json")
     (OTHER / "training/trace.csv").write_text("step,loss,grad_norm\n")
-    reading = MemoryReading(
-        held_bytes=1, reserved_bytes=1, peak_bytes=2, peak_reserved_bytes=2, free_bytes=3, total_bytes=4
-    )
-    memory = StageMemory(
-        stage="train",
-        name=OTHER.name,
-        kind="cpu_resident",
-        gpus=0,
-        before_load=reading,
-        after_load=reading,
-        end=reading,
-    )
-    write_stage_memory(memory, task=PLAN.task)
+    write_stage_memory(made_up_memory("train", OTHER.name), task=PLAN.task)
     return base
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
@@ -22,8 +21,8 @@ from zc.lockfile import LockFile
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, write_lineage
 from stages.core.publish import publish_json
-from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
 from stages.kit.models.certificate import read_certificate
+from tests.made_up_records import BUILD_CERTIFICATE
 from tests.tools.verify.damaged import (
     ADAPTER,
     CERTIFICATE,
@@ -65,24 +64,8 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path) -> None:
         (folder / "config.json").write_text("{}")
     base = write_lineage(base_dir, kind="base", name="vlm", source={"random": "tiny"})
     lineage = write_lineage(built, kind="built", name="moe", parents={"base": (base_dir, base)})
-    shares: dict[str, Any] = {
-        "weight_by_layer": [],
-        "entropy_by_layer": [],
-        "weight": [],
-    }
-    routing = RoutingByLayer(tokens=1, entropy=0.0, **shares)
-    domain = Domain(probes=1, deviation={}, forced_deviation=0.0, routing=routing)
-    good = BuildCertificate(
-        build="moe",
-        built_digest=lineage.digest,
-        precision="fp32",
-        top_k=2,
-        router_init="uniform",
-        non_mlp="base",
-        changes={"a": Change(mlp=1.0, outside=0.0)},
-        tolerance=1e-5,
-        domains={"a": domain},
-    )
+    good = replace(BUILD_CERTIFICATE, built_digest=lineage.digest)
+    failed = {"a": replace(good.domains["a"], forced_deviation=1.0)}
     path = tmp_path / "data/builds/moe.json"
     (tmp_path / "dvc.yaml").write_text("stages: {build: {cmd: none, outs: [data/builds/moe, data/builds/moe.json]}}")
     (tmp_path / "params.yaml").write_text("{}")
@@ -91,7 +74,7 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path) -> None:
     assert found(tmp_path) == {}
     for certificate, said in (
         (replace(good, built_digest="0" * 64), "certifies content 000000000000"),
-        (replace(good, domains={"a": replace(domain, forced_deviation=1.0)}), "certifies a failure: expert a alone"),
+        (replace(good, domains=failed), "certifies a failure: expert a alone"),
     ):
         publish_json(certificate, path)
         where, problem, _ = only_finding(tmp_path)
