@@ -1,12 +1,10 @@
 import json
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
 
 from stages.core.errors import UserError
 from stages.core.lineage import (
@@ -19,7 +17,6 @@ from stages.core.lineage import (
     verified_lineage,
     write_lineage,
 )
-from tests.damage import damaged_bytes, damaged_tree, quick
 
 
 def model_folder(path: Path, content: str) -> Path:
@@ -120,42 +117,6 @@ def test_names_and_contents_cannot_be_confused(tmp_path: Path) -> None:
         for name, content in files.items():
             (folder / name).write_text(content)
     assert folder_digest(one) != folder_digest(two)
-
-
-GOOD = {
-    "kind": "trained",
-    "name": "r1",
-    "digest": "0" * 64,
-    "source": {},
-    "parents": {
-        "base": {
-            "path": "../../../bases/vlm",
-            "lineage": {"kind": "base", "name": "vlm", "digest": "1" * 64, "source": {"folder": "a"}, "parents": {}},
-        }
-    },
-}
-
-
-@given(
-    content=damaged_tree(GOOD).map(lambda tree: json.dumps(tree).encode()) | damaged_bytes(json.dumps(GOOD).encode())
-)
-@example(content=b'{"parents": {"base": {"lineage": ' * 3000)
-@quick(150)
-def test_a_damaged_lineage_gives_a_message_or_stays_in_the_workspace(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    workspace = tmp_path_factory.getbasetemp() / "lineage"
-    folder = workspace / "runs/r1/trained"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / LINEAGE_FILE).write_bytes(content)
-    try:
-        lineage = read_lineage(folder, fix="dvc repro train@r1")
-    except UserError as error:
-        assert re.fullmatch(r".*lineage\.json is damaged: .*; rebuild it with: dvc repro train@r1", error.message)
-        return
-    assert isinstance(lineage.root().of_random_weights(), bool)
-    if "base" in lineage.parents:
-        assert true_base(folder).is_relative_to(workspace)
 
 
 @pytest.mark.parametrize(

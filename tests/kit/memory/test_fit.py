@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, decide, fullest_fit
@@ -18,7 +15,6 @@ from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Prediction
-from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.planning.test_ladder import plan_with
 
 GIB = 2**30
@@ -230,42 +226,6 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
     assert beside_measured(record, 505_000, on_cpu=False)["memory_error"] == pytest.approx(-0.0099, abs=0.002)
 
 
-@given(data=st.data())
-@quick(60)
-def test_any_damage_to_a_record_is_refused_on_one_line_with_the_command_or_it_compares(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "r1-llm-only/memory.json"
-    write_memory_record(start(12).record(start(12)), path)
-    good = path.read_bytes()
-    tree = damaged_tree(json.loads(good)).map(lambda tree: json.dumps(tree).encode())
-    path.write_bytes(data.draw(tree | damaged_bytes(good)))
-    try:
-        record = read_memory_record(path)
-    except UserError as error:
-        assert re.fullmatch(
-            r".*memory\.json is damaged: .*; rebuild it with: dvc repro -f -s plan@r1-llm-only", error.message
-        )
-        return
-    assert record.summary()
-    assert beside_measured(record, GIB, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ('"allocated_gib": 20.0', '"allocated_gib": "20"'),
-        ('"backward"', '"sideways"'),
-        ('"verdict"', '"judgement"'),
-        (None, None),
-    ],
-)
-def test_a_record_that_is_wrong_or_missing_is_refused(good: str | None, bad: str, tmp_path: Path) -> None:
-    path = tmp_path / "r1-llm-only/memory.json"
-    if good is not None:
-        write_memory_record(start(12).record(start(12)), path)
-        path.write_text(path.read_text().replace(good, bad))
-    with pytest.raises(
-        UserError, match=r"memory\.json is (damaged: .*|missing); rebuild it with: dvc repro -f -s plan@"
-    ):
-        read_memory_record(path)
+def test_a_missing_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"memory\.json is missing; rebuild it with: dvc repro -f -s plan@"):
+        read_memory_record(tmp_path / "r1-llm-only/memory.json")

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
 from stages.core.errors import UserError
-from stages.core.lineage import Lineage, write_lineage
+from stages.core.lineage import write_lineage
 from stages.core.params.schema import ImageParams
 from stages.core.publish import publish_json
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.certificate import certified_model, require_certificate
 from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
 from stages.kit.models.processors import load_processor
-from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_records import CERTIFICATE
 from tests.made_up_runs import project_params
 
@@ -106,20 +104,3 @@ def test_another_picture_size_breaks_processor_parity(tiny_vlm: Path, probes: li
     assert same_inputs(one, load_processor(tiny_vlm, None), probes)
     smaller = load_processor(tiny_vlm, ImageParams(min_pixels=28 * 28, max_pixels=28 * 28))
     assert not same_inputs(one, smaller, probes)
-
-
-@given(
-    content=damaged_tree(asdict(CERTIFICATE)).map(lambda tree: json.dumps(tree).encode())
-    | damaged_bytes(json.dumps(asdict(CERTIFICATE)).encode())
-)
-@quick(80)
-def test_any_damage_to_a_certificate_is_refused_or_leaves_it_holding(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "merge.json"
-    path.write_bytes(content)
-    merged = Lineage(kind="merged", name="r1", digest=CERTIFICATE.merged_digest)
-    try:
-        require_certificate(path, merged)
-    except UserError as error:
-        assert error.message.endswith("rebuild it with: dvc repro merge@r1")

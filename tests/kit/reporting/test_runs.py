@@ -93,22 +93,6 @@ def test_what_stages_held_is_read_in_their_order_and_one_that_left_nothing_is_le
     assert run.memory == (held[1], held[0])
 
 
-@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff\xfe", b'{"stage": "train"}'])
-def test_damaged_memory_is_refused_with_the_command_that_mends_it(tmp_path: Path, content: bytes) -> None:
-    run_dir = write_made_up_run(tmp_path, "base-vlm", [0.5])
-    path = write_made_up_memory(tmp_path, "detection", made_up_memory("build", "moe"))
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"(?s)build\.json is damaged: .*; rebuild it with: dvc repro -f -s build@moe"):
-        read_run(run_dir, identity=("image_id",), columns=("iou",), trained=False, memory_by_stage={"build@moe": path})
-
-
-def test_damaged_predictions_are_refused(tmp_path: Path) -> None:
-    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5])
-    (run_dir / "predictions.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"predictions\.parquet is damaged"):
-        read(run_dir)
-
-
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5])
     pq.write_table(pa.table({"image_id": ["a"], "truth": [[[0.0, 0.0, 1.0, 1.0]]]}), run_dir / "predictions.parquet")
