@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from stages.core.errors import UserError
-from stages.tasks.amr.samples import check, completion, conversation, probes, read_split
+from stages.tasks.amr.samples import check, conversation, probes
 from stages.tasks.amr.samples.records import parse_record
 from stages.tasks.amr.samples.targets import TARGETS, decode
 
@@ -38,15 +36,3 @@ def test_other_families_and_targets_are_refused() -> None:
         check("qwen2_vl", "full")
     with pytest.raises(UserError, match="has the targets full, ptr, mtup; it knows no target None"):
         check("qwen2", None)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_answer_is_complete_with_its_last_parenthesis_and_not_before(target: str) -> None:
-    answer = conversation(RECORD, answered=True, target=target).messages[1]["content"][0]["text"]
-    assert completion(target)(answer)
-    assert not completion(target)(answer[:-1])
-
-
-def test_a_split_that_was_not_prepared_says_how(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="dvc repro prepare@visempar"):
-        read_split(tmp_path / "visempar", "val")

@@ -93,11 +93,6 @@ def test_category_and_prompt_hold_no_chat_markup(tmp_path: Path) -> None:
             prepare("generated", generate=GenerateParams(train=1, val=1), out_dir=tmp_path / "out", **setting)
 
 
-def test_reading_before_preparing_names_the_command(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="dvc repro prepare@nutrition-tables"):
-        read_split(tmp_path / "nutrition-tables", "train")
-
-
 def test_stage_prepares_the_dataset_of_the_active_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_dataset(tmp_path / "off", train=[good(1), bad(2)], val=[good(3)])
     (tmp_path / "params.yaml").write_text("""
@@ -119,7 +114,3 @@ profiles:
     result = CliRunner().invoke(stages.prepare.main, ["tables"])
     assert result.exit_code == 0, result.output
     assert len(read_split(tmp_path / "data/prepared/tables", "train")) == 1
-
-    refused = CliRunner().invoke(stages.prepare.main, ["table"])
-    assert refused.exit_code == 1
-    assert "no dataset of profile small is called 'table'" in refused.output
