@@ -330,11 +330,6 @@ def test_nothing_evaluated_is_a_message_not_an_empty_report(tmp_path: Path) -> N
         run_compare(tmp_path)
 
 
-def test_an_unknown_task_is_refused_naming_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'detektion'.*there are: detection"):
-        compare_task(project_params(), "detektion", data_dir=tmp_path, console=Console(file=io.StringIO()))
-
-
 def test_one_sample_makes_a_report_that_decides_nothing(tmp_path: Path) -> None:
     params = project_params()
     write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])

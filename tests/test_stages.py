@@ -112,7 +112,7 @@ def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
     assert (finished / "data/report/detection/index.html").is_file()
 
 
-def test_every_stage_that_loads_a_model_says_what_it_held_and_the_report_prints_it(finished: Path) -> None:
+def test_every_stage_that_loads_a_model_says_what_it_held(finished: Path) -> None:
     memory_dir = finished / "data/report/detection/memory"
     recipes = dict.fromkeys(("r1-llm-only", "r3-stage1", "r3-stage2"), ("evaluate", "merge", "train"))
     stages = {"base-vlm": ("evaluate",), **recipes}
@@ -124,10 +124,6 @@ def test_every_stage_that_loads_a_model_says_what_it_held_and_the_report_prints_
         assert (held["kind"], held["name"], held["stage"]) == ("cpu_resident", path.parent.name, path.stem)
         assert 0 < held["before_load"]["held_bytes"] <= held["end"]["peak_bytes"]
         assert held["after_load"]["held_bytes"] <= held["end"]["peak_bytes"] < held["end"]["total_bytes"]
-    rows = (finished / "data/report/detection/comparison.md").read_text().partition("## Memory by stage")[2]
-    assert [line.split(" | ")[:2] for line in rows.splitlines() if "GiB" in line or "MiB" in line] == [
-        [f"| {name}", stage] for name in stages for stage in sorted(stages[name], key="train merge evaluate".index)
-    ]
 
 
 def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished: Path) -> None:
