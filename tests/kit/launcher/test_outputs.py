@@ -2,8 +2,6 @@
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -194,25 +192,3 @@ def test_an_output_that_was_a_link_to_the_cache_is_replaced_and_the_cache_stays(
     assert cached.read_text() == "cached"
     assert output.read_text() == "{}"
     assert not output.is_symlink()
-
-
-LOCKING = """
-import fcntl, sys, time
-with open(sys.argv[1], "a") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    print("locked", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_stage_runs_once_at_a_time_in_a_workspace(outputs: Outputs) -> None:
-    write(outputs.lock_path, "")
-    command = [sys.executable, "-c", LOCKING, str(outputs.lock_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match="train@r1 is already running"), outputs.alone():
-            pytest.fail("it was claimed twice")
-        other.kill()
-    with outputs.alone():
-        take(outputs)
