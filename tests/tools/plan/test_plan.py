@@ -238,20 +238,6 @@ def test_sizes_may_have_their_unit(text: str, sizes: list[float]) -> None:
     assert list(fit.gpu_sizes(text)) == sizes
 
 
-def test_layers_over_several_gpus_are_shown_gpu_by_gpu(workspace: Path) -> None:
-    raw = YAML(typ="safe").load(Path("params.yaml"))
-    profile = raw["profiles"][GPU_PROFILE]
-    profile["device"]["count"], profile["memory"]["placement"] = 3, "balanced"
-    write_yaml(raw, Path("params.yaml"))
-    text = shown(*on_gpu("r1-llm-only"))
-    rows = re.findall(r"^GPU (\d) .* (\d+\.\d\d) of 21\.84 GiB fits$", text, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == [0, 1, 2]
-    assert max(float(total) for _, total in rows) == total_gib(text)
-    (fullest,) = re.findall(r"^fullest +GPU (\d),", text, re.MULTILINE)
-    assert float(rows[int(fullest)][1]) == total_gib(text)
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twice(
     workspace: Path, predicted: list[Plan]
 ) -> None:
