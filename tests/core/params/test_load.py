@@ -19,12 +19,6 @@ from tests.core.params.files import SHIPPED, SHIPPED_RAW, refusal
 from tests.damage import at, damaged_text, damaged_tree, quick
 
 
-def test_the_shipped_file_loads() -> None:
-    params = load_params(SHIPPED)
-    assert params.profile == "tiny"
-    assert {"r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint"} <= params.recipes.keys()
-
-
 def test_the_original_experiments_numbers_are_kept() -> None:
     params = load_params(SHIPPED)
     recipe = params.recipe("r4-joint")
@@ -61,18 +55,6 @@ def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
     text = SHIPPED.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 1e-05")
     (tmp_path / "params.yaml").write_text(text)
     assert load_params(tmp_path / "params.yaml").recipe("r1-llm-only").learning_rate == 1e-5
-
-
-@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "profile: tiny\nprofile: tiny\n", "42", "\0"])
-def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "params.yaml").write_text(text)
-    with pytest.raises(UserError):
-        load_params(tmp_path / "params.yaml")
-
-
-def test_a_missing_file_says_where_to_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="top of the repository"):
-        load_params(tmp_path / "params.yaml")
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
