@@ -183,6 +183,9 @@ def test_every_link_within_the_page_leads_somewhere_and_no_id_repeats(complete: 
     found = links(report(complete[0], "index.html"))
     assert len(found.ids) == len(set(found.ids))
     assert {target[1:] for target in found.targets if target.startswith("#")} <= set(found.ids)
+    drawn = re.findall(r"url\(#([^)]+)\)", report(complete[0], "index.html"))
+    assert drawn
+    assert set(drawn) <= set(found.ids)
 
 
 def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) -> None:
