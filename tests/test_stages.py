@@ -24,7 +24,7 @@ from stages.core.lineage import read_lineage, true_base, verified_lineage, write
 from stages.core.publish import publish_json
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import read_certificate
-from stages.kit.models.folders import remove_weights
+from stages.kit.models.folders import remove_weights, weight_files
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from tests import ROOT
 from tests.documents import write_yaml
@@ -470,6 +470,19 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkey
     monkeypatch.setattr("stages.kit.models.random_weights._pieces", fills_up)
     assert isinstance(run("base", "vlm").exception, OSError)
     assert list(Path("data/bases").iterdir()) == []
+
+
+def test_a_large_merged_model_is_the_same_in_several_files(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = Path("data/runs/r3-stage1")
+    assert weight_files(run_dir / "merged") == {"model.safetensors"}
+    certified = read_certificate(run_dir / "merge.json", "r3-stage1")
+    monkeypatch.setattr("stages.merge.MAX_SHARD_SIZE", "300KB")
+    done("merge", "r3-stage1")
+    assert len(weight_files(run_dir / "merged")) > 1
+    again = read_certificate(run_dir / "merge.json", "r3-stage1")
+    assert again.weights_digest == certified.weights_digest
+    assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
+    done("evaluate", "r3-stage1")
 
 
 @pytest.mark.parametrize(
