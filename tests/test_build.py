@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stages.core.lineage import read_lineage, write_lineage
+from stages.core.lineage import read_lineage
 from stages.kit.data.parquet import write_rows
 from stages.kit.data.prepared import to_row
 from stages.tasks.amr.samples.records import SCHEMA, parse_record
@@ -168,22 +168,9 @@ def test_what_no_longer_is_what_it_was_is_refused_with_what_fixes_it(workspace: 
         assert f"rebuild it with: dvc repro -f -s {fix}" in refused("evaluate", "base-moe")
 
 
-def test_experts_of_another_base_are_refused(workspace: Path) -> None:
-    """The base was fetched anew since, and is another one."""
-    folder = Path("data/bases/llm")
-    shutil.rmtree(folder)
-    save_base(folder, seed=9, max_position_embeddings=4096)
-    write_lineage(folder, kind="base", name="llm", source={"folder": "elsewhere"})
-    assert "expert expert-full comes from llm (content" in refused("build", "moe")
-
-
 def test_a_domain_that_the_task_does_not_know_is_refused(workspace: Path) -> None:
     raw = YAML(typ="safe").load(Path("params.yaml"))
     for number, expert in enumerate(raw["builds"]["moe"]["experts"]):
         expert["domain"] = f"domain-{number}"
     write_params(raw)
     assert "expert expert-full has the domain domain-0, but task amr knows none" in refused("build", "moe")
-
-
-def test_an_unknown_build_is_refused(workspace: Path) -> None:
-    assert "no build is called 'mo' (did you mean 'moe'?)" in refused("build", "mo")

@@ -490,6 +490,7 @@ def test_a_large_merged_model_is_the_same_in_several_files(workspace: Path, monk
     [
         ("base", "vml", "no base of profile tiny is called 'vml' (did you mean 'vlm'?)"),
         ("prepare", "tables", "no dataset of profile tiny is called 'tables'"),
+        ("build", "mo", "no build is called 'mo' (did you mean 'moe'?)"),
         ("plan", "r1", "no recipe is called 'r1'"),
         ("train", "r4-joint", "dvc repro -f -s plan@r4-joint"),
         ("merge", "r4-joint", "dvc repro -f -s plan@r4-joint"),
