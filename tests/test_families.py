@@ -9,6 +9,7 @@ import pytest
 from stages.kit.families import all_families
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.load import load_config
+from stages.kit.planning.plan import read_plan
 from tests.test_stages import done, small_params, write_params
 from tests.tiny_families import save_tiny_family
 
@@ -18,6 +19,7 @@ FAMILIES = all_families()
 LORA = {"rank": 8, "alpha": 16, "targets": {"llm": ["all-linear"]}}
 TEXT: dict[str, Any] = {"amr-ptr": {"lora": LORA}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
 PICTURES: dict[str, Any] = {"r1-llm-only": {}, "r2-vision-only": {}, "r4-joint": {}}
+WITHOUT_PADDING = ("amr-ptr", "r4-joint")
 
 
 def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
@@ -41,11 +43,15 @@ def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, An
 def test_a_model_of_the_family_goes_all_the_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipes = PICTURES if FAMILIES[name].vision else TEXT
-    prepared(name, recipes, tmp_path)
+    raw = prepared(name, recipes, tmp_path)
     for recipe in recipes:
+        padding_free = recipe in WITHOUT_PADDING and FAMILIES[name].same_without_padding
+        raw["profiles"]["tiny"]["memory"]["padding_free"] = "on" if padding_free else "off"
+        write_params(raw)
         for stage in ("plan", "train", "merge", "evaluate"):
             done(stage, recipe)
         run_dir = Path("data/runs", recipe)
+        assert read_plan(recipe).padding_free is padding_free
         certificate = read_certificate(run_dir / "merge.json", recipe)
         assert not certificate.problems()
         assert certificate.logit_deviation < 1e-3
