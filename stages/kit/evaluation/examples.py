@@ -14,7 +14,7 @@ import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
 EXAMPLES = 3
-"""Of each kind."""
+"""Pictures of each kind."""
 INK, TRUTH_INK, PREDICTION_INK = (30, 30, 30), (0, 125, 50), (190, 20, 20)
 """Colours of texts."""
 _WIDTH = 512
