@@ -1,7 +1,7 @@
 """Let a model answer the validation samples, and score its answers.
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
-Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, pictures/}, and all that a report needs of the run to
+Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}, and all that a report needs of the run to
         data/report/TASK/runs/RECIPE/, the certificate too where vLLM answers; what the process held to
         data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
@@ -79,8 +79,8 @@ def main(name: str, attempt: int) -> None:
     }
     if name in params.recipes:
         metrics |= memory_metrics(run_dir)
-    with published(run_dir / "pictures") as pictures_dir:
-        write_examples(records, scored.rows, scoring, pictures_dir)
+    with published(run_dir / "examples") as examples_dir:
+        write_examples(records, scored.rows, scoring, examples_dir)
     write_rows(scored.rows, run_dir / "predictions.parquet", scoring.PREDICTIONS)
     publish_text(json.dumps(metrics, indent=2) + "\n", run_dir / "metrics.json")
     card_dir = cards_dir(Path("data"), subject.task) / name
@@ -89,7 +89,7 @@ def main(name: str, attempt: int) -> None:
         publish_json(certificate, card_dir / CERTIFICATE_FILE)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
-    track_evaluation(params.tracking, name, metrics, run_dir / "pictures", model=lineage, model_dir=model_dir)
+    track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=lineage, model_dir=model_dir)
 
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:

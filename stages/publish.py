@@ -4,7 +4,7 @@ Reads   data/runs/RUN/: merged/, trained/, merge.json, plan.yaml, metrics.json
         data/report/TASK/, data/provenance/TASK/: what the comparison reads; data/prepared/DATA/
 Writes  data/published/RUN/: the merged model and its configuration
             trained/          the adapter, where there is one
-            README.md         the model card; pictures/; .eval_results/ where the data are on the hub
+            README.md         the model card; examples/; .eval_results/ where the data are on the hub
             attestations/     a statement of each stage: in-toto, SLSA provenance
             evidence/         lineage, certificate, plan, metrics
             ro-crate-metadata.json, model.sig, signing-key.pub.pem
@@ -74,7 +74,7 @@ def publish_run(params: Params, run: str, published_dir: Path) -> None:
     copies = {
         **{path: path.name for path in digested_files(merged_dir)},
         **(_below(run_dir / "trained", "trained") if adapter else {}),
-        **_below(run_dir / "pictures", PICTURES_DIR),
+        **_below(run_dir / "examples", PICTURES_DIR),
         **{run_dir / name: f"{EVIDENCE_DIR}/{name}" for name in ("merge.json", "plan.yaml", "metrics.json")},
         merged_dir / LINEAGE_FILE: f"{EVIDENCE_DIR}/{MODEL_LINEAGE_FILE}",
     }

@@ -58,7 +58,7 @@ def write_records(folder: Path) -> None:
         ),
         "evaluate": (
             [run_dir / "merged", run_dir / "merge.json"],
-            [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "pictures"],
+            [run_dir / "metrics.json", run_dir / "predictions.parquet", run_dir / "examples"],
         ),
     }
     for hour, (stage, (inputs, outputs)) in enumerate(made.items(), start=10):

@@ -55,7 +55,7 @@ def write_made_up_run(
     source: of the lineage.
     """
     run_dir = runs_dir / name
-    (run_dir / "pictures").mkdir(parents=True)
+    (run_dir / "examples").mkdir(parents=True)
     scores = np.asarray(ious, dtype=np.float64)
     ids = list(image_ids) if image_ids is not None else [f"image-{index:03d}" for index in range(len(scores))]
     rows = {
@@ -82,7 +82,7 @@ def write_made_up_run(
     )
     for kind in ("best", "worst", "random"):
         for rank in range(1, num_pictures + 1):
-            _write_picture(run_dir / "pictures" / f"{kind}-{rank}.png")
+            _write_picture(run_dir / "examples" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
     write_model_lineage(run_dir, name, source=source)

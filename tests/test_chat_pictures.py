@@ -91,7 +91,7 @@ def test_an_example_shows_the_pictures_above_the_texts(finished: Path) -> None:
     run_dir = finished / "data/runs/chat-lora"
     row = pq.read_table(run_dir / "predictions.parquet").to_pylist()
     assert {each["question"] for each in row} == {"Why 20?", "or 21", "Which 22?", "Which 23?"}
-    corners = {Image.open(path).getpixel((2, 2)) for path in (run_dir / "pictures").glob("*.png")}
+    corners = {Image.open(path).getpixel((2, 2)) for path in (run_dir / "examples").glob("*.png")}
     assert COLOURS["green"] in corners
 
 

@@ -73,7 +73,7 @@ def test_answers_are_scored_by_every_metric_that_is_named(finished: Path) -> Non
             assert 0 <= metrics[figure] <= 1, figure
         assert metrics["perplexity"] > 1
         assert pq.read_table(run_dir / "predictions.parquet").num_rows == metrics["samples"] == 4
-        assert (run_dir / "pictures/worst-1.png").is_file()
+        assert (run_dir / "examples/worst-1.png").is_file()
 
 
 def test_no_group_is_in_two_splits(finished: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
         ):
             assert isinstance(metrics[figure], int | float), figure
         assert pq.read_table(run_dir / "predictions.parquet").num_rows == 5
-        assert {path.name.split("-")[0] for path in (run_dir / "pictures").iterdir()} == {"best", "worst", "random"}
+        assert {path.name.split("-")[0] for path in (run_dir / "examples").iterdir()} == {"best", "worst", "random"}
     training = json.loads((finished / "data/runs/r1-llm-only/training/training.json").read_text())
     assert training["num_steps"] == 3
     assert training["peak_memory_bytes"] > 0

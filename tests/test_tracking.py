@@ -104,7 +104,7 @@ def test_the_table_and_the_summary_of_an_evaluation_are_its_metrics(finished: Pa
 
 def test_the_pictures_of_an_evaluation_are_those_of_its_folder(finished: Path) -> None:
     media, _ = tracked_run(finished, "base-vlm-evaluation")
-    written = sorted(path.read_bytes() for path in (finished / "data/runs/base-vlm/pictures").glob("*.png"))
+    written = sorted(path.read_bytes() for path in (finished / "data/runs/base-vlm/examples").glob("*.png"))
     assert sorted(path.read_bytes() for path in (media / "images").rglob("*.png")) == written != []
 
 

@@ -38,7 +38,7 @@ from stages.kit.reporting.texts import comparison_table
 
 CARD_FILE = "README.md"
 RESULTS_DIR = ".eval_results"
-PICTURES_DIR = "pictures"
+PICTURES_DIR = "examples"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE = Path(__file__).with_name("card.md")
 

@@ -17,7 +17,7 @@ MODEL_LINEAGE_FILE = "model_lineage.json"
 CARD_FILES = (
     "merge.json",
     "metrics.json",
-    "pictures",
+    "examples",
     "plan.yaml",
     "predictions.parquet",
     "training/plots/metrics/train/loss.tsv",

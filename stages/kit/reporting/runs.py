@@ -121,7 +121,7 @@ def read_run(
         training=read_record(training_dir / "training.json") if trained else None,
         certificate=read_certificate(run_dir / "merge.json", name) if trained else None,
         loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
-        pictures={kind: tuple(sorted((run_dir / "pictures").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+        pictures={kind: tuple(sorted((run_dir / "examples").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
         memory=tuple(
             read_json(StageMemory, path, fix=_command(made_by))
             for made_by, path in (memory_by_stage or {}).items()

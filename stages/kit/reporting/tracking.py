@@ -24,7 +24,7 @@ def track_evaluation(
     tracking: TrackingParams,
     name: str,
     metrics: Mapping[str, Any],
-    pictures_dir: Path,
+    examples_dir: Path,
     *,
     model: Lineage,
     model_dir: Path,
@@ -40,7 +40,7 @@ def track_evaluation(
         import wandb
 
         run.summary.update(dict(metrics))
-        pictures = {f"pictures/{path.stem}": wandb.Image(str(path)) for path in sorted(pictures_dir.glob("*.png"))}
+        pictures = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
         run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **pictures})
         artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
         artifact.add_file(str(model_dir / LINEAGE_FILE))

@@ -30,7 +30,7 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
 
     metrics, rows = score(records, [answer(record, number) for number, record in enumerate(records)], target=target)
     run_dir = runs_dir / name
-    write_examples(records, rows, scoring, run_dir / "pictures")
+    write_examples(records, rows, scoring, run_dir / "examples")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     write_model_lineage(run_dir, name)

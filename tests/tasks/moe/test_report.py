@@ -31,7 +31,7 @@ def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bo
     answers = [record.best for record in RECORDS]
     figures, rows = score(RECORDS, answers, likelihoods=weighed, routing=routed if mixture else None)
     run_dir = runs_dir / name
-    write_examples(RECORDS, rows, scoring, run_dir / "pictures")
+    write_examples(RECORDS, rows, scoring, run_dir / "examples")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
     (run_dir / "metrics.json").write_text(json.dumps(figures), encoding="utf-8")
     write_model_lineage(run_dir, name)
