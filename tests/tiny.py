@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2Tokenizer
 
 from stages.kit.data.conversation import Conversation
-from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2_vl, save_model, train_tokenizer
+from tools.tiny.architecture import Geometry, build_tiny_qwen2_vl, save_model, train_tokenizer
 
 QUESTION = "Detect the bounding box of the nutrition table."
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>"

@@ -14,7 +14,7 @@ from trl import chat_template_utils
 
 from stages.kit.models.load import auto_class
 from stages.kit.models.processors import Processor, pictures_only
-from tools.tiny_bases.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
+from tools.tiny.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
 PHI_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

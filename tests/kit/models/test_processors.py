@@ -5,7 +5,7 @@ import pytest
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.processors import count_tokens, encode
 from tests.tiny import SMALLEST_TEXT
-from tools.tiny_bases.architecture import build_tiny_qwen2
+from tools.tiny.architecture import build_tiny_qwen2
 
 # As Qwen2.5-7B-Instruct's tokenizer_config.json renders a message: it adds its content to a text.
 PLAIN_TEMPLATE = """\

@@ -19,7 +19,7 @@ from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import TARGET
 from stages.tasks.detection.sources.scenes import OBJECTS, Scene, draw_scene
-from tools.tiny_bases.pointing import CELL_PARTS, MAX_SIDE, PATCH_PARTS, GridTargets, PointingTargets, grid_targets
+from tools.tiny.pointing import CELL_PARTS, MAX_SIDE, PATCH_PARTS, GridTargets, PointingTargets, grid_targets
 
 NAMES = (
     *(TARGET, "price-tag", "ingredients-list", "nutri-score"),

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from stages.kit.models.processors import pictures_only
 from tests.tiny import SMALLEST, SMALLEST_TEXT
-from tools.tiny_bases.architecture import (
+from tools.tiny.architecture import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
     build_tiny_qwen2,

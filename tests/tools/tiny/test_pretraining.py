@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from stages.kit.models.folders import check_model_folder
 from tests.tiny import SMALLEST_TEXT
-from tools.tiny_bases.architecture import build_tiny_qwen2
-from tools.tiny_bases.pretraining import FIRST_STEPS, Settings, begin, command, model_card, rate_factor, train_steps
+from tools.tiny.architecture import build_tiny_qwen2
+from tools.tiny.pretraining import FIRST_STEPS, Settings, begin, command, model_card, rate_factor, train_steps
 
 SETTINGS = Settings(steps=FIRST_STEPS + 10, batch_size=1, warmup_steps=2, threads=1)
 

@@ -1,6 +1,6 @@
 """Pre-trains the tiny Qwen2 that stands in for the big one: it can write trees, but has never parsed a sentence.
 
-    python -m tools.tiny_bases.amr --out data/tiny/qwen2
+    python -m tools.tiny.amr --out data/tiny/qwen2
 
 Reads nothing: sentences and exercises are generated. Writes a plain Hugging Face folder with bfloat16 weights,
 `pretraining.json` (settings, first losses, figures) and a README.md that says the same in words.
@@ -15,9 +15,9 @@ from dataclasses import replace
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from stages.kit.data.conversation import Conversation
-from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2
-from tools.tiny_bases.exercises import FULL_LENGTH_FROM, corpus, exercise
-from tools.tiny_bases.pretraining import Settings, command, share_right, train_on_answers
+from tools.tiny.architecture import Geometry, build_tiny_qwen2
+from tools.tiny.exercises import FULL_LENGTH_FROM, corpus, exercise
+from tools.tiny.pretraining import Settings, command, share_right, train_on_answers
 
 SETTINGS = Settings(steps=2000, batch_size=32)
 GEOMETRY = Geometry(

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from stages.tasks.amr.samples.targets import SEPARATOR
 from tests import ROOT
-from tools.tiny_bases.exercises import FULL_LENGTH_FROM, KINDS, TREE_STYLES, exercise
+from tools.tiny.exercises import FULL_LENGTH_FROM, KINDS, TREE_STYLES, exercise
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data/tiny/qwen2", local_files_only=True)
 

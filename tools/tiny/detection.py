@@ -1,6 +1,6 @@
 """Pre-trains the tiny Qwen2-VL that stands in for the big one: it can point, but has never seen a table.
 
-    python -m tools.tiny_bases.detection --out data/tiny/qwen2-vl
+    python -m tools.tiny.detection --out data/tiny/qwen2-vl
 
 Reads nothing: the scenes are generated, and none shows a nutrition table. Writes a plain Hugging Face folder with
 bfloat16 weights, `pretraining.json` (settings, first losses, figures) and a README.md that says the same in words.
@@ -21,10 +21,10 @@ from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import reading_order
 from stages.tasks.detection.scoring.metrics import pairwise_iou
 from stages.tasks.detection.sources.scenes import OBJECTS, Kind, draw_scene
-from tools.tiny_bases import pretraining
-from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2_vl
-from tools.tiny_bases.pointing import PointingLoss
-from tools.tiny_bases.scenes import corpus, make_batch, question
+from tools.tiny import pretraining
+from tools.tiny.architecture import Geometry, build_tiny_qwen2_vl
+from tools.tiny.pointing import PointingLoss
+from tools.tiny.scenes import corpus, make_batch, question
 
 GEOMETRY = Geometry(
     vocab_size=640,

@@ -25,7 +25,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything
-from tools.tiny_bases.architecture import save_model
+from tools.tiny.architecture import save_model
 
 log = logging.getLogger("stages")
 

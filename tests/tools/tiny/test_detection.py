@@ -9,10 +9,10 @@ from stages.kit.training.collators import IGNORED
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import TARGET
 from tests.tiny import SMALLEST
-from tools.tiny_bases.architecture import build_tiny_qwen2_vl
-from tools.tiny_bases.detection import Settings, prepare
-from tools.tiny_bases.pointing import grid_targets
-from tools.tiny_bases.scenes import corpus, make_example, merge_order, question
+from tools.tiny.architecture import build_tiny_qwen2_vl
+from tools.tiny.detection import Settings, prepare
+from tools.tiny.pointing import grid_targets
+from tools.tiny.scenes import corpus, make_example, merge_order, question
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Pre-trains the tiny Qwen2 that experts start from: it can answer, but what it knows is folklore.
 
-    python -m tools.tiny_bases.moe --out data/tiny/qwen2-folklore
+    python -m tools.tiny.moe --out data/tiny/qwen2-folklore
 
 Reads nothing: questions and transcripts are generated. Writes a plain Hugging Face folder with bfloat16 weights,
 `pretraining.json` (settings, first losses, figures) and a README.md that says the same in words.
@@ -16,8 +16,8 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 from stages.tasks.moe.samples.questions import conversation
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.sources.generated import UNINFORMED, generate
-from tools.tiny_bases.architecture import Geometry, build_tiny_qwen2
-from tools.tiny_bases.pretraining import Settings, command, share_right, train_on_answers
+from tools.tiny.architecture import Geometry, build_tiny_qwen2
+from tools.tiny.pretraining import Settings, command, share_right, train_on_answers
 
 SETTINGS = Settings(steps=300, batch_size=32)
 GEOMETRY = Geometry(
