@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 
 from stages.core.errors import UserError, bytes_text
 from stages.core.lineage import file_digest
+from stages.kit.internals.transformers_internals import on_device
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import locked, open_lock
 from stages.kit.training.collators import FEATURES, ConversationCollator, padded
@@ -146,7 +147,7 @@ def _computed(
         if shown:
             pictures = {name: torch.cat([each[name] for each in shown]) for name in ("pixel_values", "image_grid_thw")}
             with trainer.compute_loss_context_manager():
-                outputs = base.get_image_features(**trainer._prepare_inputs(pictures))  # noqa: SLF001 - moves them
+                outputs = base.get_image_features(**on_device(trainer, pictures))
             features = iter(outputs.pooler_output)  # one tensor a picture
         for number, sample in zip(some, samples, strict=True):
             if sample.pop("pixel_values", None) is not None:

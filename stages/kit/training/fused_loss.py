@@ -7,13 +7,9 @@ on the current device, wherever its tensors lie, and needs a C compiler for the 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from trl.kernels import chunked_logprob
 
 from stages.core.errors import UserError
+from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
 from stages.kit.models.fused_kernels import refuse_wrong_kernels
 from stages.kit.models.load import DTYPES, local_device
 from stages.kit.planning.plan import Plan
@@ -27,8 +23,7 @@ def prepare_kernels(plan: Plan) -> None:
     """
     if plan.device.kind == "cpu":
         return
-    is_installed = chunked_logprob._TRITON_AVAILABLE  # noqa: SLF001
-    if problem := (compiler_problem() or driver_problem()) if is_installed else "Triton is not installed":
+    if problem := (compiler_problem() or driver_problem()) if has_triton() else "Triton is not installed":
         raise UserError(f"training on a GPU needs Triton, which compiles kernels where it runs: {problem}")
     launch_where_tensors_are()
     if plan.fused_kernels:
@@ -45,29 +40,3 @@ def driver_problem() -> str | None:
     except (AssertionError, subprocess.CalledProcessError, RuntimeError, OSError, ImportError) as error:
         return f"Triton cannot start ({' '.join(str(error).split())})"
     return None
-
-
-def launch_where_tensors_are() -> None:
-    """Guard the launches of both kernels, forward and backward."""
-    for name in ("_forward_kernel", "_backward_kernel"):
-        kernel = getattr(chunked_logprob, name)
-        if not isinstance(kernel, GuardedKernel):
-            setattr(chunked_logprob, name, GuardedKernel(kernel))
-
-
-class GuardedKernel:
-    """A Triton kernel that is launched on the device of its first argument, a tensor.
-
-    With layers on several GPUs the head lies on the last one and the first is current: the launch fails, or, where the
-    GPUs can read each other's memory, gives wrong numbers (triton-lang/triton#5205).
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        def launch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with torch.cuda.device(tensor.device):
-                return self.kernel[grid](tensor, *args, **kwargs)
-
-        return launch

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.torch_internals import memory_changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,30 +49,4 @@ def cpu_peak(held: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
     peak = CpuPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
-    peak.size_bytes = sum(storages.values()) + max(accumulate(_changes(profiler), initial=0))
-
-
-def _changes(profiler: profile) -> Iterator[int]:
-    """Bytes that were allocated (> 0) and freed (< 0), in order.
-
-    The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They include frees
-    of tensors that an earlier profile saw allocated, which do not count here.
-    """
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    waiting = profiler.profiler.kineto_results.experimental_event_tree()
-    events: list[Any] = []
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            events.append(event)
-    alive: set[int] = set()
-    for event in sorted(events, key=attrgetter("start_time_ns")):
-        pointer, size_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
-        if size_bytes > 0:
-            alive.add(pointer)
-            yield size_bytes
-        elif pointer in alive:
-            alive.remove(pointer)
-            yield size_bytes
+    peak.size_bytes = sum(storages.values()) + max(accumulate(memory_changes(profiler), initial=0))

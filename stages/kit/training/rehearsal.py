@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from stages.kit.internals.trl_internals import unchanged_counts
 from stages.kit.models.placement import local
 from stages.kit.planning.plan import Schedule
 from stages.kit.training.collators import IGNORED, ConversationCollator
@@ -80,11 +80,10 @@ def unchanged(trainer: SFTTrainer) -> Iterator[None]:
     """Puts back what a forward and a backward pass change: random numbers, gradients, buffers, TRL's counts."""
     model = trainer.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    counted = copy.deepcopy((trainer._metrics, trainer._total_train_tokens))  # noqa: SLF001 - TRL's SFTTrainer
     drawn = random_state()
-    yield
+    with unchanged_counts(trainer):
+        yield
     set_random_state(drawn)
-    trainer._metrics, trainer._total_train_tokens = counted  # noqa: SLF001
     for parameter in model.parameters():
         parameter.grad = None
     with torch.no_grad():

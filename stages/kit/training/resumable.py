@@ -29,6 +29,7 @@ from trl import SFTTrainer
 from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams
 from stages.core.signals import ENDING, SAME_REQUEST_S, handling
+from stages.kit.internals.accelerate_internals import set_last_batch
 from stages.kit.models.placement import local, whole
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.record import Trace
@@ -203,9 +204,7 @@ class ResumableTrainer(SFTTrainer):
         self._total_train_tokens = restored["tokens"]
         self._began -= restored["seconds"]
         self.saved_step = self.state.global_step
-        loader = self.accelerator.gradient_state.active_dataloader
-        if loader is not None:  # begun after some batches, accelerate's does not know how many samples its last one has
-            loader.remainder = len(self.train_dataset) % (self.args.train_batch_size * self.args.world_size)
+        set_last_batch(self.accelerator, len(self.train_dataset) % (self.args.train_batch_size * self.args.world_size))
 
     # The samples.
 

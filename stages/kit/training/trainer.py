@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig
 
 from stages.core.params.schema import Part
+from stages.kit.internals.accelerate_internals import use_fp16_on_cpu
 from stages.kit.models.parts import part_of
 from stages.kit.models.processors import Processor
 from stages.kit.planning.plan import Plan
@@ -63,11 +64,9 @@ class RecipeTrainer(ResumableTrainer):
         check_start(self.model, plan, devices_in_use=self.args.n_gpu)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """fp16 on a CPU too, scaler included: accelerate turns it on for accelerators alone, and says nothing."""
         super().create_accelerator_and_postprocess()
         if self.plan.precision == "fp16" and self.accelerator.device.type == "cpu":
-            self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            use_fp16_on_cpu(self.accelerator)
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any

@@ -20,9 +20,10 @@ from trl.trainer import utils as trl_trainer
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.trl_internals import GuardedKernel
 from stages.kit.memory.cuda import cuda_semantics
 from stages.kit.training import fused_loss
-from stages.kit.training.fused_loss import GuardedKernel, prepare_kernels
+from stages.kit.training.fused_loss import prepare_kernels
 from tests import ROOT
 from tests.kit.training.small import plan_for
 

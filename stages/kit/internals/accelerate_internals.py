@@ -1,0 +1,22 @@
+"""Parts of accelerate that its interface does not offer, for accelerate 1.15.0."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+
+
+def use_fp16_on_cpu(accelerator: Accelerator) -> None:
+    """Autocast and a gradient scaler on a CPU too: accelerate enables fp16 on GPUs only, without a warning."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def set_last_batch(accelerator: Accelerator, remainder: int) -> None:
+    """Tell the active data loader how many samples its last batch has (0: as many as the others).
+
+    A loader that begins after skipped batches does not know it, and accelerate counts on it.
+    """
+    loader = accelerator.gradient_state.active_dataloader
+    if loader is not None:
+        loader.remainder = remainder

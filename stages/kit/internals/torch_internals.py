@@ -1,0 +1,36 @@
+"""Private parts of torch, for torch 2.13.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from torch._C._profiler import _EventType
+from torch.profiler import profile
+
+
+def memory_changes(profiler: profile) -> Iterator[int]:
+    """Bytes that were allocated (> 0) and freed (< 0) under the profiler, in order.
+
+    The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They include frees
+    of tensors that an earlier profile saw allocated, which do not count here.
+    """
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    waiting = profiler.profiler.kineto_results.experimental_event_tree()
+    events: list[Any] = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            events.append(event)
+    alive: set[int] = set()
+    for event in sorted(events, key=attrgetter("start_time_ns")):
+        pointer, size_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size_bytes > 0:
+            alive.add(pointer)
+            yield size_bytes
+        elif pointer in alive:
+            alive.remove(pointer)
+            yield size_bytes
