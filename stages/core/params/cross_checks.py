@@ -7,6 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from stages.core.documents import nearest, shown
 from stages.core.params.schema import (
+    OPTIMIZERS,
     PARTS,
     BaselineParams,
     BuildParams,
@@ -126,12 +127,12 @@ def _profile_problems(here: str, profile: ProfileParams) -> Problems:
     memory, device, evaluation = profile.memory, profile.device, profile.evaluation
     if profile.images and profile.images.min_pixels > profile.images.max_pixels:
         yield f"{here}.images.min_pixels", "larger than max_pixels"
-    if device.kind == "cpu" and (memory.attn == "flash_attention_2" or "8bit" in memory.optimizer):
+    optimizer = OPTIMIZERS[memory.optimizer]
+    if device.kind == "cpu" and (memory.attn == "flash_attention_2" or optimizer.needs_gpu):
         yield f"{here}.memory", "flash attention and 8-bit optimizers need device.kind: cuda"
     if device.kind == "cpu" and memory.placement == "balanced":
         yield f"{here}.memory.placement", "balanced needs several CUDA devices"
-    # bitsandbytes knows no DTensor, which a sharded weight's share is.
-    if memory.placement == "sharded" and "8bit" in memory.optimizer:
+    if memory.placement == "sharded" and not optimizer.shardable:
         yield f"{here}.memory.optimizer", "an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
     if memory.placement == "sharded" and memory.quantization != "none":
         yield f"{here}.memory.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"

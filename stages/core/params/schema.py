@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -26,6 +26,28 @@ TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity
 TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
 """Metrics of a dataset that names none."""
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
+
+
+class OptimizerTraits(NamedTuple):
+    bits: int
+    """Size of each of AdamW's two states of a weight."""
+    needs_gpu: bool
+    shardable: bool
+    """Whether it takes DTensors, which the shares of sharded weights are; bitsandbytes' optimizers do not."""
+    paged: bool
+    """Whether its states move to the machine's memory while the GPU's is short."""
+    smaller: Optimizer | None
+    """The next one that takes less memory, and the only one that the memory ladder steps down to."""
+
+
+OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
+    # The fused step has no temporaries of the size of the trained weights (torch.optim.AdamW, `foreach`).
+    "adamw_torch": OptimizerTraits(32, needs_gpu=False, shardable=True, paged=False, smaller="adamw_torch_fused"),
+    "adamw_torch_fused": OptimizerTraits(32, needs_gpu=False, shardable=True, paged=False, smaller="adamw_8bit"),
+    "adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=False, smaller="paged_adamw_8bit"),
+    "paged_adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=True, smaller=None),
+}
+"""By the names that transformers' TrainingArguments.optim gives them."""
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from stages.core.params.schema import DeviceParams, MemoryParams
+from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
 from stages.kit.families import family_of
 from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
@@ -255,7 +255,7 @@ def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     peak = peak.copy()
     if phase == "load":
         return _loaded(peak)
-    if plan.optimizer.startswith("paged"):  # its state lies in the host's memory
+    if OPTIMIZERS[plan.optimizer].paged:  # its state lies in the host's memory
         del peak["optimizer"]
     if plan.placement == "ddp":
         # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Literal
 
+from stages.core.params.schema import OPTIMIZERS
 from stages.kit.planning.plan import DATA_PARALLEL, Plan
 
 AT_ONCE = 128
@@ -106,7 +107,7 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
     No rung: no run takes more devices than its profile has.
     """
     at_once = plan.schedule.micro_batch * count
-    plan = replace(plan, optimizer="adamw_torch_fused") if "8bit" in plan.optimizer else plan
+    plan = plan if OPTIMIZERS[plan.optimizer].shardable else replace(plan, optimizer="adamw_torch_fused")
     if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
         return None
     schedule = replace(plan.schedule, grad_accumulation=plan.schedule.effective_batch // at_once)
@@ -115,10 +116,12 @@ def sharded_over(plan: Plan, count: int) -> Plan | None:
 
 
 def _fuse_optimizer(plan: Plan) -> Plan | None:
-    """The fused step has no temporaries of the size of the trained weights (torch.optim.AdamW, `foreach`)."""
-    if plan.device.kind != "cuda" or plan.optimizer != "adamw_torch":
+    """The next smaller optimizer, if its states are the same."""
+    smaller = _shrink_optimizer(plan)
+    if smaller is None:
         return None
-    return replace(plan, optimizer="adamw_torch_fused")
+    before, after = OPTIMIZERS[plan.optimizer], OPTIMIZERS[smaller.optimizer]
+    return smaller if (before.bits, before.paged) == (after.bits, after.paged) else None
 
 
 def _divide_micro_batch(plan: Plan) -> Plan | None:
@@ -151,15 +154,18 @@ def _shard(plan: Plan) -> Plan | None:
 
 
 def can_be_sharded(plan: Plan) -> bool:
-    """bitsandbytes' nf4 weights and 8-bit optimizers know no DTensor, which FSDP's shares of a weight are."""
-    return plan.quantization == "none" and "8bit" not in plan.optimizer
+    """Neither nf4 weights nor some optimizers know DTensor, which FSDP's shares of a weight are."""
+    return plan.quantization == "none" and OPTIMIZERS[plan.optimizer].shardable
 
 
 def _shrink_optimizer(plan: Plan) -> Plan | None:
-    """States of 8 bits; then paged ones, which move to the machine's memory while the GPU's is short."""
-    if plan.device.kind != "cuda" or plan.placement == "sharded" or plan.optimizer == "paged_adamw_8bit":
+    """The next smaller optimizer: states of 8 bits, then paged ones."""
+    smaller = OPTIMIZERS[plan.optimizer].smaller
+    if plan.device.kind != "cuda" or smaller is None:
         return None
-    return replace(plan, optimizer="paged_adamw_8bit" if plan.optimizer == "adamw_8bit" else "adamw_8bit")
+    if plan.placement == "sharded" and not OPTIMIZERS[smaller].shardable:
+        return None
+    return replace(plan, optimizer=smaller)
 
 
 def _quantize(plan: Plan) -> Plan | None:
