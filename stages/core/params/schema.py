@@ -125,7 +125,7 @@ class DatasetParams:
     generate: GenerateParams | None = None
     """How much to generate; read only where the source is `generated`."""
     limit: LimitParams | None = None
-    """How much to take of what the source has."""
+    """How much to take of what the source has: always the same samples, chosen by their content."""
     mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
     """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
     most; null for all. It validates on all of theirs, those of which it takes no training sample too."""

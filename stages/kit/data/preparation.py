@@ -7,16 +7,21 @@ those names unless every check has passed: each sample well-formed, no split emp
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
 from stages.core.errors import UserError, counted, listed
+from stages.core.params.schema import LimitParams
 from stages.core.publish import published
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.parquet import write_rows
@@ -111,6 +116,8 @@ class _Split(Generic[R]):
     invalid_rows: int = 0
     leaked: list[tuple[Place, Place, str]] = field(default_factory=list)
     """Samples whose subject is validated on: where they were read, where that is, and what names them."""
+    beyond_limit: int | None = None
+    """Valid records left out for a limit; None without one."""
     digest: Any = field(default_factory=hashlib.sha256)
 
     def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
@@ -130,6 +137,19 @@ class _Split(Generic[R]):
             else:
                 yield record
 
+    def limited(self, records: Iterator[R], limit: int | None) -> Iterator[R]:
+        """At most so many of the records, chosen by a digest of their content, in their order."""
+        if limit is None:
+            return records
+
+        def digest(numbered: tuple[int, R]) -> bytes:
+            return hashlib.sha256(json.dumps(numbered[1].content()).encode()).digest()
+
+        numbers = count()
+        kept = heapq.nsmallest(limit, ((next(numbers), record) for record in records), key=digest)
+        self.beyond_limit = next(numbers) - len(kept)
+        return (record for _, record in sorted(kept, key=itemgetter(0)))
+
     def rows(self, records: Iterable[R], schema: pa.Schema) -> Iterator[dict[str, Any]]:
         for record in records:
             self.digest.update(json.dumps(record.content()).encode())
@@ -137,10 +157,12 @@ class _Split(Generic[R]):
             yield to_row(record, schema)
 
     def faults(self, *, with_leaks: bool) -> dict[str, Any]:
-        faults = {
+        faults: dict[str, Any] = {
             "invalid_rows": self.invalid_rows,
             "invalid": [{"file": at.file, at.unit: at.number, "problem": problem} for at, problem in self.invalid],
         }
+        if self.beyond_limit is not None:
+            faults["beyond_limit"] = self.beyond_limit
         leaked = [{"train": str(place), "val": str(seen)} for place, seen, _ in self.leaked]
         return faults | ({"leaked_rows": len(leaked), "leaked": leaked} if with_leaks else {})
 
@@ -157,7 +179,8 @@ def write_prepared(
     skip_leaks: bool = True,
     held_out: float = 0.0,
     selection: float = 0.0,
-    limit: Callable[[str, list[R]], list[R]] | None = None,
+    limit: LimitParams | None = None,
+    adapt: Callable[[str, R], R] | None = None,
 ) -> dict[str, Any]:
     """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without pictures.
 
@@ -167,9 +190,11 @@ def write_prepared(
         counted and listed in stats.json, instead of refusing them.
     held_out: share of the subjects that is the validation split where the source has none: always the same ones.
     selection: about this share of the training subjects is the selection split instead: always the same ones.
-    limit: takes some of the valid records of a split.
+    limit: at most so many valid records of a split, chosen by a digest of their content, in their order.
+    adapt: changes a record of a split, given its name, before it is written.
     Returns what stats.json holds: the origin, and by split `records`, its summary, `digest` of its content,
-    `invalid_rows` and `invalid`, with `skip_leaks` also `leaked_rows` and `leaked`.
+    `invalid_rows` and `invalid`, with `skip_leaks` also `leaked_rows` and `leaked`, and where it has a limit
+    `beyond_limit`, the number of records left out for it.
     Raises UserError where samples are invalid, a split is empty, or a subject is in both splits.
     """
     name = source.origin["source"]
@@ -193,8 +218,8 @@ def write_prepared(
         elif selection:
             checked["selection"] = iter(aside)
         for split, records in checked.items():
-            if limit:
-                records = iter(limit(split, list(records)))
+            records = splits[split].limited(records, getattr(limit, split, None))
+            records = map(partial(adapt, split), records) if adapt else records
             write_rows(splits[split].rows(records, schema), folder / f"{split}.parquet", schema)
         _refuse_invalid(name, splits, form, skip_invalid)
         leaked = [leak for split in splits.values() for leak in split.leaked]
@@ -260,14 +285,12 @@ def _refuse_invalid(name: str, splits: Mapping[str, _Split[R]], form: str, skip_
     invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
     if not invalid or skip_invalid:
         return
-    count = sum(split.invalid_rows for split in splits.values())
+    found = counted(sum(split.invalid_rows for split in splits.values()), "invalid sample")
     if empty := " and ".join(name for name, split in splits.items() if not split.num_valid):
         advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. Expected: {form}; {READ_ON}"
     else:
         advice = "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
-    raise UserError(
-        f"{name} has {counted(count, 'invalid sample')} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}"
-    )
+    raise UserError(f"{name} has {found} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}")
 
 
 def _refuse_leaks(

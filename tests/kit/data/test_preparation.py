@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
+from stages.core.params.schema import LimitParams
 from stages.kit.data.preparation import Sample, Source, write_prepared
 from stages.kit.data.sources import Place
 
@@ -176,12 +177,15 @@ def test_one_subject_cannot_be_split(tmp_path: Path) -> None:
     assert "has only 1 word to train on, and no validation files" in refusal(tmp_path / "out", "a A")
 
 
-def test_a_limit_is_taken_of_what_is_left(tmp_path: Path) -> None:
-    stats = prepare(tmp_path / "out", "d a b c", "d e", skip_invalid=True, limit=lambda split, records: records[:2])[
-        "splits"
-    ]
-    assert words(tmp_path / "out", "train") == ["a", "b"]
-    assert (stats["train"]["records"], stats["val"]["records"]) == (2, 2)
+def test_a_limit_takes_the_same_records_of_what_is_left_whatever_their_order(tmp_path: Path) -> None:
+    train = [*"abcdefgh", "!", "x"]
+    limit = LimitParams(train=3)
+    stats = prepare(tmp_path / "one", " ".join(train), "x y", skip_invalid=True, limit=limit)["splits"]
+    prepare(tmp_path / "two", " ".join(train[::-1]), "x y", skip_invalid=True, limit=limit)
+    kept = words(tmp_path / "one", "train")
+    assert kept == sorted(kept) == words(tmp_path / "two", "train")[::-1]
+    assert set(kept) < set("abcdefgh")
+    assert (stats["train"]["records"], stats["train"]["beyond_limit"], stats["val"]["records"]) == (3, 5, 2)
 
 
 def test_a_refused_run_leaves_the_earlier_one_in_place(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import GenerateParams
+from stages.core.params.schema import GenerateParams, LimitParams
 from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, source_folder
 from stages.kit.data.texts import markup_problem
@@ -31,6 +31,7 @@ def prepare(
     out_dir: Path,
     skip_invalid: bool = False,
     selection: float = 0.0,
+    limit: LimitParams | None = None,
     generate: GenerateParams | None = None,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
@@ -39,6 +40,7 @@ def prepare(
         the form of ViSemPar or of the LDC. Without a validation file, HELD_OUT of the training sentences are held out.
     skip_invalid: leave out malformed samples, and training samples whose sentence is validated on.
     selection: share of the training sentences to set aside.
+    limit: at most so many samples of a split; which ones, their content alone decides.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
     by split, beside what write_prepared says, `files`, `repeated_sentences`, `graphs_with_references`, `largest_graph`
     in nodes, `longest_sentence` and `longest_target` (by target) in characters.
@@ -66,6 +68,7 @@ def prepare(
         skip_invalid=skip_invalid,
         held_out=HELD_OUT,
         selection=selection,
+        limit=limit,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import TEXT_METRICS, GenerateParams, TextMetric
+from stages.core.params.schema import TEXT_METRICS, GenerateParams, LimitParams, TextMetric
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
@@ -38,6 +38,7 @@ def prepare(
     out_dir: Path,
     skip_invalid: bool = False,
     selection: float = 0.0,
+    limit: LimitParams | None = None,
     generate: GenerateParams | None = None,
     group: str | None = None,
     metrics: Sequence[TextMetric] = TEXT_METRICS,
@@ -50,6 +51,7 @@ def prepare(
         is missing HELD_OUT of the groups are held out of the other's.
     skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
     selection: share of the training groups to set aside.
+    limit: at most so many samples of a split; which ones, their content alone decides.
     group, metrics: as DatasetParams has them. Conversations that ask the same are of one group, with all of theirs.
     max_image_pixels: a conversation with a larger picture is invalid.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
@@ -62,8 +64,8 @@ def prepare(
     found.splits = splits = _in_groups(found.splits)
     pictured = any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples)
 
-    def scored(split: str, records: list[Record]) -> list[Record]:
-        return records if split == "train" else [replace(record, metrics=tuple(metrics)) for record in records]
+    def scored(split: str, record: Record) -> Record:
+        return record if split == "train" else replace(record, metrics=tuple(metrics))
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
         pictures = {"pictures": sum(len(record.pictures) for record in records)} if pictured else {}
@@ -86,7 +88,8 @@ def prepare(
         skip_invalid=skip_invalid,
         held_out=HELD_OUT,
         selection=selection,
-        limit=scored,
+        limit=limit,
+        adapt=scored,
     )
 
 

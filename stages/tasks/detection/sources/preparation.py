@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from stages.core.documents import cut, nearest
 from stages.core.errors import UserError, counted
-from stages.core.params.schema import ColumnParams, DataForm, GenerateParams
+from stages.core.params.schema import ColumnParams, DataForm, GenerateParams, LimitParams
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.preparation import Sample, Source, write_prepared
 from stages.kit.data.sources import Place, parquet_folder, with_progress
@@ -33,6 +33,7 @@ def prepare(
     out_dir: Path,
     skip_invalid: bool = False,
     selection: float = 0.0,
+    limit: LimitParams | None = None,
     generate: GenerateParams | None = None,
     format: DataForm | None = None,  # noqa: A002 - as params.yaml calls it
     columns: ColumnParams | None = None,
@@ -49,6 +50,7 @@ def prepare(
     source: `generated` (sizes and seed in `generate`), `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
     skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
     selection: share of the training images to set aside.
+    limit: at most so many samples of a split; which ones, their content alone decides.
     format, columns: of a folder, as DatasetParams has them.
     category: of the boxes that are asked for, None for all; label: what answers call them; prompt: how they are asked
     for; answer, scored_boxes, empty_pictures: as DatasetParams has them. All are kept with each record.
@@ -96,6 +98,7 @@ def prepare(
         skip_leaks=False,
         held_out=HELD_OUT,
         selection=selection,
+        limit=limit,
     )
     if pictures and (unread := pictures.unread()):
         log.warning("not read, as no annotation names them: %s, such as %s", counted(len(unread), "picture"), unread[0])

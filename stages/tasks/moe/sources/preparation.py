@@ -54,7 +54,7 @@ def prepare(
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`,
     `parts` (of a mix, by dataset: its `source`, and of its training samples how many were `asked` for, null for all,
     `available` and `taken`), and by split, beside what write_prepared says, `domains` (records of each), `files`,
-    `repeated_questions`, `beyond_limit` (samples not taken), `longest_question`, `longest_context`, `longest_answer` in
+    `repeated_questions`, `longest_question`, `longest_context`, `longest_answer` in
     characters.
     Raises UserError also where the folder holds no known file or those of two domains.
     """
@@ -65,19 +65,12 @@ def prepare(
     else:
         found = _from_folder(source)
     parts: dict[str, dict[str, Any]] = found.origin.setdefault("parts", {})
-    beyond_limit = Counter(train=sum(part["available"] - part["taken"] for part in parts.values()))
-
-    def limited(split: str, records: list[Record]) -> list[Record]:
-        taken = _limited(records, getattr(limit, split, None))
-        beyond_limit[split] += len(records) - len(taken)
-        return taken
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
         return {
             "domains": dict(Counter(record.domain for record in records)),
             "files": found.files_of(split),
             "repeated_questions": len(records) - len({record.key() for record in records}),
-            "beyond_limit": beyond_limit[split],
             "longest_question": max(len(record.question) for record in records),
             "longest_context": max(len(record.context or "") for record in records),
             "longest_answer": max(len(record.best) for record in records),
@@ -93,7 +86,7 @@ def prepare(
         skip_invalid=skip_invalid,
         held_out=HELD_OUT,
         selection=0 if source == "mix" else selection,
-        limit=limited,
+        limit=limit,
     )
     for name, part in parts.items():
         log.info("%s: %d of %s taken", name, part["taken"], counted(part["available"], "training sample"))
