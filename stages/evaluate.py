@@ -30,8 +30,8 @@ from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
 from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
 from stages.kit.memory_use.stage_memory import write_stage_memory
 from stages.kit.models.certificate import certified_model
-from stages.kit.planning.memory_record import beside_measured, read_memory_record
 from stages.kit.planning.plan import read_plan
+from stages.kit.planning.prediction import beside_measured, read_memory_record
 from stages.kit.reporting.cards import cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.record import read_record

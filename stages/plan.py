@@ -27,8 +27,8 @@ from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.parts import TrainableCounts
 from stages.kit.models.processors import load_processor, require_takes
-from stages.kit.planning.memory_record import write_memory_record
 from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.prediction import write_memory_record
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task

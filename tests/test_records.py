@@ -16,8 +16,8 @@ from stages.core.lineage import Lineage, read_lineage, true_base
 from stages.core.params.schema import made_by
 from stages.core.provenance import provenance_of_run
 from stages.kit.models.certificate import require_certificate
-from stages.kit.planning.memory_record import beside_measured, read_memory_record
 from stages.kit.planning.plan import read_plan
+from stages.kit.planning.prediction import beside_measured, read_memory_record
 from stages.kit.training.record import read_record
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_fit import start

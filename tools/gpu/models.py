@@ -20,8 +20,7 @@ from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.load import load_config, new_model, resolve_attention
 from stages.kit.models.parts import ALL_LINEAR, apply_recipe
 from stages.kit.models.random_weights import take_token_ids
-from stages.kit.planning.faster import with_fused_kernels, without_padding
-from stages.kit.planning.plan import Plan, Schedule
+from stages.kit.planning.plan import Plan, Schedule, with_fused_kernels, without_padding
 from stages.kit.training.collators import packed
 from stages.kit.training.fused_loss import prepare_kernels
 from stages.kit.training.trainer import RecipeTrainer

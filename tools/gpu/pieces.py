@@ -79,10 +79,10 @@ def chosen(pieces: Sequence[Piece], parts: Sequence[str]) -> list[Piece]:
 
 # --- Recipes at tiny size, through the stages
 
-VARIANTS: dict[str, dict[str, str]] = {
-    "nf4": {"precision": "bf16", "quantization": "as-recipe"},
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nf4": {"precision": "bf16", "quantization": None},
     "bf16": {"precision": "bf16", "quantization": "none"},
-    "fp16": {"precision": "fp16", "quantization": "as-recipe"},
+    "fp16": {"precision": "fp16", "quantization": None},
 }
 """By name, settings of profiles.tiny.memory. nf4 is for the recipes that ask for it."""
 
@@ -145,7 +145,7 @@ class Setting:
     attn: Attention = "sdpa"
     fused_kernels: bool = True
     padding_free: bool = True
-    """Both where a GPU's profile has it so (planning/faster.py)."""
+    """Both where a GPU's profile has it so (planning/plan.py)."""
     features: bool = False
     """Whether features of pictures are kept, and computed by no step."""
     max_length: int = 2048

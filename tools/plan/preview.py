@@ -22,9 +22,8 @@ from stages.kit.models.load import load_config
 from stages.kit.models.processors import load_processor, require_takes
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import lowered_batch_size, settings
-from stages.kit.planning.memory_record import in_gib
 from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.planning.prediction import Prediction
+from stages.kit.planning.prediction import Prediction, in_gib
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.rehearsal import largest_batch
 from stages.tasks import load_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stages.kit.planning.disk import DiskUse
-from stages.kit.planning.memory_record import MemoryRecord
+from stages.kit.planning.prediction import MemoryRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,8 +176,8 @@ class ImageParams:
 class MemoryParams:
     precision: Literal["fp32", "fp16", "bf16"]
     """Of the arithmetic and of frozen weights. Trained weights are always kept in fp32."""
-    quantization: Literal["as-recipe", "none"] = "as-recipe"
-    """`none` trains every recipe on unquantized weights, whatever it asks for."""
+    quantization: Literal["none"] | None = None
+    """none: train every recipe on unquantized weights; null: as the recipe says."""
     micro_batch: Positive
     """Samples on one device in one forward pass; accumulation makes up the effective batch."""
     attn: Attention = "auto"

@@ -10,8 +10,8 @@ from stages.core.params.schema import Params
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
-from stages.kit.planning.memory_record import read_memory_record
 from stages.kit.planning.plan import read_plan
+from stages.kit.planning.prediction import read_memory_record
 
 
 def run_down_the_ladder(

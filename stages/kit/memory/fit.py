@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias
 from stages.core.errors import UserError
 from stages.kit.memory.budget import budget_lines, gib_text, verdict
 from stages.kit.planning.ladder import AT_ONCE, assumed_time, changes_between, climbs, rungs, settings, sharded_over
-from stages.kit.planning.memory_record import GpuRecord, MemoryRecord, all_in_gib, in_gib
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Budget, Prediction, Verdict
+from stages.kit.planning.prediction import Budget, GpuRecord, MemoryRecord, Prediction, Verdict, all_in_gib, in_gib
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 

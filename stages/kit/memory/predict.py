@@ -28,9 +28,8 @@ from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus
 from stages.kit.models.processors import Processor
-from stages.kit.planning.faster import made_faster
 from stages.kit.planning.ladder import read_at_once
-from stages.kit.planning.plan import DATA_PARALLEL, Plan
+from stages.kit.planning.plan import DATA_PARALLEL, Plan, with_speedups
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.training.collators import FEATURES, packed
 
@@ -76,7 +75,7 @@ class MemoryPredictor:
     def planned(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
         """The plan as its profile and its base have it trained, and what made it faster and why, a line each."""
         plan = self.with_features(self.counted(plan), memory.features_gb)
-        return made_faster(plan, memory, self.config)
+        return with_speedups(plan, memory, self.config)
 
     def counted(self, plan: Plan) -> Plan:
         """The plan with its trainable parameters, from the model's real geometry."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -21,9 +21,12 @@ from stages.core.params.schema import (
     Attention,
     DeviceParams,
     ImageParams,
+    Kernels,
     LoraParams,
     Loss,
+    MemoryParams,
     Optimizer,
+    PaddingFree,
     Params,
     Part,
     PartsParams,
@@ -32,11 +35,15 @@ from stages.core.params.schema import (
     Seed,
 )
 from stages.core.publish import publish_text
+from stages.kit.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 DATA_PARALLEL = ("ddp", "sharded")
-"""Placements of one process a device, each with samples of its own."""
+"""Placements with one process per device, each with samples of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -52,7 +59,7 @@ class Schedule:
     warmup_steps: Annotated[int, Field(ge=0)]
     lr_schedule: Literal["cosine", "linear", "constant"]
     learning_rates: dict[Part, Annotated[float, Field(ge=0)]]
-    """Of the trained parts, after the profile's scale."""
+    """By trained part, after the profile's scale."""
     weight_decay: Annotated[float, Field(ge=0)]
     max_grad_norm: Rate
 
@@ -66,18 +73,18 @@ class Plan:
     """Relative to the workspace, as are all paths here."""
     data_dir: str
     target: str | None
-    """The form of the answer, where the task knows several."""
+    """The form of the answer, if the task has several."""
     device: DeviceParams
     instructions: str | None = None
-    """What a CPU computes by, e.g. "avx2" (core/cpu.py); None in a plan that nothing is trained by."""
+    """Instruction set of the CPU, e.g. "avx2" (core/cpu.py); None in a preview."""
     placement: Literal["single", "ddp", "sharded", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
     may_quantize: bool
-    """Whether the recipe asks for nf4 and the profile has switched it off: planning/ladder.py."""
+    """Whether the recipe specifies nf4 and the profile overrides it: nf4 is then a rung of the ladder."""
     attn: Attention
     padding_free: bool = False
-    """Whether the samples of a micro-batch lie behind one another in one row, without padding (planning/faster.py)."""
+    """Whether the samples of a micro-batch are concatenated into one row, without padding."""
     fused_kernels: bool = False
     """Whether norms, gated products and rotations run by Liger's kernels (models/fused_kernels.py)."""
     gradient_checkpointing: bool
@@ -87,29 +94,60 @@ class Plan:
     parts: PartsParams
     lora: LoraParams | None
     full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
-    """Of parts trained in full, ends of names of the modules that are trained; the whole part where none are named."""
+    """By part trained in full, suffixes of the names of the modules that are trained; the whole part if it has none."""
     loss: Loss
     domains: tuple[str, ...] = ()
-    """With loss router-labels, by expert, the domain whose samples are its own."""
+    """With loss router-labels, the domain of each expert."""
     max_length: Positive
     images: ImageParams | None
     features_bytes: Annotated[int, Field(ge=0)] = 0
-    """Disk that the features of frozen vision towers take at most, computed once; 0 where each step computes them."""
+    """Upper bound on the disk for features of frozen vision towers, computed once; 0 if every step computes them."""
     schedule: Schedule
     seed: Seed
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.kind == "cuda"
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every device has a process of its own (ddp, sharded), with samples of its own."""
+        return self.placement in DATA_PARALLEL
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.placement == "sharded"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization == "nf4"
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether the weights are in nf4, or may be on a lower rung of the ladder."""
+        return self.is_quantized or self.may_quantize
+
+    @property
+    def processes_per_node(self) -> int:
+        return self.device.count if self.is_data_parallel else 1
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step on one process."""
+        return self.schedule.micro_batch * self.schedule.grad_accumulation
+
 
 def resolve_plan(params: Params, name: str, *, train_samples: int, instructions: str | None = None) -> Plan:
     """The settings of recipe `name` on the active profile; trainable counts are still to be added.
 
-    train_samples: how many training samples the prepared data holds. instructions: those of this environment.
-    Raises UserError where the effective batch does not divide.
+    train_samples: number of training samples in the prepared data. instructions: this environment's.
+    Raises UserError if the effective batch is not divisible by what the devices take at once.
     """
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
-    quantization = recipe.quantization if memory.quantization == "as-recipe" else "none"
+    quantization = memory.quantization or recipe.quantization
     return Plan(
         recipe=name,
         profile=params.profile,
@@ -176,6 +214,47 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
     )
 
 
+def with_speedups(plan: Plan, memory: MemoryParams, config: PreTrainedConfig) -> tuple[Plan, tuple[str, ...]]:
+    """The plan without padding and with fused kernels where they apply, and why, a line each. config: the base's."""
+    padding_free, why_row = without_padding(plan, memory.padding_free, config)
+    fused_kernels, why_fused = with_fused_kernels(plan, memory.kernels, config)
+    return replace(plan, padding_free=padding_free, fused_kernels=fused_kernels), (
+        f"micro-batches are {'without padding' if padding_free else 'padded'}: {why_row}",
+        f"norms, gated products and rotations run by {'Liger' if fused_kernels else 'torch'}'s kernels: {why_fused}",
+    )
+
+
+def with_fused_kernels(plan: Plan, wanted: Kernels, config: PreTrainedConfig) -> tuple[bool, str]:
+    """(whether Liger's kernels are used, why). wanted: memory.kernels."""
+    if wanted == "off":
+        return False, "memory.kernels is off"
+    if not plan.on_gpu:
+        return False, "Liger's kernels need a GPU"
+    if not family_of(config.model_type).same_with_fused_kernels:
+        return False, f"no test shows that {config.model_type} computes the same with Liger's"
+    return True, "the device is a GPU"
+
+
+def without_padding(plan: Plan, wanted: PaddingFree, config: PreTrainedConfig) -> tuple[bool, str]:
+    """(whether micro-batches are without padding, why). wanted: memory.padding_free."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    if wanted == "off":
+        return False, "memory.padding_free is off"
+    if not family_of(config.model_type).same_without_padding:
+        return False, f"no test shows that {config.model_type} computes the same without"
+    if other := {*layer_types} - {"full_attention"}:
+        return False, f"no test shows that {', '.join(sorted(other))} computes the same without"
+    if wanted == "on":
+        return True, "memory.padding_free is on"
+    if not plan.on_gpu:
+        return False, "published results of a CPU are of padded batches"
+    if plan.attn == "eager":
+        return False, "eager attention computes masked positions too"
+    if plan.precision != "bf16":  # a GPU with bf16 is an Ampere or newer
+        return False, f"not every GPU that computes in {plan.precision} has variable-length attention"
+    return True, "the GPU has variable-length attention"
+
+
 def write_plan(plan: Plan, path: Path) -> None:
     yaml = YAML()
     yaml.default_flow_style = False
@@ -186,7 +265,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
-    """The plan of a recipe. Raises UserError where it is missing or damaged, or another recipe's."""
+    """The plan of a recipe. Raises UserError if it is missing, damaged or another recipe's."""
     path, fix = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
     plan = read_json(Plan, path, fix=fix, read=read_yaml)
     if faults := _faults(plan, recipe):
@@ -195,7 +274,7 @@ def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
 
 
 def _faults(plan: Plan, recipe: str) -> dict[str, str]:
-    """What no plan of ours has, and no stage could work with."""
+    """Problems by field: values that resolve_plan never writes."""
     found = {}
     if plan.recipe != recipe:
         found["recipe"] = f"this is the plan of {shown(plan.recipe)}"
@@ -204,7 +283,7 @@ def _faults(plan: Plan, recipe: str) -> dict[str, str]:
         ("data_dir", r"data/prepared/[^/]+"),
     ):
         if not re.fullmatch(form, value := getattr(plan, name)) or ".." in Path(value).parts:
-            found[name] = f"{shown(value)} is no such folder of the pipeline's"
+            found[name] = f"{shown(value)} is no such folder of the pipeline"
     if plan.trainable and plan.trainable.keys() != {*PARTS, "total", "all"}:
         found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
     return found

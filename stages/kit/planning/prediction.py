@@ -1,11 +1,20 @@
-"""What a run holds in its fullest moment, predicted before it is launched. All sizes are of one device, the fullest."""
+"""The peak memory that is predicted for a run, and its record, memory.json. Sizes are of the fullest device."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar, get_args
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from stages.core.documents import read_json
+from stages.core.publish import publish_text
+
+GIB = 2**30
 
 Phase = Literal["load", "forward", "backward", "step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -13,9 +22,11 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Budget = Literal["weights", "adapters", "gradients", "optimizer", "activations", "logits", "temporaries", "overhead"]
 BUDGET: tuple[Budget, ...] = get_args(Budget)
-"""What memory is spent on. logits: with the loss. temporaries: what lives for an instant within backward and step.
-overhead: what torch's allocator keeps beyond what is asked of it, CUDA's context, and the workspaces of its libraries.
-"""
+"""Categories of memory. logits include the loss; temporaries live for an instant within backward and step; overhead is
+what torch's allocator keeps beyond what is requested of it, CUDA's context and the workspaces of its libraries."""
+
+Verdict = Literal["fits", "too close", "does not fit"]
+Name = TypeVar("Name", bound=str)
 
 _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -23,35 +34,141 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Prediction:
     allocated_bytes: int
-    """The peak of what tensors take, as torch.cuda.max_memory_allocated counts it."""
+    """Peak of all tensors, as torch.cuda.max_memory_allocated counts it."""
     reserved_bytes: int
-    """The peak of what torch takes from the device for them, as torch.cuda.max_memory_reserved counts it."""
+    """Peak of what torch takes from the device for them, as torch.cuda.max_memory_reserved counts it."""
     total_bytes: int
-    """With everything that the process holds on the device beside it, as nvidia-smi shows it."""
+    """Everything that the process holds on the device, as nvidia-smi shows it."""
     low_bytes: int
     high_bytes: int
     """The interval that the total is expected in."""
     peak_phase: Phase
-    """When the peak is reached."""
     phases: dict[Phase, int]
     """The peak of the allocated bytes in each phase."""
     budget: dict[Budget, int]
-    """What the total is spent on in its fullest moment: sums to total_bytes."""
+    """The total by category at the peak: sums to total_bytes."""
     calibration: str
-    """What the constants were measured on, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
+    """Source of the constants, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
     gpus: tuple[Prediction, ...] = ()
-    """One prediction per GPU where layers are spread over several; all other fields are those of the fullest."""
+    """One prediction per GPU if layers are spread over several; all other fields are those of the fullest."""
 
     @property
     def fullest_gpu(self) -> int:
-        """Its index in `gpus`."""
+        """Index of the fullest GPU in `gpus`."""
         return max(range(len(self.gpus)), key=lambda gpu: self.gpus[gpu].total_bytes)
 
+    def verdict(self, capacity_bytes: int) -> Verdict:
+        """Compares the capacity with the whole interval, not with the total alone."""
+        if self.high_bytes <= capacity_bytes:
+            return "fits"
+        return "does not fit" if self.low_bytes > capacity_bytes else "too close"
+
     def summary(self) -> str:
+        """One line: the total and its three largest categories."""
         spent = sorted(self.budget.items(), key=lambda entry: -entry[1])[:3]
-        most = ", ".join(f"{entry} {size / 2**30:.2f}" for entry, size in spent)
+        most = ", ".join(f"{entry} {gib_text(size)}" for entry, size in spent)
         whose = f"memory of GPU {self.fullest_gpu}, the fullest of {len(self.gpus)}" if self.gpus else "memory"
-        return f"{whose}: {self.total_bytes / 2**30:.2f} GiB expected, most in {self.peak_phase}: {most}"
+        return f"{whose}: {gib_text(self.total_bytes)} GiB expected, most in {self.peak_phase}: {most}"
+
+    def lines(self, capacity_bytes: int | None = None) -> list[str]:
+        """The budget, phases, interval and verdict in plain ASCII: for logs, a refusal and `make plan`."""
+        assert sum(self.budget.values()) == self.total_bytes, (self.budget, self.total_bytes)
+        spent = {entry: self.budget[entry] for entry in BUDGET if self.budget.get(entry)}
+        lines = [
+            f"{entry:<12} {gib_text(size):>8} GiB {size / self.total_bytes:>7.1%}"
+            for entry, size in [*spent.items(), ("total", self.total_bytes)]
+        ]
+        for gpu, each in enumerate(self.gpus):
+            verdict = "" if capacity_bytes is None else f" {each.verdict(capacity_bytes):>12}"
+            lines.append(f"{f'GPU {gpu}':<12} {gib_text(each.total_bytes):>8} GiB{verdict}")
+        phases = ", ".join(f"{phase} {gib_text(self.phases[phase])}" for phase in PHASES if phase in self.phases)
+        where = f"GPU {self.fullest_gpu}, " if self.gpus else ""
+        lines.append(f"peak      {where}in {self.peak_phase}; allocated at most, GiB: {phases}")
+        interval = f"{gib_text(self.low_bytes)} to {gib_text(self.high_bytes)} GiB"
+        lines.append(f"expected  {interval} (calibration: {self.calibration})")
+        if capacity_bytes is not None:
+            lines += [f"usable    {gib_text(capacity_bytes)} GiB", f"verdict   {self.verdict(capacity_bytes)}"]
+        return lines
 
 
-Verdict = Literal["fits", "too close", "does not fit"]
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class GpuRecord:
+    """The prediction for one of several GPUs that layers are spread over; amounts in GiB."""
+
+    verdict: str
+    total_gib: float
+    peak_phase: Phase
+    budget_gib: dict[Budget, float]
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class MemoryRecord:
+    """data/runs/RECIPE/memory.json: a prediction as metrics that experiments are compared by; amounts in GiB."""
+
+    verdict: str
+    """For the profile's device; "unknown" for a GPU whose size the profile does not give."""
+    allocated_gib: float
+    reserved_gib: float
+    total_gib: float
+    low_gib: float
+    high_gib: float
+    usable_gib: float | None
+    """None if the profile does not give it: a CPU's capacity is the machine's own memory, but the record is the same
+    on every machine."""
+    peak_phase: Phase
+    phases_gib: Annotated[dict[Phase, float], Field(min_length=len(PHASES))]
+    budget_gib: dict[Budget, float]
+    calibration: str
+    changes: list[str]
+    """Settings that memory.fit changed."""
+    evaluation_verdict: str
+    evaluation_gib: float
+    """Total of the evaluation at its own batch size, on one device."""
+    gpus: Annotated[dict[str, GpuRecord], Field(default_factory=dict)]
+    """By number, if layers are spread over several."""
+
+    def summary(self) -> str:
+        """The prediction on one line, the largest categories first."""
+        spent = sorted(self.budget_gib.items(), key=lambda entry: -entry[1])
+        listed = ", ".join(f"{entry} {size:.2f}" for entry, size in spent if size >= 0.005)
+        usable = "" if self.usable_gib is None else f" of {self.usable_gib:.2f} usable"
+        return f"{self.total_gib:.2f} GiB{usable}, fullest in {self.peak_phase}: {listed}"
+
+
+def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
+    """Metrics: predicted and measured peak of all tensors, and the relative error.
+
+    On a CPU the two passes are measured, and not the optimizer's step (training/peak.py).
+    """
+    passes = max(record.phases_gib["forward"], record.phases_gib["backward"])
+    predicted_gib, measured_gib = passes if on_cpu else record.allocated_gib, in_gib(measured_bytes)
+    return {
+        "memory_predicted_gib": predicted_gib,
+        "memory_measured_gib": measured_gib,
+        "memory_error": round(predicted_gib / measured_gib - 1, 4),
+    }
+
+
+def gib_text(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def in_gib(num_bytes: int) -> float:
+    """To the nearest kB, so that a tiny model's sizes are not rounded to 0."""
+    return round(num_bytes / GIB, 6)
+
+
+def all_in_gib(sizes: Mapping[Name, int]) -> dict[Name, float]:
+    return {name: in_gib(size) for name, size in sizes.items()}
+
+
+def write_memory_record(record: MemoryRecord, path: Path) -> None:
+    fields = asdict(record)
+    if not record.gpus:
+        del fields["gpus"]
+    publish_text(json.dumps(fields, indent=2) + "\n", path)
+
+
+def read_memory_record(path: Path) -> MemoryRecord:
+    """Raises UserError if it is missing or damaged."""
+    return read_json(MemoryRecord, path, fix=f"dvc repro -f -s plan@{path.parent.name}")

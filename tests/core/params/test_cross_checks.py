@@ -104,7 +104,7 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
             f"{TINY}.memory.optimizer: an 8-bit optimizer cannot be sharded; take adamw_torch_fused",
         ),
         (
-            {f"{TINY}.memory.placement": "sharded", f"{TINY}.memory.quantization": "as-recipe"},
+            {f"{TINY}.memory.placement": "sharded", f"{TINY}.memory.quantization": None},
             f"{TINY}.memory.quantization: nf4 weights cannot be sharded; set it to none, or take placement ddp",
         ),
         ({f"{TINY}.images.min_pixels": 10**9}, f"{TINY}.images.min_pixels: larger than max_pixels"),

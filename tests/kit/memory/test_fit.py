@@ -12,9 +12,8 @@ import pytest
 from stages.core.errors import UserError
 from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, decide, fullest_fit
 from stages.kit.planning.ladder import changes_between, rungs
-from stages.kit.planning.memory_record import beside_measured, read_memory_record, write_memory_record
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Prediction
+from stages.kit.planning.prediction import Prediction, beside_measured, read_memory_record, write_memory_record
 from tests.kit.planning.test_ladder import plan_with
 
 GIB = 2**30

@@ -30,6 +30,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bi
 KEPT = (
     *("recipe", "base_dir", "data_dir", "device", "precision", "attn", "parts", "lora", "loss"),
     *("max_length", "images", "seed", "trainable", "may_quantize", "dataloader_workers", "profile", "task"),
+    *("padding_free", "fused_kernels"),
 )
 
 
@@ -55,6 +56,8 @@ plans = st.builds(
     gradient_checkpointing=st.booleans(),
     optimizer=st.sampled_from(OPTIMIZERS),
     may_quantize=st.booleans(),
+    padding_free=st.booleans(),
+    fused_kernels=st.booleans(),
     parts=st.sampled_from([PLANNED.parts, VISION_ONLY.parts]),
 )
 

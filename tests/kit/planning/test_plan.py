@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.core.params.schema import Params
-from stages.kit.planning.plan import read_plan, resolve_plan, write_plan
+from stages.core.params.schema import DeviceParams, Params
+from stages.kit.families import family_of
+from stages.kit.models.load import load_config
+from stages.kit.planning import plan as module
+from stages.kit.planning.plan import Plan, read_plan, resolve_plan, with_fused_kernels, without_padding, write_plan
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
@@ -125,6 +129,51 @@ def test_a_plan_that_leads_astray_is_refused(change: dict[str, Any], problem: st
     path.write_text(json.dumps({**asdict(PLAN), **change}))
     with pytest.raises(UserError, match=re.escape(problem)):
         read_plan("r1-llm-only", runs_dir=tmp_path)
+
+
+GPU = replace(PLAN, device=DeviceParams(kind="cuda"), precision="bf16", attn="auto")
+VLM = load_config(ROOT / "data/tiny/qwen2-vl")
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted", "config", "chosen", "why"),
+    [
+        (GPU, "auto", VLM, True, "GPU"),
+        (replace(GPU, attn="flash_attention_2"), "auto", Qwen2MoeConfig(), True, "GPU"),
+        (GPU, "off", VLM, False, "memory.padding_free"),
+        (replace(GPU, attn="eager"), "auto", VLM, False, "eager"),
+        (replace(GPU, precision="fp16"), "auto", VLM, False, "fp16"),
+        (replace(GPU, precision="fp16"), "on", VLM, True, "memory.padding_free"),
+        (PLAN, "auto", VLM, False, "CPU"),
+        (PLAN, "on", VLM, True, "memory.padding_free"),
+        (GPU, "on", Qwen2Config(use_sliding_window=True, max_window_layers=2), False, "sliding_attention"),
+    ],
+)
+def test_padding_is_left_out_where_that_is_faster_and_the_same(
+    plan: Plan, wanted: Any, config: PreTrainedConfig, chosen: bool, why: str
+) -> None:
+    found, reason = without_padding(plan, wanted, config)
+    assert (found, why in reason) == (chosen, True)
+
+
+def test_padding_stays_in_an_untested_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    untested = replace(family_of("llama"), same_without_padding=False)
+    monkeypatch.setattr(module, "family_of", {"llama": untested}.get)
+    assert not without_padding(GPU, "on", LlamaConfig())[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted", "config", "chosen"),
+    [(GPU, "auto", VLM, True), (GPU, "off", VLM, False), (PLAN, "auto", VLM, False)],
+)
+def test_fused_kernels_need_a_gpu(plan: Plan, wanted: Any, config: PreTrainedConfig, chosen: bool) -> None:
+    assert with_fused_kernels(plan, wanted, config)[0] == chosen
+
+
+def test_fused_kernels_need_a_tested_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    untested = replace(family_of("qwen2_5_vl"), same_with_fused_kernels=False)
+    monkeypatch.setattr(module, "family_of", {"qwen2_5_vl": untested}.get)
+    assert not with_fused_kernels(GPU, "auto", Qwen2_5_VLConfig())[0]
 
 
 def test_the_shipped_parameters_round_trip_through_json() -> None:

@@ -9,8 +9,8 @@ from stages.core.errors import UserError
 from stages.core.params.schema import Params
 from stages.kit.launcher.slurm.nodes import nodes_of
 from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
-from stages.kit.planning.memory_record import GIB, read_memory_record
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
+from stages.kit.planning.prediction import GIB, read_memory_record
 
 PROCESS_GIB = 4.0
 """Of the host, for one process of torch: its libraries, CUDA's context, buffers for transfers."""
