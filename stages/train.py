@@ -48,7 +48,7 @@ from stages.kit.models.processors import load_processor
 from stages.kit.models.trained import save_trained, trained_tensors
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
-from stages.kit.training.checkpoints import checkpoints_dir, digest_of, kept_checkpoints
+from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import features_dir, kept_features, use_features
 from stages.kit.training.fingerprint import identity_of
@@ -57,7 +57,6 @@ from stages.kit.training.peak import PeakMemory
 from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback
 from stages.kit.training.record import TrainingRecord, write_trace
 from stages.kit.training.resumable import train_to_the_end
-from stages.kit.training.reuse import reuse_training
 from stages.kit.training.seed import seed_everything
 from stages.kit.training.tracking import trainer_settings
 from stages.tasks import load_task
@@ -68,14 +67,13 @@ log = logging.getLogger("stages")
 @click.command(help=__doc__)
 @click.argument("recipe")
 @click.option("--attempt", type=click.IntRange(min=0), default=0, help="Rungs of the ladder to take.  [default: 0]")
-@click.option("--same-as", "other", help="Recipe whose training is taken over, if it is the same in all that counts.")
 @recognised_out_of_memory()
-def main(recipe: str, attempt: int, other: str | None) -> None:
+def main(recipe: str, attempt: int) -> None:
     plan = lowered(read_plan(recipe), attempt)
     if plan is None:
         raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
     if plan.placement in DATA_PARALLEL and "LOCAL_RANK" not in os.environ:
-        run_one_process_a_device(plan, attempt, other)
+        run_one_process_a_device(plan, attempt)
         return
     if "LOCAL_RANK" in os.environ:
         end_with_own_parent()
@@ -98,9 +96,6 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
     collator = ConversationCollator.of_plan(plan, processor, records, samples)
     log.info("%s", collator.lengths_said())
     identity = identity_of(plan, attempt=attempt, base=base_lineage, data_path=Path(plan.data_dir, "train.parquet"))
-    fingerprint = digest_of(identity)
-    if other and reuse_training(other, plan, fingerprint, base_lineage, write=is_first_process()):
-        return
     # Below the repository also when DVC runs an experiment in a clone that it throws away.
     repository = Path(os.environ.get("DVC_ROOT", "."))
 
@@ -143,7 +138,6 @@ def main(recipe: str, attempt: int, other: str | None) -> None:
             attempt=attempt,
             seconds=trainer.seconds,
             peak=peak,
-            fingerprint=fingerprint,
         )
         trained = trainer.accelerator.unwrap_model(trainer.model)
         tensors = trained_tensors(trained)
@@ -178,7 +172,7 @@ def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
     return model
 
 
-def run_one_process_a_device(plan: Plan, attempt: int, other: str | None) -> None:
+def run_one_process_a_device(plan: Plan, attempt: int) -> None:
     """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
 
     Over several nodes this runs on each of them, and whoever starts it there says by torchrun's own variables which
@@ -190,7 +184,7 @@ def run_one_process_a_device(plan: Plan, attempt: int, other: str | None) -> Non
     if plan.device.nodes > 1 and not {"PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"} <= os.environ.keys():
         raise UserError(f"a training over {plan.device.nodes} nodes is started on each of them: BAKEOFF_PLACE=slurm")
     nodes = ["--standalone"] if plan.device.nodes == 1 else [f"--nnodes={plan.device.nodes}"]
-    worker = ["stages.train", plan.recipe, "--attempt", str(attempt), *(["--same-as", other] if other else [])]
+    worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
     try:
         torchrun([*nodes, f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
     except SignalException as request:

@@ -25,7 +25,7 @@ from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_rea
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
-DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint")
+DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-two-stage", "r4-joint")
 
 
 def project_params() -> Params:

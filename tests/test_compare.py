@@ -31,7 +31,7 @@ from tests.made_up_runs import (
     write_made_up_run,
 )
 
-MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.35, 0.68, 0.735), strict=True))
+MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.68, 0.735), strict=True))
 
 
 RANDOM = {"random": "qwen2-vl-2b", "seed": "0"}
@@ -80,7 +80,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def incomplete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     data_dir = tmp_path_factory.mktemp("incomplete")
-    write_runs(data_dir, leave_out=("base-vlm", "r3-stage2"))
+    write_runs(data_dir, leave_out=("base-vlm", "r3-two-stage"))
     return data_dir, run_compare(data_dir)
 
 
@@ -119,10 +119,10 @@ def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) ->
     assert re.search(r"^r4-joint +0\.7\d\d +100\.0% .* best", shown, re.MULTILINE)
     assert "r4-joint is best: mean IoU 0.7" in shown
     assert "Joint against LLM-only: the model of r4-joint is better than that of r1-llm-only by +0.0" in shown
-    assert "Two-stage against LLM-only: no difference shown between the model of r3-stage2 and that of r1-" in shown
+    assert "Two-stage against LLM-only: no difference shown between the model of r3-two-stage and that of r1-" in shown
     assert "r2-vision-only against its base: the model of r2-vision-only is better than that of base-vlm by" in shown
-    assert "r3-stage1: a stage of r3-stage2" in shown
-    through_stage1 = "r3-stage2 against its base: the model of r3-stage2 is better than that of base-vlm"
+    assert "r2-vision-only: a stage of r3-two-stage" in shown
+    through_stage1 = "r3-two-stage against its base: the model of r3-two-stage is better than that of base-vlm"
     assert through_stage1 in shown
 
 
@@ -151,7 +151,7 @@ def test_markdown_and_csv_say_the_same_as_the_terminal(complete: tuple[Path, str
     data_dir, shown = complete
     written = report(data_dir, "comparison.md").replace("\\", "")
     insights = [line.strip() for line in shown.splitlines() if " against " in line]
-    assert len(insights) == 10
+    assert len(insights) == 9
     assert all(f"- {line}" in written for line in insights)
     rows = list(csv.DictReader(io.StringIO(report(data_dir, "comparison.csv"))))
     assert [row["model"] for row in rows] == list(DETECTION_NAMES)
@@ -249,12 +249,12 @@ def test_a_build_is_among_the_stages_of_what_starts_from_it_and_of_nothing_else(
 
 def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:
     data_dir, shown = incomplete
-    for name, stage in (("base-vlm", "baseline@base-vlm"), ("r3-stage2", "evaluate@r3-stage2")):
+    for name, stage in (("base-vlm", "baseline@base-vlm"), ("r3-two-stage", "evaluate@r3-two-stage")):
         assert f"{name}: not run: dvc repro {stage}" in shown
         assert f"- {name}: not run: dvc repro {stage}" in report(data_dir, "comparison.md")
         assert f"{name},,,,,,,not run,not run: dvc repro {stage}" in report(data_dir, "comparison.csv")
         assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
-    assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-stage2" in shown
+    assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-two-stage" in shown
     assert "r4-joint is best" in shown
     assert "better than every other that was run" in shown
     assert "The evidence is enough, among the models that were run<" in report(data_dir, "index.html")
@@ -318,7 +318,7 @@ def test_a_report_of_random_weights_says_so_everywhere(tmp_path: Path) -> None:
     write_runs(tmp_path, source=RANDOM)
     shown = run_compare(tmp_path)
     assert "On random weights, the model of r4-joint" in shown
-    assert "r3-stage1: random weights, a stage of r3-stage2" in shown
+    assert "r2-vision-only: random weights, a stage of r3-two-stage" in shown
     for name in MEANS:
         assert f"{name}: random weights" in shown
         assert f"- {name}: random weights" in report(tmp_path, "comparison.md").replace("\\", "")

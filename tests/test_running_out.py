@@ -249,6 +249,6 @@ def test_what_ended_the_processes_of_a_training_ends_it(
     monkeypatch.setattr(stages.train, "torchrun", torchrun)
     plan = resolve_plan(load_params(ROOT / "params.yaml"), RECIPE, train_samples=32)
     with pytest.raises(raised) as caught:
-        stages.train.run_one_process_a_device(plan, 0, None)
+        stages.train.run_one_process_a_device(plan, 0)
     if isinstance(caught.value, SystemExit):
         assert caught.value.code == 128 + 9

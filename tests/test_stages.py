@@ -77,7 +77,7 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         done("base", "vlm")
         done("prepare", "nutrition-tables")
         done("evaluate", "base-vlm")
-        for recipe in ("r1-llm-only", "r3-stage1", "r3-stage2"):
+        for recipe in ("r1-llm-only", "r2-vision-only", "r3-two-stage"):
             for stage in ("plan", "train", "merge", "evaluate"):
                 done(stage, recipe)
         done("compare", "detection")
@@ -94,7 +94,7 @@ def workspace(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
-    for name in ("base-vlm", "r1-llm-only", "r3-stage2"):
+    for name in ("base-vlm", "r1-llm-only", "r3-two-stage"):
         run_dir = finished / "data/runs" / name
         metrics = json.loads((run_dir / "metrics.json").read_text())
         assert metrics["samples"] == 5
@@ -114,7 +114,7 @@ def test_a_run_leaves_what_others_rely_on(finished: Path) -> None:
 
 def test_every_stage_that_loads_a_model_says_what_it_held(finished: Path) -> None:
     memory_dir = finished / "data/report/detection/memory"
-    recipes = dict.fromkeys(("r1-llm-only", "r3-stage1", "r3-stage2"), ("evaluate", "merge", "train"))
+    recipes = dict.fromkeys(("r1-llm-only", "r2-vision-only", "r3-two-stage"), ("evaluate", "merge", "train"))
     stages = {"base-vlm": ("evaluate",), **recipes}
     assert sorted(memory_dir.rglob("*.json")) == [
         memory_dir / name / f"{stage}.json" for name in stages for stage in stages[name]
@@ -127,7 +127,7 @@ def test_every_stage_that_loads_a_model_says_what_it_held(finished: Path) -> Non
 
 
 def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished: Path) -> None:
-    for recipe in ("r1-llm-only", "r3-stage1", "r3-stage2"):
+    for recipe in ("r1-llm-only", "r2-vision-only", "r3-two-stage"):
         run_dir = finished / "data/runs" / recipe
         planned = json.loads((run_dir / "memory.json").read_text())
         metrics = json.loads((run_dir / "metrics.json").read_text())
@@ -150,16 +150,16 @@ def test_recipes_without_a_result_are_named_in_the_report(finished: Path) -> Non
 
 def test_stage_2_was_trained_on_the_result_of_stage_1(finished: Path) -> None:
     runs = finished / "data/runs"
-    lineage = read_lineage(runs / "r3-stage2/merged")
-    assert lineage.parents["base"].lineage == read_lineage(runs / "r3-stage1/merged")
+    lineage = read_lineage(runs / "r3-two-stage/merged")
+    assert lineage.parents["base"].lineage == read_lineage(runs / "r2-vision-only/merged")
     assert lineage.root() == read_lineage(finished / "data/bases/vlm")
-    assert true_base(runs / "r3-stage2/trained") == runs / "r3-stage1/merged"
+    assert true_base(runs / "r3-two-stage/trained") == runs / "r2-vision-only/merged"
 
 
 def test_a_merged_folder_loads_with_plain_transformers(finished: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    folder = finished / "data/runs/r3-stage2/merged"
+    folder = finished / "data/runs/r3-two-stage/merged"
     model, loaded = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
     assert not loaded["missing_keys"]
@@ -170,14 +170,14 @@ def test_a_merged_folder_loads_with_plain_transformers(finished: Path) -> None:
 
 def test_a_moved_workspace_goes_on_and_nothing_that_others_start_from_changes(workspace: Path) -> None:
     """What a merge held differs each time, and must not make an evaluation run anew."""
-    run_dir = workspace / "data/runs/r3-stage2"
-    certificate, memory = run_dir / "merge.json", workspace / "data/report/detection/memory/r3-stage2/merge.json"
+    run_dir = workspace / "data/runs/r3-two-stage"
+    certificate, memory = run_dir / "merge.json", workspace / "data/report/detection/memory/r3-two-stage/merge.json"
     before = certificate.read_bytes(), read_lineage(run_dir / "merged").digest
     memory.unlink()
-    done("merge", "r3-stage2")
+    done("merge", "r3-two-stage")
     assert (certificate.read_bytes(), read_lineage(run_dir / "merged").digest) == before
     assert memory.is_file()
-    done("evaluate", "r3-stage2")
+    done("evaluate", "r3-two-stage")
 
 
 def test_a_certificate_names_the_quantization_that_training_used_and_not_the_planned_one(workspace: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_certificate_names_the_quantization_that_training_used_and_not_the_pla
 
 
 def test_a_merge_out_of_4_bits_says_what_it_costs_and_the_report_shows_it(finished: Path) -> None:
-    for recipe, quantization in (("r1-llm-only", "nf4"), ("r3-stage1", "none"), ("r3-stage2", "nf4")):
+    for recipe, quantization in (("r1-llm-only", "nf4"), ("r2-vision-only", "none"), ("r3-two-stage", "nf4")):
         certificate = read_certificate(finished / "data/runs" / recipe / "merge.json", recipe)
         cost = certificate.quantization_cost
         assert certificate.trained_quantization == quantization
@@ -228,11 +228,11 @@ def test_what_a_merge_out_of_4_bits_costs_is_seen_by_its_answers(
 
 def test_an_adapter_is_never_merged_into_another_base(workspace: Path) -> None:
     """The r3 accident: the base under the plan's path is not the one that stage 2 was trained on."""
-    merged = workspace / "data/runs/r3-stage1/merged"
+    merged = workspace / "data/runs/r2-vision-only/merged"
     shutil.rmtree(merged)
     shutil.copytree(workspace / "data/bases/vlm", merged)
-    wanted = read_lineage(workspace / "data/runs/r3-stage2/trained").parents["base"].lineage.digest
-    message = refused("merge", "r3-stage2")
+    wanted = read_lineage(workspace / "data/runs/r3-two-stage/trained").parents["base"].lineage.digest
+    message = refused("merge", "r3-two-stage")
     assert f"trained on base {wanted[:12]}" in message
     assert f"holds {read_lineage(merged).digest[:12]}" in message
 
@@ -291,13 +291,13 @@ def test_a_merge_that_keeps_no_weights_is_evaluated_to_the_same_answers(workspac
 
 def test_a_merge_that_others_start_from_keeps_its_weights_and_one_that_did_not_is_refused(workspace: Path) -> None:
     without_merged_models()
-    digest = read_lineage(workspace / "data/runs/r3-stage1/merged").digest
-    done("merge", "r3-stage1")
-    assert read_lineage(workspace / "data/runs/r3-stage1/merged").digest == digest
-    remove_weights(workspace / "data/runs/r3-stage1/merged")
-    message = refused("plan", "r3-stage2")
-    assert "data/runs/r3-stage1/merged has no weights" in message
-    assert "dvc repro -f -s merge@r3-stage1" in message
+    digest = read_lineage(workspace / "data/runs/r2-vision-only/merged").digest
+    done("merge", "r2-vision-only")
+    assert read_lineage(workspace / "data/runs/r2-vision-only/merged").digest == digest
+    remove_weights(workspace / "data/runs/r2-vision-only/merged")
+    message = refused("plan", "r3-two-stage")
+    assert "data/runs/r2-vision-only/merged has no weights" in message
+    assert "dvc repro -f -s merge@r2-vision-only" in message
 
 
 def test_a_failed_training_leaves_the_last_result_alone(workspace: Path) -> None:
@@ -314,7 +314,7 @@ def test_two_processes_share_the_effective_batch(workspace: Path) -> None:
 
     With ddp: test_interrupted.py, test_running_out.py; its steps: kit/memory/test_step.py.
     """
-    recipe, weights = "r3-stage1", "weights.safetensors"
+    recipe, weights = "r2-vision-only", "weights.safetensors"
     raw = YAML(typ="safe").load(Path("params.yaml"))
     raw["profiles"]["tiny"]["device"]["count"] = 2
     raw["profiles"]["tiny"]["memory"] |= {"placement": "sharded", "quantization": "none"}
@@ -473,16 +473,16 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkey
 
 
 def test_a_large_merged_model_is_the_same_in_several_files(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = Path("data/runs/r3-stage1")
+    run_dir = Path("data/runs/r2-vision-only")
     assert weight_files(run_dir / "merged") == {"model.safetensors"}
-    certified = read_certificate(run_dir / "merge.json", "r3-stage1")
+    certified = read_certificate(run_dir / "merge.json", "r2-vision-only")
     monkeypatch.setattr("stages.merge.MAX_SHARD_SIZE", "300KB")
-    done("merge", "r3-stage1")
+    done("merge", "r2-vision-only")
     assert len(weight_files(run_dir / "merged")) > 1
-    again = read_certificate(run_dir / "merge.json", "r3-stage1")
+    again = read_certificate(run_dir / "merge.json", "r2-vision-only")
     assert again.weights_digest == certified.weights_digest
     assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
-    done("evaluate", "r3-stage1")
+    done("evaluate", "r2-vision-only")
 
 
 @pytest.mark.parametrize(

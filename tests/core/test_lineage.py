@@ -31,44 +31,44 @@ def chain(tmp_path: Path) -> Path:
     """base -> stage 1 (trained, merged) -> stage 2 (trained), as r3 makes them."""
     base = model_folder(tmp_path / "bases/vlm", "base")
     root = write_lineage(base, kind="base", name="vlm", source={"hub": "a/b", "revision": "0" * 40})
-    stage1 = model_folder(tmp_path / "runs/r3-stage1/trained", "vision")
-    trained = write_lineage(stage1, kind="trained", name="r3-stage1", parents={"base": (base, root)})
-    merged = model_folder(tmp_path / "runs/r3-stage1/merged", "base+vision")
+    stage1 = model_folder(tmp_path / "runs/r2-vision-only/trained", "vision")
+    trained = write_lineage(stage1, kind="trained", name="r2-vision-only", parents={"base": (base, root)})
+    merged = model_folder(tmp_path / "runs/r2-vision-only/merged", "base+vision")
     middle = write_lineage(
-        merged, kind="merged", name="r3-stage1", parents={"base": (base, root), "trained": (stage1, trained)}
+        merged, kind="merged", name="r2-vision-only", parents={"base": (base, root), "trained": (stage1, trained)}
     )
-    stage2 = model_folder(tmp_path / "runs/r3-stage2/trained", "adapter")
-    write_lineage(stage2, kind="trained", name="r3-stage2", parents={"base": (merged, middle)})
+    stage2 = model_folder(tmp_path / "runs/r3-two-stage/trained", "adapter")
+    write_lineage(stage2, kind="trained", name="r3-two-stage", parents={"base": (merged, middle)})
     return tmp_path
 
 
 def test_the_adapter_of_stage_2_is_refused_on_the_original_base(chain: Path) -> None:
     """The accident of the original experiment: mean IoU 0.6221 instead of 0.8366."""
-    adapter, original = chain / "runs/r3-stage2/trained", chain / "bases/vlm"
+    adapter, original = chain / "runs/r3-two-stage/trained", chain / "bases/vlm"
     with pytest.raises(UserError) as error:
-        require_base(adapter, original, fix="dvc repro train@r3-stage2")
-    wanted, found = read_lineage(chain / "runs/r3-stage1/merged").digest, read_lineage(original).digest
+        require_base(adapter, original, fix="dvc repro train@r3-two-stage")
+    wanted, found = read_lineage(chain / "runs/r2-vision-only/merged").digest, read_lineage(original).digest
     assert short(wanted) in error.value.message
     assert short(found) in error.value.message
-    assert "dvc repro train@r3-stage2" in error.value.message
+    assert "dvc repro train@r3-two-stage" in error.value.message
 
 
 def test_an_adapter_is_accepted_on_its_own_base(chain: Path) -> None:
-    trained, base = require_base(chain / "runs/r3-stage2/trained", chain / "runs/r3-stage1/merged", fix="")
+    trained, base = require_base(chain / "runs/r3-two-stage/trained", chain / "runs/r2-vision-only/merged", fix="")
     assert trained.parents["base"].lineage == base
 
 
 def test_the_chain_ends_at_the_hub_revision(chain: Path) -> None:
-    root = read_lineage(chain / "runs/r3-stage2/trained").root()
+    root = read_lineage(chain / "runs/r3-two-stage/trained").root()
     assert root.source == {"hub": "a/b", "revision": "0" * 40}
 
 
 def test_whatever_descends_from_random_weights_says_so(chain: Path) -> None:
-    folders = [chain / name for name in ("bases/vlm", "runs/r3-stage1/merged", "runs/r3-stage2/trained")]
+    folders = [chain / name for name in ("bases/vlm", "runs/r2-vision-only/merged", "runs/r3-two-stage/trained")]
     assert [read_lineage(folder).of_random_weights() for folder in folders] == [False] * 3
     base = write_lineage(folders[0], kind="base", name="vlm", source={"random": "qwen2-vl-7b", "seed": "0"})
-    merged = write_lineage(folders[1], kind="merged", name="r3-stage1", parents={"base": (folders[0], base)})
-    write_lineage(folders[2], kind="trained", name="r3-stage2", parents={"base": (folders[1], merged)})
+    merged = write_lineage(folders[1], kind="merged", name="r2-vision-only", parents={"base": (folders[0], base)})
+    write_lineage(folders[2], kind="trained", name="r3-two-stage", parents={"base": (folders[1], merged)})
     assert [read_lineage(folder).of_random_weights() for folder in folders] == [True] * 3
 
 
@@ -76,8 +76,8 @@ def test_the_true_base_is_found_after_the_workspace_moved(chain: Path, tmp_path:
     moved = tmp_path / "elsewhere"
     shutil.copytree(chain / "bases", moved / "bases")
     shutil.copytree(chain / "runs", moved / "runs")
-    assert true_base(moved / "runs/r3-stage2/trained") == moved / "runs/r3-stage1/merged"
-    require_base(moved / "runs/r3-stage2/trained", true_base(moved / "runs/r3-stage2/trained"), fix="")
+    assert true_base(moved / "runs/r3-two-stage/trained") == moved / "runs/r2-vision-only/merged"
+    require_base(moved / "runs/r3-two-stage/trained", true_base(moved / "runs/r3-two-stage/trained"), fix="")
 
 
 @pytest.mark.parametrize("damage", ["change", "add", "remove", "rename"])
@@ -96,11 +96,11 @@ def test_a_changed_folder_is_refused(chain: Path, damage: str) -> None:
 
 
 def test_an_adapter_on_a_rebuilt_base_is_refused(chain: Path) -> None:
-    merged = chain / "runs/r3-stage1/merged"
+    merged = chain / "runs/r2-vision-only/merged"
     (merged / "weights.safetensors").write_text("another")
-    write_lineage(merged, kind="merged", name="r3-stage1")
+    write_lineage(merged, kind="merged", name="r2-vision-only")
     with pytest.raises(UserError, match="was trained on base"):
-        require_base(chain / "runs/r3-stage2/trained", merged, fix="")
+        require_base(chain / "runs/r3-two-stage/trained", merged, fix="")
 
 
 def test_the_digest_does_not_depend_on_place_time_or_lineage(tmp_path: Path) -> None:
@@ -135,26 +135,26 @@ def test_names_and_contents_cannot_be_confused(tmp_path: Path) -> None:
     ],
 )
 def test_a_path_out_of_the_workspace_is_never_followed(path: str, chain: Path) -> None:
-    folder = chain / "runs/r3-stage2/trained"
+    folder = chain / "runs/r3-two-stage/trained"
     content = json.loads((folder / LINEAGE_FILE).read_text())
     content["parents"]["base"]["path"] = path
     (folder / LINEAGE_FILE).write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"lineage\.json is damaged: parents\.base\.path: "):
         true_base(folder)
-    with pytest.raises(UserError, match="rebuild it with: dvc repro train@r3-stage2"):
-        require_base(folder, chain / "runs/r3-stage1/merged", fix="dvc repro train@r3-stage2")
+    with pytest.raises(UserError, match="rebuild it with: dvc repro train@r3-two-stage"):
+        require_base(folder, chain / "runs/r2-vision-only/merged", fix="dvc repro train@r3-two-stage")
 
 
 def test_a_damaged_base_is_rebuilt_by_its_own_stage(chain: Path) -> None:
-    base = chain / "runs/r3-stage1/merged"
+    base = chain / "runs/r2-vision-only/merged"
     (base / "stray").touch()
-    with pytest.raises(UserError, match=r"r3-stage1/merged was recorded .*; rebuild it with: merge it"):
-        require_base(chain / "runs/r3-stage2/trained", base, fix="train it", fix_base="merge it")
+    with pytest.raises(UserError, match=r"r2-vision-only/merged was recorded .*; rebuild it with: merge it"):
+        require_base(chain / "runs/r3-two-stage/trained", base, fix="train it", fix_base="merge it")
 
 
 def test_a_flipped_bit_of_a_lineage_is_never_taken(chain: Path) -> None:
     """What it says of other folders no digest of this folder covers."""
-    folder = chain / "runs/r3-stage2/trained"
+    folder = chain / "runs/r3-two-stage/trained"
     path, lineage = folder / LINEAGE_FILE, read_lineage(folder)
     content = path.read_bytes()
     for place in range(len(content)):

@@ -144,11 +144,10 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
 
 @pytest.mark.timeout(900)
 def test_trainings_run_as_jobs_side_by_side(reference: Reference, tmp_path: Path) -> None:
-    """r3-stage1 waits for r2, whose training it takes over."""
     workspace = in_jobs(before(f"plan@{RECIPE}", tmp_path / "side by side", reference))
     path = workspace.folder / "params.yaml"
     params = YAML(typ="safe").load(path)
-    recipes = (RECIPE, "r2-vision-only", "r3-stage1", "r4-joint")
+    recipes = (RECIPE, "r2-vision-only", "r4-joint")
     for recipe in recipes:
         params["recipes"][recipe] |= {"effective_batch": 4, "epochs": 2}
     write_yaml(params, path)
@@ -161,13 +160,10 @@ def test_trainings_run_as_jobs_side_by_side(reference: Reference, tmp_path: Path
             time.sleep(0.2)
 
     targets = [f"train@{recipe}" for recipe in recipes]
-    ended = workspace.python("-m", "tools.run", *targets, "--jobs", "4", meanwhile=meanwhile)
+    ended = workspace.python("-m", "tools.run", *targets, "--jobs", "3", meanwhile=meanwhile)
     assert ended.code == 0, ended.output
     assert most > 1
     runs_dir = workspace.folder / "data/runs"
-    assert (runs_dir / "r3-stage1/trained/weights.safetensors").read_bytes() == (
-        runs_dir / "r2-vision-only/trained/weights.safetensors"
-    ).read_bytes()
     trained = RECIPE, "trained"
     assert folder_digest(runs_dir.joinpath(*trained)) == folder_digest(
         (reference.finished_dir / "data/runs").joinpath(*trained)

@@ -89,7 +89,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TARGETS = {
     "r1": "r1-llm-only",
     "r2": "r2-vision-only",
-    "r3": "r3-stage2",
+    "r3": "r3-two-stage",
     "r4": "r4-joint",
     "AMR": "amr-baseline",
     "mixture": "moe-finetune",

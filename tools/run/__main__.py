@@ -29,7 +29,7 @@ from stages.core.threads import usable_cores
 from stages.kit.launcher.dvc_command import DVC_VARIABLE
 from stages.kit.launcher.gpus import read_gpus
 from stages.kit.launcher.leases import leasable
-from stages.kit.launcher.needs import gpus_wanted, same_plan
+from stages.kit.launcher.needs import gpus_wanted
 from stages.kit.launcher.places import runs_in_slurm
 from tools.run.schedule import Step
 from tools.run.side_by_side import Result, SideBySide, say
@@ -59,7 +59,6 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
             logs_dir=LOGS_DIR,
             jobs=jobs,
             gpus=num_gpus(params, jobs=jobs),
-            apart=lambda one, other: not force and same_training(one, other),
         )
         result = run.run()
     sys.exit(closing_words(steps, result))
@@ -140,12 +139,6 @@ def stage_environment(command: Sequence[str], *, num_threads: int | None) -> dic
     """
     shared = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     return {**shared, **os.environ, DVC_VARIABLE: json.dumps(command)}
-
-
-def same_training(one: str, other: str) -> bool:
-    """Whether both are trainings by the same plan: one takes over what the other has trained."""
-    recipes = [name.removeprefix("train@") for name in (one, other) if name.startswith("train@")]
-    return len(recipes) == 2 and same_plan(recipes[0], recipes[1], Path())
 
 
 def closing_words(steps: dict[str, Step], result: Result) -> int:

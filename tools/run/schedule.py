@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -24,7 +24,6 @@ def next_steps(
     done: Collection[str],
     jobs: int,
     gpus: int,
-    apart: Callable[[str, str], bool],
 ) -> list[str]:
     """The names of the steps to start now, those first that begin the longest chain of steps.
 
@@ -32,7 +31,6 @@ def next_steps(
     waiting: not started yet. done: ended well; what waits for a step that failed is never started.
     jobs: steps at once. gpus: of the machine; a step that wants more than there are starts when no other has one, and
     says itself what is wrong.
-    apart: whether two steps may not run at the same time, although neither waits for the other.
     """
     length = chain_lengths(steps)
     ready = [name for name in waiting if steps[name].waits_for <= set(done)]
@@ -41,7 +39,7 @@ def next_steps(
         together = [*running, *chosen]
         used, wanted = sum(steps[other].gpus for other in together), steps[name].gpus
         has_gpus = not (wanted and used) or used + wanted <= gpus
-        if len(together) < jobs and has_gpus and not any(apart(name, other) for other in together):
+        if len(together) < jobs and has_gpus:
             chosen.append(name)
     return chosen
 

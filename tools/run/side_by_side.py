@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,6 @@ class SideBySide:
     logs_dir: Path
     jobs: int
     gpus: int
-    apart: Callable[[str, str], bool]
 
     def run(self) -> Result:
         """Run all steps that can be run, to their end.
@@ -85,7 +84,6 @@ class SideBySide:
             done=result.done,
             jobs=self.jobs,
             gpus=self.gpus,
-            apart=self.apart,
         )
 
     def _start(self, name: str) -> _Running:

@@ -5,9 +5,7 @@ Something that refers to a damaged path need not match it, and is not reported.
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from stages.core.errors import UserError
@@ -56,21 +54,6 @@ def _check_parents(snapshot: WorkspaceSnapshot, findings: Findings, folder: Path
             other = f"holds {short(now.digest)}" if now.digest != parent.lineage.digest else "has another lineage"
             was = f"its {role} was {parent_shown} with content {short(parent.lineage.digest)}"
             findings.add(shown, f"{was}, which now {other}")
-
-
-def check_trainings(snapshot: WorkspaceSnapshot, findings: Findings) -> None:
-    """Trainings of one fingerprint have one result, whether they were trained apart or one was taken over."""
-    first: dict[str, tuple[Path, Lineage]] = {}
-    for folder, lineage in sorted(snapshot.lineages.items()):
-        if not isinstance(lineage, Lineage) or lineage.kind != "trained":
-            continue
-        with suppress(OSError, ValueError, AttributeError):  # what cannot be read is found elsewhere
-            record = json.loads((folder.with_name("training") / "training.json").read_text(encoding="utf-8"))
-            if fingerprint := record.get("fingerprint"):
-                other, before = first.setdefault(fingerprint, (folder, lineage))
-                if before.digest != lineage.digest:
-                    has = f"content {short(lineage.digest)}, but {snapshot.shown(other)} has {short(before.digest)}"
-                    findings.add(snapshot.shown(folder), f"has {has} by the same training")
 
 
 def check_certificates(snapshot: WorkspaceSnapshot, findings: Findings) -> None:

@@ -1,5 +1,5 @@
-"""The only values that may differ between two runs of the same stage: times and memory, which the stage measured, and
-by what environment it was trained, or in whose place; and a signature, of which each is drawn at random.
+"""The only values that may differ between two runs of the same stage: times and memory, which the stage measured;
+and a signature, of which each is drawn at random.
 
 A stage writes nothing else that depends on when or where it ran; its record of provenance is the launcher's output.
 """
@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MEASURED = {
-    "training.json": (
-        *("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
-        *("fingerprint", "taken_from"),
-    ),
+    "training.json": (*("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),),
     "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
     # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
     **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), ("before_load", "after_load", "end")),

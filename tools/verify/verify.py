@@ -7,14 +7,14 @@ from pathlib import Path
 
 from stages.core.errors import UserError
 from tools.verify.check_cache import check_lock, check_outputs, check_rest_of_cache, check_sources
-from tools.verify.check_lineage import check_certificates, check_lineages, check_records, check_trainings
+from tools.verify.check_lineage import check_certificates, check_lineages, check_records
 from tools.verify.dvc_files import require_dvc_idle
 from tools.verify.findings import Findings
 from tools.verify.snapshot import WorkspaceSnapshot
 
 CHECKS = (
     *(check_outputs, check_lock, check_sources, check_rest_of_cache),
-    *(check_lineages, check_trainings, check_certificates, check_records),
+    *(check_lineages, check_certificates, check_records),
 )
 
 

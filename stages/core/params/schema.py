@@ -524,7 +524,7 @@ class Params:
 
 
 def made_by(base: str) -> str:
-    """The stage of dvc.yaml that makes a recipe's base, e.g. `merge@r3-stage1` for `runs/r3-stage1/merged`."""
+    """The stage of dvc.yaml that makes a recipe's base, e.g. `merge@r4-joint` for `runs/r4-joint/merged`."""
     kind, name, *_ = base.split("/")
     stage = {"bases": "base", "builds": "build", "runs": "merge"}[kind]
     return f"{stage}@{name}"

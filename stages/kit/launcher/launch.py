@@ -9,7 +9,6 @@ other failure is final. Imports nothing heavy: every stage waits for it.
 """
 
 import os
-import re
 import signal
 import stat
 import sys
@@ -38,7 +37,6 @@ from stages.kit.launcher.needs import (
     image_target,
     kept_dirs,
     repository_dir,
-    same_plan,
     source_dir,
     source_of,
 )
@@ -156,7 +154,6 @@ def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str]) ->
             num_nodes=num_nodes,
             node=node,
             terminal=sys.stderr.isatty(),
-            same_as=same_training(stage, name, params, command_line=command_line),
         )
         recorder = None
         if declared and outputs and node == 0:
@@ -198,21 +195,6 @@ def refuse_changed_job(
             f"{', '.join(changed)} changed after this job was submitted; the same command submits it anew. "
             "To change files while jobs wait, use an experiment: dvc exp run --queue"
         )
-
-
-def same_training(stage: str, name: str, params: Params, *, command_line: Sequence[str]) -> str:
-    """Another recipe that has trained by the same plan; "" where there is none, or every stage is to run.
-
-    command_line: of the DVC that runs the stage; empty without one, and then the stage trains.
-    """
-    forced = any(re.fullmatch("--force|-[a-zA-Z]*f[a-zA-Z]*", argument) for argument in command_line)
-    if stage != "train" or not command_line or forced:
-        return ""
-    for other in params.recipes:
-        record = WORKSPACE_DIR / "data/runs" / other / "training/training.json"
-        if other != name and record.is_file() and same_plan(other, name, WORKSPACE_DIR):
-            return other
-    return ""
 
 
 def name_open_paths(repository: Path) -> None:

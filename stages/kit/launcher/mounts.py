@@ -53,9 +53,6 @@ def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> li
     workspace_dir = stage_run.workspace_dir
     # A missing input is left to the stage to name.
     inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
-    if stage_run.same_as:
-        for form in ("runs/{}/trained", "runs/{}/training", "report/*/memory/{}"):
-            inputs += (workspace_dir / "data").glob(form.format(stage_run.same_as))
     found = [Mount(path, path) for path in inputs]
     found += links_into_cache(inputs, cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():

@@ -65,19 +65,6 @@ def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[
     return (checkpoints_dir(repository, name), repository / ".bakeoff/features", *tracked)
 
 
-def same_plan(one: str, other: str, workspace_dir: Path) -> bool:
-    """Whether the plans of two recipes differ in nothing but the name; not so where there are none to be read."""
-
-    def lines_of(recipe: str) -> list[str]:
-        lines = (workspace_dir / "data/runs" / recipe / "plan.yaml").read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if not line.startswith("recipe:")]
-
-    try:
-        return lines_of(one) == lines_of(other)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
 def repository_dir(caller: Mapping[str, str], workspace_dir: Path) -> Path:
     """Of the person, also where DVC runs an experiment in a clone that it throws away."""
     return Path(caller.get("DVC_ROOT") or workspace_dir)

@@ -36,8 +36,6 @@ class StageRun:
     """Variables that the launcher sets: where the hub and Triton keep their files."""
     terminal: bool = False
     """Whether a person watches the stage's output on one."""
-    same_as: str = ""
-    """Another recipe with the same plan, whose training the stage may take over; "" for none."""
     num_nodes: int = 1
     """On how many machines it runs at once."""
     node: int = 0
@@ -49,7 +47,7 @@ class StageRun:
     def command(self) -> tuple[str, ...]:
         """The stage's name and all that it is called with."""
         attempt = ("--attempt", str(self.attempt)) if self.attempt else ()
-        return (self.stage, *self.args, *attempt, *(("--same-as", self.same_as) if self.same_as else ()))
+        return (self.stage, *self.args, *attempt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,6 @@ class TrainingRecord:
     memory_kind: str
     """cuda_allocated or cpu_allocated (peak.py)."""
     trainable: dict[str, Count]
-    fingerprint: str = ""
-    """Digest of all that the trained weights depend on (fingerprint.py)."""
-    taken_from: str | None = None
-    """The recipe whose training this is, by the same fingerprint; None where it was trained itself."""
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
@@ -67,7 +63,6 @@ class TrainingRecord:
         attempt: int,
         seconds: float,
         peak: PeakMemory,
-        fingerprint: str,
     ) -> TrainingRecord:
         """plan: as it was used, after `attempt` rungs."""
         last = {name: value for entry in state.log_history for name, value in entry.items()}
@@ -92,7 +87,6 @@ class TrainingRecord:
             reserved_memory_bytes=peak.reserved_bytes,
             memory_kind=peak.kind,
             trainable=plan.trainable,
-            fingerprint=fingerprint,
             router_accuracy=last.get("router_accuracy"),
         )
 

@@ -42,10 +42,10 @@ REPORT = TaskReport(
     score="iou",
     score_heading="IoU",
     questions=(
-        Question("Two-stage against LLM-only", "r3-stage2", "r1-llm-only"),
+        Question("Two-stage against LLM-only", "r3-two-stage", "r1-llm-only"),
         Question("Joint against LLM-only", "r4-joint", "r1-llm-only"),
-        Question("Joint against two-stage", "r4-joint", "r3-stage2"),
+        Question("Joint against two-stage", "r4-joint", "r3-two-stage"),
         Question("Vision-only against LLM-only", "r2-vision-only", "r1-llm-only"),
-        Question("Second stage against the first alone", "r3-stage2", "r3-stage1"),
+        Question("Second stage against the first alone", "r3-two-stage", "r2-vision-only"),
     ),
 )

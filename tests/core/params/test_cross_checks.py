@@ -48,7 +48,7 @@ def test_what_is_changed_here_is_right_unchanged(tmp_path: Any) -> None:
     assert params.dataset("nutrition-tables").selection() == {}
     assert params.subject("base-mixture").base == params.subject("after").base == "builds/mixture"
     assert (params.recipe("after").base_build(), params.recipe("after").base_recipe()) == ("mixture", None)
-    assert params.recipe("r3-stage2").base_build() is None
+    assert params.recipe("r3-two-stage").base_build() is None
     with pytest.raises(UserError, match=r"no build is called 'mixtur' \(did you mean 'mixture'\?\)"):
         params.build("mixtur")
     bases = [params.recipe(name).base for name in ("after", "gate", "r1-llm-only")]
@@ -79,8 +79,8 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
         ({f"{R1}.data": "tables"}, f"{R1}.data: no profile has a dataset 'tables'"),
         ({f"{R1}.base": "runs/r1-llm-only/merged"}, f"{R1}.base: forms a cycle: r1-llm-only -> r1-llm-only"),
         (
-            {"recipes.r3-stage1.base": "runs/r3-stage2/merged"},
-            "recipes.r3-stage1.base: forms a cycle: r3-stage1 -> r3-stage2 -> r3-stage1",
+            {"recipes.r2-vision-only.base": "runs/r3-two-stage/merged"},
+            "recipes.r2-vision-only.base: forms a cycle: r2-vision-only -> r3-two-stage -> r2-vision-only",
         ),
         ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x is for the launcher to set"),
         ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x is for the launcher to set"),

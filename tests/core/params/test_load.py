@@ -69,7 +69,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def small(raw: dict[str, Any]) -> dict[str, Any]:
     """Enough of the shipped file for every kind of entry, and read ten times as fast."""
-    chained = ("r1-llm-only", "r3-stage1", "r3-stage2")
+    chained = ("r1-llm-only", "r2-vision-only", "r3-two-stage")
     recipes = (*chained, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
     return {
         **raw,
@@ -117,8 +117,8 @@ WRONG_ALONE = [
     (("more",), {}, "more: unknown key"),
     (("recipes", "r1-llm-only", "lora", "rank"), 0, "recipes.r1-llm-only.lora.rank: input should be greater"),
     (("recipes", "r1-llm-only", "epoch"), 3, "recipes.r1-llm-only.epoch: unknown key (did you mean 'epochs'?)"),
-    (("recipes", "r3-stage1", "learning_rate"), "fast", "recipes.r3-stage1.learning_rate: "),
-    (("recipes", "r3-stage2", "base"), "runs/r3-stage1", "recipes.r3-stage2.base: "),
+    (("recipes", "r2-vision-only", "learning_rate"), "fast", "recipes.r2-vision-only.learning_rate: "),
+    (("recipes", "r3-two-stage", "base"), "runs/r2-vision-only", "recipes.r3-two-stage.base: "),
     (("recipes", "moe-gate-labels", "full_targets"), {"llm": []}, "recipes.moe-gate-labels.full_targets.llm: "),
     (("builds", "moe", "experts"), [{"recipe": "a.b", "domian": "c"}, {}], "builds.moe.experts.0.domian: unknown key"),
     (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init: "),
@@ -129,8 +129,8 @@ WRONG_TOGETHER = [
     (("profile",), "tinny", "profile: "),
     (("baselines", "base-moe", "base"), "builds/mo", "baselines.base-moe.base: "),
     (("recipes", "r1-llm-only", "data"), "tables", "recipes.r1-llm-only.data: "),
-    (("recipes", "r3-stage1", "base"), "runs/r3-stage2/merged", "recipes.r3-stage1.base: "),
-    (("recipes", "r3-stage1", "quantization"), "nf4", "recipes.r3-stage1.quantization: "),
+    (("recipes", "r2-vision-only", "base"), "runs/r3-two-stage/merged", "recipes.r2-vision-only.base: "),
+    (("recipes", "r2-vision-only", "quantization"), "nf4", "recipes.r2-vision-only.quantization: "),
     (("builds", "moe", "top_k"), 7, "builds.moe.top_k: "),
     (("profiles", "two-gpus", "device", "count"), 1, "profiles.two-gpus.memory.placement: "),
 ]

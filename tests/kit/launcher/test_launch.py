@@ -21,7 +21,7 @@ from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.launch import refuse_undeclared, same_training
+from stages.kit.launcher.launch import refuse_undeclared
 from stages.kit.launcher.needs import gpus_wanted, hub_cache, image_target, kept_dirs, source_dir, source_of
 from stages.kit.launcher.outputs import Outputs, refuse_links_out
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
@@ -66,28 +66,6 @@ stages:
     params: [seed]
     outs: [trained]
 """
-
-
-def test_a_training_is_offered_that_of_the_same_plan_unless_every_stage_is_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "WORKSPACE_DIR", tmp_path)
-    params = load_params(ROOT / "params.yaml")
-    for recipe in ("r1-llm-only", "r2-vision-only", "r3-stage1"):
-        write_plan(resolve_plan(params, recipe, train_samples=32), tmp_path / "data/runs" / recipe / "plan.yaml")
-
-    def offered(*command_line: str, stage: str = "train") -> str:
-        return same_training(stage, "r3-stage1", params, command_line=command_line)
-
-    assert offered("dvc", "repro") == "", "no other has trained yet"
-    for recipe in ("r1-llm-only", "r2-vision-only"):
-        (tmp_path / "data/runs" / recipe / "training").mkdir()
-        (tmp_path / "data/runs" / recipe / "training/training.json").write_text("{}")
-    for command_line in (("dvc", "repro"), ("dvc", "exp", "run", "-S", "data.frac=1"), ("dvc", "repro", "-s", "x")):
-        assert offered(*command_line) == "r2-vision-only"
-    for forced in ((), ("dvc", "repro", "-f"), ("dvc", "repro", "-fs", "x"), ("dvc", "exp", "run", "--force")):
-        assert offered(*forced) == ""
-    assert offered("dvc", "repro", stage="merge") == ""
 
 
 @pytest.fixture

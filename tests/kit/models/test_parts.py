@@ -68,8 +68,7 @@ def test_every_recipe_trains_what_it_says_on_every_base(recipe: str, base: str) 
     [
         ("r1-llm-only", 0, 0, 161_480_704),
         ("r2-vision-only", 631_183_360, 44_575_744, 0),
-        ("r3-stage1", 631_183_360, 44_575_744, 0),
-        ("r3-stage2", 0, 0, 161_480_704),
+        ("r3-two-stage", 0, 0, 161_480_704),
         ("r4-joint", 41_943_040, 0, 161_480_704),
     ],
 )

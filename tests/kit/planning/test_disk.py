@@ -31,10 +31,10 @@ def test_trained_weights_have_4_bytes_merged_ones_the_precision_and_adapters_are
 
 
 def test_without_merged_models_only_what_others_start_from_stays() -> None:
-    assert {name: LEAN.leaves_weights(name) for name in ("r1-llm-only", "r3-stage1", "r3-stage2")} == {
+    assert {name: LEAN.leaves_weights(name) for name in ("r1-llm-only", "r2-vision-only", "r3-two-stage")} == {
         "r1-llm-only": False,
-        "r3-stage1": True,  # of r3-stage2
-        "r3-stage2": False,
+        "r2-vision-only": True,  # of r3-two-stage
+        "r3-two-stage": False,
     }
     assert LEAN.leaves_weights("moe-expert-qmsum"), "a build's expert"
     assert LEAN.leaves_weights("amr-ptr"), "predictions take it"

@@ -23,7 +23,7 @@ from tools.compare import truth
 from tools.compare.__main__ import compare_experiments
 from tools.compare.experiments import Experiment, fetch, named_revisions
 
-MEANS = dict(zip(DETECTION_NAMES, (0.1, 0.5, 0.55, 0.55, 0.6, 0.7), strict=True))
+MEANS = dict(zip(DETECTION_NAMES, (0.1, 0.5, 0.55, 0.6, 0.7), strict=True))
 
 
 def write_experiment(folder: Path, seed: int, *, leave_out: tuple[str, ...] = ()) -> Experiment:

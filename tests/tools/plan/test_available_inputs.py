@@ -73,7 +73,7 @@ def test_the_geometry_of_every_shipped_base_is_known_before_it_is_fetched() -> N
 
 def test_a_recipe_that_continues_another_or_a_build_has_the_base_at_the_root(params: Params) -> None:
     base = available_base(params, "r1-llm-only")
-    assert available_base(params, "r3-stage2") == available_base(params, "r3-stage1")
+    assert available_base(params, "r3-two-stage") == available_base(params, "r2-vision-only")
     experts = tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only"))
     build = BuildParams(task="detection", base="bases/vlm", experts=experts)
     after = replace(params.recipes["r1-llm-only"], base="builds/moe")

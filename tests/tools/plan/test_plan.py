@@ -169,8 +169,8 @@ def test_a_recipe_that_continues_one_which_does_not_fit_has_no_command(
         return replace(prediction, low_bytes=prediction.low_bytes + in_full, high_bytes=2**41)
 
     monkeypatch.setattr(predictor, "predict", more_in_full)
-    text = shown(*on_gpu("r3-stage2"))
-    assert "before it   r3-stage1 is trained: does not fit" in text
+    text = shown(*on_gpu("r3-two-stage"))
+    assert "before it   r2-vision-only is trained: does not fit" in text
     assert command(text) is None
     assert command(shown(*on_gpu("r1-llm-only"))) is not None
 
@@ -248,9 +248,9 @@ def test_the_matrix_has_the_cheapest_setting_that_fits_and_predicts_nothing_twic
     cells = re.split(r"\n(?=r\d-)", text.partition("\n\nWith")[0])[1:]
     rows = {row.split()[0]: " ".join(row.split()[1:]) for row in cells}
     expected = "does not fit fits fits 1.00 GiB 4.00 GiB 16.00 GiB micro_batch 4"
-    assert rows == dict.fromkeys(("r1-llm-only", "r2-vision-only", "r3-stage1", "r3-stage2", "r4-joint"), expected)
+    assert rows == dict.fromkeys(("r1-llm-only", "r2-vision-only", "r3-two-stage", "r4-joint"), expected)
     asked = [repr(replace(plan, recipe="")) for plan in predicted]
-    assert len(asked) == len(set(asked)) == 3 * 7, "7 plans of r1, r2 and r4; r3 is made of r2 and r1"
+    assert len(asked) == len(set(asked)) == 3 * 7, "7 plans of r1, r2 and r4; r3 is planned like r1"
     table, _, last = shown(*on_gpu("r2-vision-only", "--all", "--gpu-gb", "1 24")).partition("\n\nWith")
     assert re.findall(r"^r\d-\S+", table, re.MULTILINE) == ["r2-vision-only"]
     assert "r2-vision-only on 24 GB: dvc exp run --temp" in last

@@ -23,23 +23,18 @@ MINUTES = {"plan": 1, "train": 120, "merge": 5, "evaluate": 10, "baseline": 10, 
 """By kind of stage; all others take one."""
 
 
-def never(one: str, other: str) -> bool:
-    return False
-
-
 def simulated(
     steps: Mapping[str, Step],
     minutes: Callable[[str], float],
     *,
     jobs: int,
     gpus: int,
-    apart: Callable[[str, str], bool] = never,
 ) -> dict[str, tuple[float, float]]:
     """When each step starts and ends, if it takes so long."""
     now, times, running, done = 0.0, dict[str, tuple[float, float]](), list[tuple[float, str]](), list[str]()
     while len(done) < len(steps):
         waiting, names = [name for name in steps if name not in times], [name for _, name in running]
-        for name in next_steps(steps, waiting=waiting, running=names, done=done, jobs=jobs, gpus=gpus, apart=apart):
+        for name in next_steps(steps, waiting=waiting, running=names, done=done, jobs=jobs, gpus=gpus):
             times[name] = (now, now + minutes(name))
             heapq.heappush(running, (times[name][1], name))
         assert running, f"nothing starts, with {waiting} to go"
@@ -69,39 +64,25 @@ def detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Step
     monkeypatch.chdir(tmp_path)
     Repo.init(no_scm=True)
     steps, num_up_to_date = steps_of(["compare@detection"], FOUR_GPUS, force=True)
-    assert (len(steps), num_up_to_date) == (25, 0)
+    assert (len(steps), num_up_to_date) == (21, 0)
     return steps
 
 
 def test_on_four_gpus_detection_takes_as_long_as_its_longest_chain(detection: dict[str, Step]) -> None:
     times = simulated(detection, minutes_of, jobs=4, gpus=4)
-    began = {name: times[f"train@{name}"][0] for name in ("r1-llm-only", "r2-vision-only", "r3-stage1", "r4-joint")}
+    began = {name: times[f"train@{name}"][0] for name in ("r1-llm-only", "r2-vision-only", "r4-joint")}
     ended = min(times[f"train@{name}"][1] for name in began)
-    assert max(began.values()) < ended, "the four train at the same time"
+    assert max(began.values()) < ended, "the three train at the same time"
     assert max(end for _, end in times.values()) == pytest.approx(longest_chain(detection))
-    two_stages = sum(minutes_of(f"train@{name}") for name in ("r3-stage1", "r3-stage2"))
+    two_stages = sum(minutes_of(f"train@{name}") for name in ("r2-vision-only", "r3-two-stage"))
     assert longest_chain(detection) == pytest.approx(two_stages, rel=0.15)
-
-
-def test_a_training_that_takes_another_over_makes_nothing_later(detection: dict[str, Step]) -> None:
-    same = {"train@r2-vision-only", "train@r3-stage1"}
-    times = simulated(detection, minutes_of, jobs=4, gpus=4, apart=lambda one, other: {one, other} == same)
-    assert times["train@r3-stage1"][1] <= times["train@r2-vision-only"][0], "the longer chain goes first"
-    taken_over = simulated(
-        detection,
-        lambda name: 1 if name == "train@r2-vision-only" else minutes_of(name),
-        jobs=4,
-        gpus=4,
-        apart=lambda one, other: {one, other} == same,
-    )
-    assert max(end for _, end in taken_over.values()) == pytest.approx(longest_chain(detection))
 
 
 def test_on_one_gpu_stages_take_turns_and_what_needs_none_goes_on(detection: dict[str, Step]) -> None:
     times = simulated(detection, minutes_of, jobs=4, gpus=1)
     turns = sorted(times[name] for name, step in detection.items() if step.gpus)
     assert all(end <= start for (_, end), (start, _) in pairwise(turns))
-    assert times["plan@r1-llm-only"][1] < times["train@r3-stage1"][1], "a plan does not wait for a training"
+    assert times["plan@r1-llm-only"][1] < times["train@r2-vision-only"][1], "a plan does not wait for a training"
 
 
 def test_the_longest_chain_goes_first_and_no_step_that_wants_too_much_waits_for_ever() -> None:
@@ -113,7 +94,7 @@ def test_the_longest_chain_goes_first_and_no_step_that_wants_too_much_waits_for_
 
     def first(jobs: int, *running: str) -> list[str]:
         waiting = [name for name in steps if name not in running]
-        return next_steps(steps, waiting=waiting, running=running, done=(), jobs=jobs, gpus=1, apart=never)
+        return next_steps(steps, waiting=waiting, running=running, done=(), jobs=jobs, gpus=1)
 
     assert first(1) == ["a"]
     assert first(2) == ["a", "short"]

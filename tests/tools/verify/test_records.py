@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import save_file
 from zc.lockfile import LockFile
 
 from stages.core.errors import UserError
@@ -38,7 +36,7 @@ from tests.tools.verify.damaged import (
     found,
     only_finding,
 )
-from tests.tools.verify.made_up import ENVIRONMENT, run, weights
+from tests.tools.verify.made_up import ENVIRONMENT, run
 from tools.faults.judge import DVC_FAILS
 from tools.verify import hashing
 from tools.verify.verify import verify
@@ -96,22 +94,6 @@ def test_lineages_are_checked_down_to_their_root_without_dvc(unknown_to_dvc: Pat
     assert problem.startswith("its base was data/bases/vlm with content 111111111111, which now holds ")
     write_lineage(trained, kind="trained", name="r1")
     assert "ends without saying where it comes from" in found(unknown_to_dvc)[TRAINED].problems[0]
-
-
-def test_two_results_of_one_training_are_found(unknown_to_dvc: Path) -> None:
-    base = unknown_to_dvc / "data/bases/vlm"
-    for recipe, seed in (("r2", 1), ("r3", 5)):
-        run_dir = unknown_to_dvc / "data/runs" / recipe
-        (run_dir / "trained").mkdir(parents=True)
-        save_file(weights(seed), run_dir / "trained/weights.safetensors")
-        write_lineage(run_dir / "trained", kind="trained", name=recipe, parents={"base": (base, read_lineage(base))})
-        (run_dir / "training").mkdir()
-        (run_dir / "training/training.json").write_text(json.dumps({"fingerprint": "ab"}))
-    path, problem, _ = only_finding(unknown_to_dvc)
-    assert path == "data/runs/r3/trained"
-    assert re.fullmatch(r"has content \w+, but data/runs/r2/trained has \w+ by the same training", problem)
-    (unknown_to_dvc / "data/runs/r3/training/training.json").write_text('{"fingerprint": "cd"}')
-    assert found(unknown_to_dvc) == {}
 
 
 def test_a_record_of_other_outputs_is_found(unknown_to_dvc: Path) -> None:
