@@ -92,9 +92,9 @@ def test_every_expert_of_a_build_is_among_what_it_depends_on() -> None:
 def test_a_mix_waits_for_what_it_is_made_of_on_every_profile() -> None:
     for profile in READ.profiles.values():
         for name, dataset in profile.datasets.items():
-            stage = PIPELINE[READ.prepared_by(name)]
-            assert stage.name.startswith("mix@") == (dataset.source == "mix")
-            assert {f"data/prepared/{part}" for part in dataset.mix or ()} <= set(stage.deps)
+            assert {f"data/prepared/{part}" for part in dataset.mix or ()} <= set(PIPELINE[f"prepare@{name}"].deps), (
+                name
+            )
 
 
 @pytest.mark.parametrize("name", READ.active.datasets)

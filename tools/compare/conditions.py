@@ -17,7 +17,7 @@ SEED = "seed"
 """The setting in which experiments may differ whatever else is varied. Not a recipe's own: what it starts from would be
 the same under each."""
 _PLAN = "plan of its card: "
-_SOURCES = ("base", "prepare", "mix")
+_SOURCES = ("base", "prepare")
 """Stages whose outputs come from outside too."""
 
 

@@ -72,7 +72,7 @@ def available_data(params: Params, name: str) -> Path | None:
     folder = Path("data/prepared") / name
     if not (folder / STATS_FILE).exists():
         return None
-    found = read_origin(folder, stage=params.prepared_by(name))
+    found = read_origin(folder)
     ours = same_source(found.source, dataset.source)
     ours &= {part: taken.asked for part, taken in found.parts.items()} == (dataset.mix or {})
     ours = ours and all(same_source(taken.source, params.dataset(part).source) for part, taken in found.parts.items())

@@ -504,12 +504,6 @@ class Params:
     def dataset(self, name: str) -> DatasetParams:
         return self.active.datasets[self._known(name, self.active.datasets, f"dataset of profile {self.profile}")]
 
-    def prepared_by(self, dataset: str) -> str:
-        """The stage of dvc.yaml that prepares it, e.g. `mix@both-domains`. A mix on one profile is one on all."""
-        profiles = self.profiles.values()
-        is_mix = any(profile.datasets[dataset].mix for profile in profiles if dataset in profile.datasets)
-        return f"{'mix' if is_mix else 'prepare'}@{dataset}"
-
     def base_source(self, name: str) -> str:
         having = [profile for profile, found in self.profiles.items() if name in found.bases]
         if having and self.profile not in having:

@@ -12,7 +12,6 @@ from pydantic import ConfigDict
 
 from stages.core.documents import read_json
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
 from stages.kit.data.parquet import read_rows, read_schema
 
 STATS_FILE = "stats.json"
@@ -43,9 +42,9 @@ class Origin:
     __pydantic_config__ = ConfigDict(strict=True)
 
 
-def read_origin(prepared_dir: Path, *, stage: str) -> Origin:
-    """Raises UserError where stats.json is missing or damaged. stage: what prepares the folder, for the message."""
-    return read_json(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s {stage}")
+def read_origin(prepared_dir: Path) -> Origin:
+    """Reads stats.json. Raises UserError if it is missing or damaged."""
+    return read_json(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s prepare@{prepared_dir.name}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def read_prepared(
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
-        raise UserError(f"no prepared data at {path}; run: dvc repro {_preparing_stage(prepared_dir)}")
+        raise UserError(f"no prepared data at {path}; run: dvc repro prepare@{prepared_dir.name}")
     found = read_schema(path, fix=fix)
     if may_have is not None and may_have.name in found.names:
         schema = schema.append(may_have)
@@ -114,12 +113,4 @@ def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
 
 
 def _rebuild(prepared_dir: Path) -> str:
-    return f"rebuild it with: dvc repro -f -s {_preparing_stage(prepared_dir)}"
-
-
-def _preparing_stage(prepared_dir: Path) -> str:
-    """The stage that writes the folder, as far as params.yaml names it."""
-    try:
-        return load_params().prepared_by(prepared_dir.name)
-    except UserError:  # about another file than the one that is to be reported
-        return f"prepare@{prepared_dir.name}"
+    return f"rebuild it with: dvc repro -f -s prepare@{prepared_dir.name}"

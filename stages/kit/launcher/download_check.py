@@ -16,7 +16,7 @@ from stages.kit.launcher.leases import leasable
 from stages.kit.launcher.machine import cuda_of_torch
 from stages.kit.launcher.pipeline import DeclaredStage
 
-FETCHING = {"base", "prepare", "mix"}
+FETCHING = {"base", "prepare"}
 """Stages that need no GPU, nor anything that a GPU has to make first."""
 LARGE = ("hub", "random")
 """Kinds of sources whose download or making takes long."""

@@ -50,14 +50,14 @@ def sources_of(model: Lineage, trained_on: Iterable[str], prepared_dir: Path, pa
     found = {("base", root.name): _source_text(root) for root in _roots(model)}
     for name in trained_on:
         own = name == prepared_dir.name
-        for part, source in (_resolved(prepared_dir, params, trained=True) if own else _declared(params, name)).items():
+        for part, source in (_resolved(prepared_dir, trained=True) if own else _declared(params, name)).items():
             found[("data", part)] = source if own else found.get(("data", part), source)
     return tuple(_source(kind, name, source, params) for (kind, name), source in found.items())
 
 
 def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Source, ...]:
     """The dataset, or those that it is a mix of: it validates on all of them."""
-    return tuple(_source("data", *each, params) for each in _resolved(prepared_dir, params, trained=False).items())
+    return tuple(_source("data", *each, params) for each in _resolved(prepared_dir, trained=False).items())
 
 
 def lineage_tree(model: Lineage) -> Iterator[Lineage]:
@@ -95,9 +95,9 @@ def _source(kind: str, name: str, source: str, params: Params) -> Source:
     return replace(found, licence=params.licenses.get(found.place))
 
 
-def _resolved(prepared_dir: Path, params: Params, *, trained: bool) -> dict[str, str]:
+def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:
     """The source of a dataset by its name, or of those that it is a mix of. trained: only those that it trains on."""
-    origin = read_origin(prepared_dir, stage=params.prepared_by(prepared_dir.name))
+    origin = read_origin(prepared_dir)
     parts = {name: part.source for name, part in origin.parts.items() if part.asked != 0 or not trained}
     return parts or {prepared_dir.name: origin.source}
 

@@ -228,7 +228,7 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
     look("prepare", "only-qmsum")
     with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
         look("build", "moe")
-    with pytest.raises(UserError, match=r"(?s)mix@both-domains needs .*data/prepared/more") as mix:
+    with pytest.raises(UserError, match=r"(?s)prepare@both-domains needs .*data/prepared/more") as mix:
         look("prepare", "both-domains")
 
     pipeline = YAML(typ="safe").load(tmp_path / "dvc.yaml")

@@ -38,7 +38,7 @@ def test_data_of_earlier_trainings_are_named_beside_those_of_the_last(tmp_path: 
 def test_of_a_damaged_mix_the_stage_that_mixes_it_is_named(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     (folder / "stats.json").write_text('{"source": "mix"')
-    with pytest.raises(UserError, match="dvc repro -f -s mix@finetune-alone"):
+    with pytest.raises(UserError, match="dvc repro -f -s prepare@finetune-alone"):
         evaluated_on(folder, project_params())
 
 

@@ -186,7 +186,7 @@ def test_a_recipe_goes_all_the_way_with_all_that_it_starts_from() -> None:
     names = [stage.name for stage in recipes.needed(STAGES, "evaluate@moe-finetune")]
     assert names[-1] == "evaluate@moe-finetune"
     before = {"build@moe": "merge@moe-expert-qmsum", "plan@moe-gate-labels": "build@moe"}
-    before |= {"train@moe-finetune": "merge@moe-gate", "mix@finetune-mix": "prepare@qmsum"}
+    before |= {"train@moe-finetune": "merge@moe-gate", "prepare@finetune-mix": "prepare@qmsum"}
     for later, earlier in before.items():
         assert names.index(earlier) < names.index(later)
     assert "evaluate@moe-gate" not in names

@@ -141,7 +141,7 @@ def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of
     assert available_data(params.on("tiny"), "finetune-mix") == stats.parent
     assert available_data(params.on("moe-80gb"), "finetune-mix") is None
     write_stats("finetune-mix", {"source": "mix", "parts": {"qmsum": 1}})
-    with pytest.raises(UserError, match=r"stats\.json is damaged.*mix@finetune-mix"):
+    with pytest.raises(UserError, match=r"stats\.json is damaged.*prepare@finetune-mix"):
         available_data(params.on("tiny"), "finetune-mix")
 
 

@@ -111,7 +111,7 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path, *, with_selection:
         available = {split: read_split(prepared_dir / name, split) for split in records}
         taken = _limited(available["train"], count)
         parts[name] = {
-            "source": read_origin(prepared_dir / name, stage=f"prepare@{name}").source,
+            "source": read_origin(prepared_dir / name).source,
             "asked": count,
             "available": len(available["train"]),
             "taken": len(taken),
