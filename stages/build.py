@@ -23,14 +23,13 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
 from stages.core.publish import publish_json, published
 from stages.kit.data.conversation import Conversation
-from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.memory_use import MemoryLog, write_stage_memory
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.experts import check_lineages, check_models
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_domains
 from stages.kit.models.folders import require_weights
-from stages.kit.models.load import load_model, see_only
+from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.processors import load_processor
 from stages.tasks import load_task
 
@@ -58,7 +57,7 @@ def main(name: str) -> None:
     check_models(base_dir, expert_dirs)
     probes = {expert.recipe: probes_of(expert, params.recipe(expert.recipe)) for expert in build.experts}
 
-    memory = MemoryLog(device)
+    memory = MemoryLog(gpus_in_use(device))
 
     def load(folder: Path) -> PreTrainedModel:
         model = load_model(folder, device=device, precision=precision)

@@ -27,8 +27,7 @@ from stages.kit.evaluation.examples import write_examples
 from stages.kit.evaluation.scored import score_answers
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE
 from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import beside_measured, read_memory_record

@@ -36,12 +36,10 @@ from stages.core.publish import publish_json, published
 from stages.kit.evaluation.answering import Answerer, batch_size_for
 from stages.kit.evaluation.generation import completion_of
 from stages.kit.evaluation.scored import Scored, score_answers
-from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost
 from stages.kit.models.folders import remove_weights
-from stages.kit.models.load import load_model, meta_model, see_only
+from stages.kit.models.load import gpus_in_use, load_model, meta_model, see_only
 from stages.kit.models.parts import apply_recipe, trained_modules
 from stages.kit.models.probes import (
     changed_modules,
@@ -83,7 +81,7 @@ def main(recipe: str, attempt: int) -> None:
     probes = [probe for probe in samples.probes(plan.target) if takes(processor, probe)]
     load = partial(load_model, device=device, precision=plan.precision)
 
-    memory = MemoryLog(device)
+    memory = MemoryLog(gpus_in_use(device))
     base = load(base_dir)
     memory.loaded()
     before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)

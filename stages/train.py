@@ -36,12 +36,10 @@ from stages.core.params.schema import made_by
 from stages.core.parent_death import end_with_own_parent
 from stages.core.publish import publish_json, published
 from stages.core.signals import ENDING, GRACE_S, handled_signals
-from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
-from stages.kit.memory_use.stage_memory import write_stage_memory
+from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.load import expand_segments, load_config, load_model, see_only
+from stages.kit.models.load import expand_segments, gpus_in_use, load_config, load_model, see_only
 from stages.kit.models.parts import TrainableCounts, apply_recipe
 from stages.kit.models.placement import balanced_gpus, process_mesh, shard
 from stages.kit.models.processors import load_processor
@@ -100,7 +98,7 @@ def main(recipe: str, attempt: int) -> None:
     repository = Path(os.environ.get("DVC_ROOT", "."))
 
     prepare_kernels(plan)
-    memory = MemoryLog(plan.device, plan.placement)
+    memory = MemoryLog(gpus_in_use(plan.device, plan.placement))
     model = load_for_training(plan)
     memory.loaded()
     log.info("%s", TrainableCounts(**plan.trainable))

@@ -1,7 +1,7 @@
 """Records of runs that never were: what the launcher and the stages write. Light to import: made-up stages do."""
 
 from stages.core.provenance import Machine, Provenance
-from stages.kit.memory_use.stage_memory import MemoryReading
+from stages.kit.memory_use import MemoryReading
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
 from stages.kit.models.certificate import Certificate
 from stages.kit.training.record import TrainingRecord
@@ -90,13 +90,13 @@ TRAINING = TrainingRecord(
 )
 
 
-def made_up_reading(held_bytes: int, peak_bytes: int, total_bytes: int = 2**33) -> MemoryReading:
+def made_up_reading(used_bytes: int, peak_bytes: int, total_bytes: int = 2**33) -> MemoryReading:
     """All that is not held is free."""
     return MemoryReading(
-        held_bytes=held_bytes,
-        reserved_bytes=held_bytes,
+        used_bytes=used_bytes,
+        reserved_bytes=used_bytes,
         peak_bytes=peak_bytes,
         peak_reserved_bytes=peak_bytes,
-        free_bytes=total_bytes - held_bytes,
+        free_bytes=total_bytes - used_bytes,
         total_bytes=total_bytes,
     )

@@ -117,7 +117,7 @@ def test_a_build_is_certified_and_names_what_it_was_made_from(built: Path) -> No
         assert sum(certificate["domains"][name]["routing"]["weight"]) == pytest.approx(1)
     held = json.loads((built / "data/report/amr/memory/moe/build.json").read_text())
     assert (held["stage"], held["name"]) == ("build", "moe")
-    assert 0 < held["after_load"]["held_bytes"] <= held["end"]["peak_bytes"]
+    assert 0 < held["after_load"]["used_bytes"] <= held["end"]["peak_bytes"]
 
 
 def test_what_starts_from_a_build_comes_from_it_and_from_its_base(built: Path) -> None:

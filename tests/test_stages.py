@@ -122,8 +122,8 @@ def test_every_stage_that_loads_a_model_says_what_it_held(finished: Path) -> Non
     for path in memory_dir.rglob("*.json"):
         held = json.loads(path.read_text())
         assert (held["kind"], held["name"], held["stage"]) == ("cpu_resident", path.parent.name, path.stem)
-        assert 0 < held["before_load"]["held_bytes"] <= held["end"]["peak_bytes"]
-        assert held["after_load"]["held_bytes"] <= held["end"]["peak_bytes"] < held["end"]["total_bytes"]
+        assert 0 < held["before_load"]["used_bytes"] <= held["end"]["peak_bytes"]
+        assert held["after_load"]["used_bytes"] <= held["end"]["peak_bytes"] < held["end"]["total_bytes"]
 
 
 def test_a_plan_says_what_its_training_will_take_and_the_measure_agrees(finished: Path) -> None:

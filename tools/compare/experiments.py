@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.provenance import records_dir
-from stages.kit.memory_use.stage_memory import stage_memory_path
+from stages.kit.memory_use import stage_memory_path
 from stages.kit.reporting.cards import cards_dir
 from tools.verify.dvc_files import read_lock
 

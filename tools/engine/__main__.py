@@ -28,7 +28,7 @@ from stages.core.params.load import load_params
 from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.launcher.leases import leased_gpus
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use import recognised_out_of_memory
 from tools.engine.certify import certify, known_certificate, read_subject
 from tools.engine.environment import Contained, find_environment
 from tools.engine.server import listening_on, serve_model

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from stages.core.logs import configure_logging
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use import recognised_out_of_memory
 
 JOBS = {
     "facts": "facts:facts",

@@ -29,7 +29,7 @@ from stages.core.params.schema import Params, ProfileParams
 from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import room_for_questions
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.load import load_config, see_only
 from stages.kit.models.processors import load_processor, rendered, shortened, tokenizer_of

@@ -28,7 +28,7 @@ from stages.core.errors import OutOfMemory, UserError
 from stages.core.lineage import short
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.certificate import base_model, certified_model
 from stages.kit.planning.plan import read_plan
 from stages.tasks import load_task

@@ -12,7 +12,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from stages.core.errors import OutOfMemory, UserError
 from stages.kit.data.images import FORMATS
-from stages.kit.memory_use.out_of_memory import recognised_out_of_memory
+from stages.kit.memory_use import recognised_out_of_memory
 from tools.try_it.asking import Field, Form, LoadedModel, answer, following, said
 
 SUFFIXES = [f".{name.lower()}" for name in (*FORMATS, "JPG", "TIF")]

@@ -16,8 +16,8 @@ from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first
 from stages.kit.evaluation.generation import completion_of, generate_answers, room_for_questions
-from stages.kit.memory_use.memory_log import MemoryLog
-from stages.kit.models.load import load_config, see_only
+from stages.kit.memory_use import MemoryLog
+from stages.kit.models.load import gpus_in_use, load_config, see_only
 from stages.kit.models.processors import Processor, encode, load_processor
 from stages.kit.models.trained import load_certified
 from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size, read_at_once
@@ -109,7 +109,7 @@ def load_answerer(
     settings, device = profile.evaluation, profile.device.one()
     batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
     see_only(device)
-    memory = MemoryLog(device)
+    memory = MemoryLog(gpus_in_use(device))
     memory_params = profile.memory
     model = load_certified(model_dir, device=device, precision=memory_params.precision, attn=memory_params.attn).eval()
     memory.loaded()

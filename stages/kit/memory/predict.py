@@ -23,7 +23,7 @@ from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import from_features, record_step
-from stages.kit.memory_use.resident import free_and_total_bytes
+from stages.kit.memory_use import free_and_total_bytes
 from stages.kit.models.load import meta_model
 from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.models.placement import balanced_gpus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,17 @@ def local_device(device: DeviceParams) -> torch.device:
     if device.kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.distributed.get_node_local_rank(fallback_rank=0))
+
+
+def gpus_in_use(device: DeviceParams, placement: str = "single") -> Sequence[int]:
+    """The GPUs that this process puts tensors on; none on a CPU.
+
+    Raises UserError if there are fewer GPUs than the profile wants.
+    """
+    check_count(device)
+    if device.kind == "cpu":
+        return ()
+    return range(device.count) if placement == "balanced" else (local_device(device).index,)
 
 
 def check_device(device: DeviceParams, precision: str) -> None:

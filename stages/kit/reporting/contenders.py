@@ -8,7 +8,7 @@ from pathlib import Path
 from stages.core.errors import UserError
 from stages.core.params.schema import Params, made_by
 from stages.core.provenance import records_dir
-from stages.kit.memory_use.stage_memory import stage_memory_path
+from stages.kit.memory_use import stage_memory_path
 from stages.kit.reporting.cards import cards_dir
 from stages.kit.reporting.comparison import Contender, score_contender
 from stages.kit.reporting.runs import (

@@ -20,7 +20,7 @@ from stages.core.documents import read_json
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
-from stages.kit.memory_use.stage_memory import StageMemory
+from stages.kit.memory_use import StageMemory
 from stages.kit.models.certificate import Certificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE

@@ -35,7 +35,7 @@ from stages.kit.evaluation.vllm.questions import (
     view,
     write_request,
 )
-from stages.kit.memory_use.out_of_memory import says_out_of_memory
+from stages.kit.memory_use import says_out_of_memory
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.processors import Processor, load_processor, tokenizer_of

@@ -1,0 +1,250 @@
+"""Memory that a stage uses: readings before and after it loads a model and at its peak, and errors for want of memory.
+
+Measured memory differs from run to run. It is written below the report of the stage's task, where only `compare` reads
+it: a stage that had it among its inputs would rerun each time. Torch is imported where a GPU is read and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from traceback import walk_tb
+from typing import Annotated, Literal
+
+import psutil
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from stages.core.errors import OutOfMemory
+from stages.core.publish import publish_json
+
+log = logging.getLogger("stages")
+
+GIB = 2**30
+
+Amount = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Bytes. Free memory is negative in a control group that is over its limit."""
+
+_strict = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class MemoryReading:
+    """Memory at one moment, summed over GPUs; their peaks need not be at one moment."""
+
+    used_bytes: Amount
+    """By this process: tensors on a GPU; on a CPU all resident memory, Python and its libraries included."""
+    reserved_bytes: Amount
+    """Taken from the GPU by torch for its tensors; on a CPU equal to used_bytes."""
+    peak_bytes: Amount
+    """Largest used_bytes until then."""
+    peak_reserved_bytes: Amount
+    free_bytes: Amount
+    """On the device, whichever process uses the rest; on a CPU on the machine or in the container."""
+    total_bytes: Amount
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class StageMemory:
+    stage: str
+    name: str
+    """Recipe, baseline or build."""
+    kind: Literal["cuda_allocated", "cpu_resident"]
+    gpus: int
+    """Number of GPUs in the sums; 0 on a CPU. With several processes it is the first process, on its GPU."""
+    before_load: MemoryReading
+    after_load: MemoryReading
+    """The largest, where several models are loaded one after the other."""
+    end: MemoryReading
+
+
+def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Path:
+    return data_dir / "report" / task / "memory" / name / f"{stage}.json"
+
+
+def write_stage_memory(memory: StageMemory, *, task: str) -> None:
+    publish_json(memory, stage_memory_path(Path("data"), task, name=memory.name, stage=memory.stage))
+
+
+class MemoryLog:
+    """Readings of one stage, each a line of its log; create it right before the stage loads a model.
+
+    gpus: those that this process puts tensors on (models/load.py, `gpus_in_use`); none on a CPU.
+    """
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        self._gpus = gpus
+        self._before = self._read()
+        self._after: MemoryReading | None = None
+        log.info("memory before loading: %s; %s free", *self._described(self._before))
+
+    def loaded(self) -> None:
+        """Take the reading after loading; of several models the one that used most counts."""
+        now = self._read()
+        if self._after is None or now.used_bytes > self._after.used_bytes:
+            self._after = now
+            log.info("memory after loading: %s; %s left for the work", *self._described(now))
+
+    def finish(self, stage: str, name: str) -> StageMemory:
+        """Take the last reading. name: recipe, baseline or build."""
+        assert self._after is not None, f"{stage} {name} loaded nothing"
+        end = self._read()
+        # The kernel counts a core's last pages late, so its peak can be below a reading before it.
+        readings = (self._before, self._after, end)
+        end = replace(
+            end,
+            peak_bytes=max(end.peak_bytes, *(reading.used_bytes for reading in readings)),
+            peak_reserved_bytes=max(end.peak_reserved_bytes, *(reading.reserved_bytes for reading in readings)),
+        )
+        log.info("memory at its peak: %s", self._amount(end.peak_bytes, end.peak_reserved_bytes))
+        return StageMemory(
+            stage=stage,
+            name=name,
+            kind="cuda_allocated" if self._gpus else "cpu_resident",
+            gpus=len(self._gpus),
+            before_load=self._before,
+            after_load=self._after,
+            end=end,
+        )
+
+    def _read(self) -> MemoryReading:
+        return gpu_reading(self._gpus) if self._gpus else cpu_reading()
+
+    def _described(self, reading: MemoryReading) -> tuple[str, str]:
+        free = f"{reading.free_bytes / GIB:.2f} of {reading.total_bytes / GIB:.2f} GiB"
+        return self._amount(reading.used_bytes, reading.reserved_bytes), free
+
+    def _amount(self, used_bytes: int, reserved_bytes: int) -> str:
+        if not self._gpus:
+            return f"{used_bytes / GIB:.2f} GiB resident"
+        where = "the GPU" if len(self._gpus) == 1 else f"{len(self._gpus)} GPUs"
+        return f"{used_bytes / GIB:.2f} GiB in tensors on {where}, {reserved_bytes / GIB:.2f} reserved"
+
+
+def cpu_reading() -> MemoryReading:
+    used, peak = resident_bytes()
+    free, total = free_and_total_bytes()
+    return MemoryReading(
+        used_bytes=used,
+        reserved_bytes=used,
+        peak_bytes=peak,
+        peak_reserved_bytes=peak,
+        free_bytes=free,
+        total_bytes=total,
+    )
+
+
+def gpu_reading(gpus: Sequence[int]) -> MemoryReading:
+    """free_bytes comes from the driver, so it excludes CUDA's own context of this process."""
+    import torch
+
+    free, total = zip(*map(torch.cuda.mem_get_info, gpus), strict=True)
+    return MemoryReading(
+        used_bytes=sum(map(torch.cuda.memory_allocated, gpus)),
+        reserved_bytes=sum(map(torch.cuda.memory_reserved, gpus)),
+        peak_bytes=sum(map(torch.cuda.max_memory_allocated, gpus)),
+        peak_reserved_bytes=sum(map(torch.cuda.max_memory_reserved, gpus)),
+        free_bytes=sum(free),
+        total_bytes=sum(total),
+    )
+
+
+def resident_bytes() -> tuple[int, int]:
+    """(now, peak so far) of this process, without its children."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        if "VmHWM" in lines:  # getrusage's peak starts with the peak of the parent process
+            now, peak = (1024 * int(lines[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+            return now, peak
+    now = psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return now, max(now, peak if sys.platform == "darwin" else 1024 * peak)
+
+
+# Mount point of the memory control group, and by version the names of its limit, its use, and the file cache within
+# that, which the kernel reclaims first (cgroups(7); Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst).
+_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+def free_and_total_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """(free, total) of the machine, or of the control group around this process that leaves least, as in a container.
+
+    free: available without swapping, file cache included.
+    """
+    machine = psutil.virtual_memory()
+    free, total = zip((machine.available, machine.total), *_control_groups(root), strict=True)
+    return min(free), min(total)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(free, limit) of each control group with a limit that this process is in."""
+    memberships = root / "proc/self/cgroup"
+    if not memberships.exists():  # not Linux
+        return
+    for line in memberships.read_text().splitlines():
+        _, controllers, inside = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted, limit_name, used_name, cache_name = _V1 if controllers else _V2
+        top = root / mounted
+        # In a container the group is mounted as the top, under whatever path it has outside.
+        group = top / inside.lstrip("/")
+        for folder in (group, *group.parents):
+            limit = folder / limit_name
+            if folder.is_relative_to(top) and limit.exists() and (limit_bytes := limit.read_text().strip()) != "max":
+                cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / used_name).read_text()) - int(cache.get(cache_name, 0))
+                yield max(int(limit_bytes) - used, 0), int(limit_bytes)
+
+
+_OUT_OF_MEMORY = (
+    # torch.OutOfMemoryError, "CUDA error: out of memory" of a kernel, NCCL, bitsandbytes.
+    "out of memory",
+    # CUBLAS_, CUDNN_ and CUSOLVER_, which allocate workspaces beside torch.
+    "STATUS_ALLOC_FAILED",
+    "not enough workspace",
+    # c10/core/CPUAllocator: "DefaultCPUAllocator: can't allocate memory"
+    "can't allocate memory",
+    # vLLM, at its start.
+    "No available memory for the cache blocks",
+    "is less than desired GPU memory utilization",
+)
+
+
+@contextmanager
+def recognised_out_of_memory() -> Iterator[None]:
+    """Raises OutOfMemory, which has an exit code of its own, for an error that means "no memory left".
+
+    Nothing is freed: the process is to end. bitsandbytes' own allocations end it themselves, with exit code 1.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise OutOfMemory(f"out of memory: {reason}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or any(map(says_out_of_memory, (str(error), *_conversion_errors(error))))
+
+
+def says_out_of_memory(text: str) -> bool:
+    return any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def _conversion_errors(error: BaseException) -> Iterator[str]:
+    """Errors of transformers' quantization of weights, which it logs and leaves out of the error that it raises."""
+    for frame, _ in walk_tb(error.__traceback__):
+        yield from getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values()

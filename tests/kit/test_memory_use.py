@@ -1,0 +1,281 @@
+"""Memory of a stage: readings on this CPU and on made-up GPUs, limits of control groups, errors for want of memory."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
+from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.params.schema import DeviceParams
+from stages.kit import memory_use
+from stages.kit.memory_use import (
+    MemoryLog,
+    StageMemory,
+    free_and_total_bytes,
+    recognised_out_of_memory,
+    resident_bytes,
+    stage_memory_path,
+    write_stage_memory,
+)
+from stages.kit.models.load import gpus_in_use
+from tests import ROOT
+from tests.made_up_records import made_up_reading
+
+MIB, GIB = 2**20, 2**30
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+class Gpus:
+    """Three GPUs in place of torch's account; another process uses 7 GiB of the second."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.allocated = [0, 0, 0]
+        self.peak = [0, 0, 0]
+        others = [0, 7 * GIB, 0]
+        for name, reading in {
+            "device_count": lambda: 3,
+            "memory_allocated": lambda gpu: self.allocated[gpu],
+            "memory_reserved": lambda gpu: 2 * self.allocated[gpu],
+            "max_memory_allocated": lambda gpu: self.peak[gpu],
+            "max_memory_reserved": lambda gpu: 2 * self.peak[gpu],
+            "mem_get_info": lambda gpu: (24 * GIB - others[gpu] - 2 * self.allocated[gpu], 24 * GIB),
+        }.items():
+            patch.setattr(torch.cuda, name, reading)
+
+    def allocate(self, gpu: int, size_bytes: int) -> None:
+        self.allocated[gpu] += size_bytes
+        self.peak[gpu] = max(self.peak[gpu], self.allocated[gpu])
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return Gpus(monkeypatch)
+
+
+def memory_of_a_process() -> tuple[StageMemory, int, int]:
+    """With the bytes that it used before and for the model."""
+    left_behind = torch.ones(32 * MIB // 4)
+    log = MemoryLog(())
+    model = torch.ones(128 * MIB // 4)
+    log.loaded()
+    work = torch.ones(256 * MIB // 4)
+    del work
+    return log.finish("train", "r1"), left_behind.nbytes, model.nbytes
+
+
+def test_readings_on_a_cpu_separate_before_model_and_work() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # other tests leave memory in this process
+        memory, left_bytes, model_bytes = fresh.apply(memory_of_a_process)
+    assert (memory.kind, memory.gpus) == ("cpu_resident", 0)
+    before, after, end = memory.before_load, memory.after_load, memory.end
+    assert before.used_bytes > left_bytes
+    # With many cores the kernel's count can be some of each core's pages behind.
+    assert after.used_bytes - before.used_bytes == pytest.approx(model_bytes, rel=0.3)
+    assert end.peak_bytes > after.used_bytes + 180 * MIB
+    assert 0 < after.free_bytes <= after.total_bytes == before.total_bytes
+
+
+def test_the_largest_of_several_models_counts(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = MemoryLog(gpus_in_use(DeviceParams(kind="cuda")))
+    for size in (2 * GIB, 5 * GIB, 3 * GIB):
+        gpus.allocate(0, size)
+        log.loaded()
+        gpus.allocate(0, -size)
+    memory = log.finish("build", "moe")
+    assert (memory.after_load.used_bytes, memory.after_load.free_bytes) == (5 * GIB, 14 * GIB)
+    assert memory.end.used_bytes == 0
+    assert len(caplog.records) == 4
+    assert "5.00 GiB in tensors on the GPU, 10.00 reserved; 14.00 of 24.00 GiB left" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank", "num_gpus", "free_gib", "used_gib"),
+    [("single", None, 1, 24, 1), ("ddp", "1", 1, 17, 2), ("sharded", "2", 1, 24, 3), ("balanced", None, 3, 65, 6)],
+)
+def test_a_process_reads_the_gpus_that_it_uses(
+    gpus: Gpus,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    rank: str | None,
+    num_gpus: int,
+    free_gib: int,
+    used_gib: int,
+) -> None:
+    if rank:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    log = MemoryLog(gpus_in_use(DeviceParams(kind="cuda", count=3), placement))
+    for gpu in range(3):
+        gpus.allocate(gpu, (gpu + 1) * GIB)
+    log.loaded()
+    memory = log.finish("train", "r1")
+    assert (memory.kind, memory.gpus) == ("cuda_allocated", num_gpus)
+    assert memory.before_load.used_bytes == 0
+    assert memory.before_load.free_bytes == free_gib * GIB
+    assert memory.before_load.total_bytes == num_gpus * 24 * GIB
+    assert memory.after_load.used_bytes == memory.end.peak_bytes == used_gib * GIB
+    assert memory.after_load.free_bytes == (free_gib - 2 * used_gib) * GIB
+
+
+def test_too_few_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match=r"wants 99 CUDA device"):
+        gpus_in_use(DeviceParams(kind="cuda", count=99))
+
+
+def test_the_peak_is_at_least_each_reading_and_is_written_below_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readings = iter([made_up_reading(5, 5), made_up_reading(9, 8), made_up_reading(7, 8)])
+    monkeypatch.setattr(memory_use, "cpu_reading", lambda: next(readings))
+    log = MemoryLog(())
+    log.loaded()
+    memory = log.finish("train", "r1")
+    assert (memory.end.used_bytes, memory.end.peak_bytes, memory.end.peak_reserved_bytes) == (7, 9, 9)
+    write_stage_memory(memory, task="amr")
+    path = stage_memory_path(tmp_path / "data", "amr", name="r1", stage="train")
+    assert json.loads(path.read_text()) == asdict(memory)
+
+
+def test_the_resident_peak_outlives_what_was_freed() -> None:
+    before, _ = resident_bytes()
+    taken = bytearray(b"x" * (64 * MIB))
+    during, _ = resident_bytes()
+    del taken
+    after, peak = resident_bytes()
+    assert during - before > 48 * MIB
+    # The kernel adds each core's last pages to its figures late (mm/memory.c, RSS_STAT).
+    assert after < during <= peak + MIB
+
+
+def test_the_resident_peak_excludes_the_parent_process() -> None:
+    """getrusage's peak does not: fork and exec hand it on."""
+    taken = bytearray(b"x" * (256 * MIB))
+    code = "from stages.kit.memory_use import resident_bytes; print(*resident_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    now, peak = map(int, child.stdout.split())
+    assert 0 < now <= peak < 128 * MIB < len(taken)
+
+
+def write_group(folder: Path, names: tuple[str, str, str], limit: object, used: int, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cache}\n")
+
+
+def write_memberships(root: Path, *lines: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+@given(st.lists(st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 99)), min_size=1, max_size=4))
+def test_the_tightest_of_nested_groups_counts(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[tuple[int, int, int]]
+) -> None:
+    """Each (limit, used, file cache within) in MiB, from the outermost in."""
+    root = tmp_path_factory.mktemp("root")
+    write_memberships(root, "1:name=systemd:/elsewhere", "0::/" + "/".join(map(str, range(len(groups)))))
+    folder = root / "sys/fs/cgroup"
+    for depth, (limit, used, cache) in enumerate(groups):
+        folder /= str(depth)
+        write_group(folder, V2, limit * MIB, used * MIB, cache * MIB)
+    free, total = free_and_total_bytes(root)
+    assert total == MIB * min(limit for limit, _, _ in groups)
+    assert free == MIB * min(max(limit - (used - cache), 0) for limit, used, cache in groups)
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "names"),
+    [
+        ("0::/", "sys/fs/cgroup", V2),
+        # In a container its own group is the top, under whatever path it has on the host.
+        ("0::/../../system.slice/docker-aa.scope", "sys/fs/cgroup", V2),
+        ("9:cpu,memory:/docker/aa", "sys/fs/cgroup/memory", V1),
+        ("9:memory:/docker/aa", "sys/fs/cgroup/memory/docker/aa", V1),
+    ],
+)
+def test_a_containers_limit_is_found(tmp_path: Path, line: str, group: str, names: tuple[str, str, str]) -> None:
+    write_memberships(tmp_path, "11:cpuset:/not/memory", line)
+    write_group(tmp_path / group, names, 512 * MIB, 200 * MIB, 50 * MIB)
+    assert free_and_total_bytes(tmp_path) == (362 * MIB, 512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "unlimited"), [("0::/a", V2, "max"), ("4:memory:/a", V1, 2**63 - 4096), (None, V2, 0)]
+)
+def test_without_a_limit_the_machine_counts(
+    tmp_path: Path, line: str | None, names: tuple[str, str, str], unlimited: object
+) -> None:
+    if line is not None:
+        write_memberships(tmp_path, line)
+        write_group(tmp_path / "sys/fs/cgroup" / ("a" if names == V2 else "memory/a"), names, unlimited, 5 * MIB)
+    assert free_and_total_bytes(tmp_path)[1] == psutil.virtual_memory().total
+
+
+def loading_error(message: str) -> None:
+    """transformers collects the errors of conversions, and raises one that leaves them out."""
+    info = LoadStateDictInfo(
+        missing_keys=set(),
+        unexpected_keys=set(),
+        mismatched_keys=set(),
+        skipped_pp_keys=set(),
+        error_msgs=[],
+        conversion_errors={"lm_head.weight": f"Bnb4bitQuantize: {message}"},
+    )
+    log_state_dict_report(torch.nn.Linear(1, 1), "folder", False, info)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("NCCL Error 1: unhandled cuda error: Cuda failure 2 'out of memory'"),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_an_error_for_want_of_memory_has_an_exit_code_of_its_own(error: Exception) -> None:
+    with pytest.raises(OutOfMemory, match=r"^out of memory: [^\n]+$") as caught, recognised_out_of_memory():
+        raise error
+    assert caught.value.exit_code == OUT_OF_MEMORY
+    assert caught.value.__cause__ is error
+
+
+def test_errors_of_torch_on_a_cpu_and_of_quantization_are_recognised() -> None:
+    with pytest.raises(OutOfMemory, match="can't allocate memory"), recognised_out_of_memory():
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(OutOfMemory), recognised_out_of_memory():
+        loading_error("CUDA out of memory. Tried to allocate 1.02 GiB")
+    with pytest.raises(RuntimeError, match="automatic conversion"), recognised_out_of_memory():
+        loading_error("blocksize must be a multiple of 64")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("out of memory"),
+        UserError("sample 3 has 4096 tokens"),
+    ],
+)
+def test_any_other_error_passes(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, recognised_out_of_memory():
+        raise error
+    assert caught.value is error
