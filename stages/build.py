@@ -107,10 +107,10 @@ def probes_of(expert: ExpertParams, recipe: RecipeParams) -> list[Conversation]:
     """Conversations of the expert's domain, or of the whole task where it has none; experts take no pictures."""
     samples = load_task(recipe.task, "samples")
     if expert.domain is None:
-        return [probe for probe in samples.probes(recipe.target) if not probe.images]
+        return [probe for probe in samples.probes(recipe.answer_format) if not probe.images]
     if not hasattr(samples, "domain"):
         raise UserError(f"expert {expert.recipe} has the domain {expert.domain}, but task {recipe.task} knows none")
-    return list(samples.probes(recipe.target, expert.domain))
+    return list(samples.probes(recipe.answer_format, expert.domain))
 
 
 def report_changes(changes: Mapping[str, Change], non_mlp: str) -> None:

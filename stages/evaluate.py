@@ -48,26 +48,35 @@ def main(name: str, attempt: int) -> None:
     params = load_params()
     subject = params.subject(name)
     model_dir, lineage = certified_model(params, name)
-    target = read_plan(name).target if name in params.recipes else subject.target
+    answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
     if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
         scoring.check()
 
     profile = params.active
     records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
-    questions = [samples.conversation(record, answered=False, target=target) for record in records]
+    questions = [samples.conversation(record, answered=False, answer_format=answer_format) for record in records]
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
     theirs = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
         theirs = ask_vllm(
-            subject_of(name, model_dir, lineage.digest, profile, samples, questions, target=target, attempt=attempt),
+            subject_of(
+                name,
+                model_dir,
+                lineage.digest,
+                profile,
+                samples,
+                questions,
+                answer_format=answer_format,
+                attempt=attempt,
+            ),
             run_dir,
         )
-    answerer = load_answerer(model_dir, profile, samples, questions, target=target, attempt=attempt)
+    answerer = load_answerer(model_dir, profile, samples, questions, answer_format=answer_format, attempt=attempt)
     if theirs:
         certificate, answers = certified(theirs, answerer)
-    scored = score_answers(answerer, records, questions, samples, scoring, target=target, answers=answers)
+    scored = score_answers(answerer, records, questions, samples, scoring, answer_format=answer_format, answers=answers)
     metrics = scored.metrics
     metrics |= {
         "samples_per_second": round(len(records) / (theirs.answers.seconds if theirs else scored.answer_s), 3),

@@ -78,7 +78,7 @@ def main(recipe: str, attempt: int) -> None:
     quantization = read_record(run_dir / "training/training.json").quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
-    probes = [probe for probe in samples.probes(plan.target) if takes(processor, probe)]
+    probes = [probe for probe in samples.probes(plan.answer_format) if takes(processor, probe)]
     load = partial(load_model, device=device, precision=plan.precision)
 
     memory = MemoryLog(gpus_in_use(device))
@@ -127,19 +127,21 @@ def main(recipe: str, attempt: int) -> None:
             raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
         if quantization != "none":
             records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
-            questions = [samples.conversation(record, answered=False, target=plan.target) for record in records]
+            questions = [
+                samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
+            ]
             batch_size = batch_size_for(questions, base_dir, params.active, attempt=attempt)
 
             def scored(model: PreTrainedModel) -> Scored:
                 answerer = Answerer(
                     model=model,
                     processor=processor,
-                    complete=completion_of(samples, plan.target),
+                    complete=completion_of(samples, plan.answer_format),
                     batch_size=batch_size,
                     settings=settings,
                     memory=memory,
                 )
-                return score_answers(answerer, records, questions, samples, scoring, target=plan.target)
+                return score_answers(answerer, records, questions, samples, scoring, answer_format=plan.answer_format)
 
             after_merge = scored(merged)
             del merged

@@ -47,7 +47,7 @@ def main(recipe: str) -> None:
     plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ))
     require_weights(Path(plan.base_dir))
     config = load_config(Path(plan.base_dir))
-    samples.check(config.model_type, wanted.target)
+    samples.check(config.model_type, wanted.answer_format)
     require_precision(config.model_type, plan.precision)
     processor = load_processor(Path(plan.base_dir), plan.images)
     collator = ConversationCollator.of_plan(plan, processor, records, samples)

@@ -41,13 +41,13 @@ def main(name: str, attempt: int) -> None:
     inputs = task.read_inputs(Path(wanted.inputs))
     model_dir, _ = certified_model(params, wanted.recipe)
     require_weights(model_dir)
-    target = read_plan(wanted.recipe).target
+    answer_format = read_plan(wanted.recipe).answer_format
 
     samples = load_task(wanted.task, "samples")
-    questions = [task.conversation(each, target=target) for each in inputs]
-    answerer = load_answerer(model_dir, params.active, samples, questions, target=target, attempt=attempt)
+    questions = [task.conversation(each, answer_format=answer_format) for each in inputs]
+    answerer = load_answerer(model_dir, params.active, samples, questions, answer_format=answer_format, attempt=attempt)
     answers = answerer.answers(questions)
-    submission = task.submission(inputs, answers, target=target)
+    submission = task.submission(inputs, answers, answer_format=answer_format)
     path = Path("data/predictions") / f"{name}.txt"
     publish_text(submission.text, path)
     answerer.memory.finish("predict", name)

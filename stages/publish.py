@@ -116,7 +116,7 @@ def gather(params: Params, run: str, model: Lineage, merged_dir: Path, *, adapte
         raise UserError(f"{run} has not been evaluated; run: dvc repro {contender.stage}")
     prepared_dir = DATA_DIR / "prepared" / recipe.data
     asked = samples.read_split(prepared_dir, "val")
-    questions = [samples.conversation(record, answered=False, target=recipe.target) for record in asked]
+    questions = [samples.conversation(record, answered=False, answer_format=recipe.answer_format) for record in asked]
     records = records_of(model, contender.stage, records_dir(DATA_DIR, recipe.task))
     plans = [record.plan for record in records if record.stage.startswith("train@") and record.plan]
     trained_on = [Path(plan["data_dir"]).name for plan in plans]

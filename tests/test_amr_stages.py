@@ -79,7 +79,7 @@ def test_a_parser_is_scored_by_every_figure_and_its_memory_was_predicted(finishe
         assert 0 <= metrics[figure] <= 1, figure
     assert abs(metrics["memory_error"]) < 0.01
     assert pq.read_table(run_dir / "predictions.parquet").num_rows == count
-    assert read_plan("amr-mtup", runs_dir=run_dir.parent).target == "mtup"
+    assert read_plan("amr-mtup", runs_dir=run_dir.parent).answer_format == "mtup"
     assert read_lineage(run_dir / "merged").root() == read_lineage(finished / "data/bases/llm")
 
 
@@ -101,9 +101,9 @@ def test_a_submission_has_a_graph_for_every_sentence(finished: Path) -> None:
 
 def test_a_recipe_without_a_known_target_is_refused_while_it_is_planned(workspace: Path) -> None:
     raw = YAML(typ="safe").load(Path("params.yaml"))
-    raw["recipes"]["amr-mtup"]["target"] = "penman"
+    raw["recipes"]["amr-mtup"]["answer_format"] = "penman"
     write_params(raw)
-    assert "has the targets full, ptr, mtup; it knows no target 'penman'" in refused("plan", "amr-mtup")
+    assert "answer_format: AMR parsing has full, ptr, mtup; found 'penman'" in refused("plan", "amr-mtup")
 
 
 def test_a_target_that_the_limit_would_cut_names_its_sentence(workspace: Path) -> None:

@@ -43,12 +43,12 @@ def params_of(base_dir: Path) -> dict[str, Any]:
     }
     lora = {"rank": 4, "alpha": 8, "targets": {"llm": ["gate_proj", "up_proj", "down_proj"]}}
     expert = {**common, "base": "bases/llm", "parts": {"llm": "lora"}, "lora": lora}
-    raw["baselines"] = {"base-moe": {"task": "amr", "base": "builds/moe", "data": "visempar", "target": "ptr"}}
+    raw["baselines"] = {"base-moe": {"task": "amr", "base": "builds/moe", "data": "visempar", "answer_format": "ptr"}}
     raw["recipes"] = {
-        "expert-full": {**expert, "target": "full"},
-        "expert-ptr": {**expert, "target": "ptr", "seed": 7},
-        "expert-whole": {**common, "base": "bases/llm", "target": "ptr", "parts": {"llm": "full"}},
-        "after": {**common, "base": "builds/moe", "target": "ptr", "parts": {"llm": "full"}},
+        "expert-full": {**expert, "answer_format": "full"},
+        "expert-ptr": {**expert, "answer_format": "ptr", "seed": 7},
+        "expert-whole": {**common, "base": "bases/llm", "answer_format": "ptr", "parts": {"llm": "full"}},
+        "after": {**common, "base": "builds/moe", "answer_format": "ptr", "parts": {"llm": "full"}},
     }
     raw["builds"] = {"moe": {"task": "amr", "base": "bases/llm", "experts": [{"recipe": name} for name in EXPERTS]}}
     raw.pop("predictions", None)

@@ -115,6 +115,6 @@ def test_other_metrics_change_no_training_data_and_ask_for_no_more_than_they_nee
 
 def test_a_target_is_refused_while_it_is_planned(workspace: Path) -> None:
     raw = YAML(typ="safe").load(Path("params.yaml"))
-    raw["recipes"]["chat-lora"]["target"] = "full"
+    raw["recipes"]["chat-lora"]["answer_format"] = "full"
     write_params(raw)
     assert "chat has one form of answers" in refused("plan", "chat-lora")

@@ -147,7 +147,9 @@ class Bench:
         plan, processor = self.plan, load_processor(self.base_dir, self.plan.images)
         assert plan.lora is not None
         asked = samples_for(self.samples, load_config(self.base_dir).model_type, processor)
-        conversations = [asked.conversation(record, answered=True, target=plan.target) for record in self.records]
+        conversations = [
+            asked.conversation(record, answered=True, answer_format=plan.answer_format) for record in self.records
+        ]
         rows = {"messages": [each.messages for each in conversations]}
         if conversations[0].images:
             rows["images"] = [[picture.open_image() for picture in each.images] for each in conversations]
@@ -177,9 +179,12 @@ class Bench:
 
     def answers(self, batch_size: int, count: int) -> float:
         model, processor = load_base(self.plan).eval(), load_processor(self.base_dir, self.plan.images)
-        ask = partial(self.samples.conversation, answered=False, target=self.plan.target)
+        ask = partial(self.samples.conversation, answered=False, answer_format=self.plan.answer_format)
         questions = [ask(record) for record in self.records[:count]]
-        limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completion_of(self.samples, self.plan.target)}
+        limits: dict[str, Any] = {
+            "max_new_tokens": 64,
+            "complete": completion_of(self.samples, self.plan.answer_format),
+        }
         return seconds(lambda: generate_answers(model, processor, questions, batch_size=batch_size, **limits))
 
 

@@ -51,11 +51,11 @@ class Prepared:
     def use(self, content: bytes) -> int:
         """How many records there are; each is made a question and its answer of."""
         (self.folder / "val.parquet").write_bytes(content)
-        module, target = load_task(self.task, "samples"), "full" if self.task == "amr" else None
+        module, answer_format = load_task(self.task, "samples"), "full" if self.task == "amr" else None
         found = module.read_split(self.folder, "val")
         asked = module.ForModel("qwen2_vl", lambda *size: size) if self.task == "detection" else module
         for each in found:
-            for shown in asked.conversation(each, answered=True, target=target).images:
+            for shown in asked.conversation(each, answered=True, answer_format=answer_format).images:
                 shown.open_image()
         return len(found)
 

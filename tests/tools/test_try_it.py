@@ -87,7 +87,9 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def subject_of(run: str) -> Subject:
     params = load_params()
-    return Subject(params=params, run=run, target=read_plan(run).target if run in params.recipes else None)
+    return Subject(
+        params=params, run=run, answer_format=read_plan(run).answer_format if run in params.recipes else None
+    )
 
 
 @pytest.fixture

@@ -27,12 +27,19 @@ def read_subject(name: str, num_samples: int) -> Subject:
     params = load_params()
     subject, profile = params.subject(name), params.active
     model_dir, lineage = certified_model(params, name)
-    target = read_plan(name).target if name in params.recipes else subject.target
+    answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
     samples = load_task(subject.task, "samples")
     records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[:num_samples]
-    questions = [samples.conversation(record, answered=False, target=target) for record in records]
+    questions = [samples.conversation(record, answered=False, answer_format=answer_format) for record in records]
     return subject_of(
-        name, model_dir, lineage.digest, profile, samples, questions, target=target, num_certified=num_samples
+        name,
+        model_dir,
+        lineage.digest,
+        profile,
+        samples,
+        questions,
+        answer_format=answer_format,
+        num_certified=num_samples,
     )
 
 
@@ -64,7 +71,12 @@ def certify(subject: Subject, environment: Environment) -> Certificate:
     with asked(subject) as (folder, request):
         theirs = answered(subject, environment, folder, request)
     answerer = load_answerer(
-        subject.model_dir, subject.profile, subject.samples, subject.questions, target=subject.target, attempt=0
+        subject.model_dir,
+        subject.profile,
+        subject.samples,
+        subject.questions,
+        answer_format=subject.answer_format,
+        attempt=0,
     )
     certificate, _ = certified(theirs, answerer)
     publish_json(certificate, certificates(subject)[0])

@@ -64,7 +64,7 @@ def plan_of(setting: Setting, device: Kind) -> Plan:
         task="none",
         base_dir=f"random:{setting.geometry}",
         data_dir="none",
-        target=None,
+        answer_format=None,
         device=DeviceParams(kind=device),
         placement="single",
         precision=setting.precision,

@@ -61,8 +61,8 @@ def main(name: str, batch_size: int | Literal["auto"] | None) -> None:
     subject = params.subject(name)
     task, samples = questions_of(subject.task), load_task(subject.task, "samples")
     model_dir, lineage = certified_model(params, name)
-    target = read_plan(name).target if name in params.recipes else subject.target
-    samples.check(load_config(model_dir).model_type, target)
+    answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
+    samples.check(load_config(model_dir).model_type, answer_format)
     profile = params.active
     records = samples.read_split(Path("data/prepared") / subject.data, params.scored)[: profile.evaluation.max_samples]
     batch_size = batch_size or profile.evaluation.batch_size

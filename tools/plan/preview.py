@@ -85,7 +85,7 @@ class Previews:
         if base.build is not None:
             config = mixture_config(config, experts=len(base.build.experts), top_k=base.build.top_k)
         samples = load_task(recipe.task, "samples")
-        samples.check(config.model_type, recipe.target)
+        samples.check(config.model_type, recipe.answer_format)
         if base.processor_dir is not None and data_dir is not None:
             records = samples.read_split(data_dir, "train")
             plan = resolve_plan(params, name, train_samples=len(records))
@@ -135,7 +135,7 @@ class Previews:
 
     def _evaluation(self, preview: Preview, fit: Fit, batch_size: int) -> Fit:
         plan = fit.plan
-        key = (preview.base, preview.batch, plan.data_dir, plan.target, plan.max_length, batch_size)
+        key = (preview.base, preview.batch, plan.data_dir, plan.answer_format, plan.max_length, batch_size)
         if key not in self._answers:
             max_new_tokens = self.params.active.evaluation.max_new_tokens
             with _console().status(f"{plan.recipe}: evaluation, {batch_size} at once", spinner="line"):

@@ -48,7 +48,11 @@ def main(run: str, alone: bool, port: int | None) -> None:
     os.environ |= pinned_instructions(os.environ)  # those of stages; torch reads them when it is imported
     params = load_params()
     trained = run in params.recipes
-    subject = Subject(params=params, run=run, target=read_plan(run).target if trained else params.subject(run).target)
+    subject = Subject(
+        params=params,
+        run=run,
+        answer_format=read_plan(run).answer_format if trained else params.subject(run).answer_format,
+    )
     form = form_of(subject)
     try:
         with recognised_out_of_memory():
@@ -114,7 +118,7 @@ def load_models(subject: Subject, *, with_base: bool) -> list[LoadedModel]:
     return [
         LoadedModel(
             name=f"{name} ({short(lineage.digest)})",
-            answerer=load_answerer(folder, profile, samples, [], target=subject.target, attempt=0),
+            answerer=load_answerer(folder, profile, samples, [], answer_format=subject.answer_format, attempt=0),
         )
         for name, (folder, lineage) in folders.items()
     ]

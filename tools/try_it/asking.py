@@ -22,7 +22,7 @@ class Subject:
     params: Params
     run: str
     """A recipe or a baseline."""
-    target: str | None
+    answer_format: str | None
     """The form of its answers, where the task has several."""
 
 

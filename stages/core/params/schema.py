@@ -265,8 +265,8 @@ class RecipeParams:
     """The folder below data/ to start from: `bases/NAME`, `builds/NAME`, or `runs/RECIPE/merged` to continue another
     recipe."""
     data: Name
-    target: Name | None = None
-    """The form of the answer, where the task knows several."""
+    answer_format: Name | None = None
+    """How the answer is written, if the task has several formats."""
     parts: PartsParams
     quantization: Literal["none", "nf4"] = "none"
     """nf4: frozen weights in 4 bits with double quantization."""
@@ -349,8 +349,7 @@ class BaselineParams:
     task: Name
     base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]{1,100}$")]
     data: Name
-    target: Name | None = None
-    """As a recipe's: what it is asked for."""
+    answer_format: Name | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)

@@ -98,13 +98,14 @@ def load_answerer(
     samples: ModuleType,
     questions: Sequence[Conversation],
     *,
-    target: str | None,
+    answer_format: str | None,
     attempt: int,
 ) -> Answerer:
     """The model of a folder on one device of the profile, to answer these questions.
 
-    samples: of the task that it is to answer for, in the form `target`. attempt: times to halve the batch.
-    Raises UserError where the batch cannot be halved so often, and for a model or a target that is not the task's.
+    samples: of the task that it is to answer for, in the form `answer_format`. attempt: times to halve the batch.
+    Raises UserError where the batch cannot be halved so often, and for a model or an answer format that the task
+    does not have.
     """
     settings, device = profile.evaluation, profile.device.one()
     batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
@@ -113,11 +114,11 @@ def load_answerer(
     memory_params = profile.memory
     model = load_certified(model_dir, device=device, precision=memory_params.precision, attn=memory_params.attn).eval()
     memory.loaded()
-    samples.check(model.config.model_type, target)
+    samples.check(model.config.model_type, answer_format)
     return Answerer(
         model=model,
         processor=load_processor(model_dir, profile.images),
-        complete=completion_of(samples, target),
+        complete=completion_of(samples, answer_format),
         batch_size=batch_size,
         settings=settings,
         memory=memory,

@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 2.0
 
 
-def completion_of(samples: ModuleType, target: str | None) -> Callable[[str], bool] | None:
+def completion_of(samples: ModuleType, answer_format: str | None) -> Callable[[str], bool] | None:
     """What a task's `samples` have to say of whether an answer so far is complete; None where they leave that to the
     end of the turn."""
-    return samples.completion(target) if hasattr(samples, "completion") else None
+    return samples.completion(answer_format) if hasattr(samples, "completion") else None
 
 
 @torch.inference_mode()

@@ -33,12 +33,12 @@ def score_answers(
     samples: ModuleType,
     scoring: ModuleType,
     *,
-    target: str | None,
+    answer_format: str | None,
     answers: list[str] | None = None,
 ) -> Scored:
     """Have the model answer a task's records, and score its answers.
 
-    questions: of the records. samples, scoring: modules of the task. target: the form of the answer.
+    questions: of the records. samples, scoring: modules of the task. answer_format: the form of the answer.
     answers: another engine's, which are scored instead.
     """
     started = time.monotonic()
@@ -54,10 +54,10 @@ def score_answers(
             "batch_size": read_at_once(answerer.batch_size),
             "max_length": answerer.settings.max_length,
         }
-        weighed = scoring.candidates(records, target=target)
+        weighed = scoring.candidates(records, answer_format=answer_format)
         options["likelihoods"] = answer_log_likelihoods(answerer.model, answerer.processor, weighed, **limits)
         if hasattr(samples, "domain"):  # which a mixture's experts are told apart by
-            answered = [asked.conversation(record, answered=True, target=target) for record in records]
+            answered = [asked.conversation(record, answered=True, answer_format=answer_format) for record in records]
             options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
-    metrics, rows = scoring.score(records, answers, target=target, **options)
+    metrics, rows = scoring.score(records, answers, answer_format=answer_format, **options)
     return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)

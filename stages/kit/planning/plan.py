@@ -72,7 +72,7 @@ class Plan:
     base_dir: str
     """Relative to the workspace, as are all paths here."""
     data_dir: str
-    target: str | None
+    answer_format: str | None
     """The form of the answer, if the task has several."""
     device: DeviceParams
     instructions: str | None = None
@@ -154,7 +154,7 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
         task=recipe.task,
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
-        target=recipe.target,
+        answer_format=recipe.answer_format,
         device=profile.device,
         instructions=instructions,
         placement=memory.placement,

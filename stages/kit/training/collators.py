@@ -94,7 +94,7 @@ class ConversationCollator:
         """
         config = load_config(Path(plan.base_dir))
         asked = samples_for(samples, config.model_type, processor)
-        converse = partial(asked.conversation, answered=True, target=plan.target)
+        converse = partial(asked.conversation, answered=True, answer_format=plan.answer_format)
         _require_pictures(plan, map(converse, records))
         experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
         return cls(

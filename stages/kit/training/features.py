@@ -72,7 +72,7 @@ def kept_features(root: Path, plan: Plan, identity: Mapping[str, str]) -> Iterat
 def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
     facts = {name: value for name, value in identity.items() if name not in ("plan", "attempt")}
     settings = asdict(plan)
-    names = ("target", "precision", "quantization", "attn", "loss", "max_length", "images")
+    names = ("answer_format", "precision", "quantization", "attn", "loss", "max_length", "images")
     chosen = {name: settings[name] for name in names}
     chosen["pictures at once"] = plan.schedule.micro_batch  # a GPU may round a matrix product by its size
     return hashlib.sha256(json.dumps([facts, chosen], sort_keys=True).encode()).hexdigest()[:16]

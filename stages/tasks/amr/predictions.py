@@ -63,12 +63,12 @@ def read_inputs(path: Path) -> list[str]:
     return [str(block.sentence) for block in blocks]
 
 
-def conversation(sentence: str, *, target: str) -> Conversation:
+def conversation(sentence: str, *, answer_format: str) -> Conversation:
     """The sentence and the question."""
-    return question(sentence, sentence, target)
+    return question(sentence, sentence, answer_format)
 
 
-def submission(sentences: Sequence[str], answers: Sequence[str], *, target: str) -> Submission:
+def submission(sentences: Sequence[str], answers: Sequence[str], *, answer_format: str) -> Submission:
     """The blocks to hand in, always as many as there are sentences.
 
     A broken answer is repaired, and replaced by EMPTY where nothing is left of it; `Submission` says which ones.
@@ -78,9 +78,9 @@ def submission(sentences: Sequence[str], answers: Sequence[str], *, target: str)
     mended: list[int] = []
     empty: list[int] = []
     for index, (sentence, answer) in enumerate(zip(sentences, answers, strict=True)):
-        graph = decode(answer, target).graph
+        graph = decode(answer, answer_format).graph
         if graph is None:
-            graph = repaired(answer, target)
+            graph = repaired(answer, answer_format)
             (empty if graph is None else mended).append(index)
         blocks.append(f"#::snt {sentence}\n{_block_graph(EMPTY if graph is None else graph)}\n")
     return Submission("\n".join(blocks).replace("\n", "\r\n"), tuple(mended), tuple(empty))

@@ -29,7 +29,7 @@ QUESTIONS = [table_conversation(index, answered=False) for index in range(5)]
 @pytest.mark.parametrize(("attempt", "batches"), [(0, [2, 2, 1]), (1, [1] * 5), (4, [1] * 5)])
 def test_each_attempt_asks_half_as_much_at_once(tiny_vlm: Path, attempt: int, batches: list[int]) -> None:
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=16, max_new_tokens=1))
-    answerer = load_answerer(tiny_vlm, profile, DETECTION, QUESTIONS, target=None, attempt=attempt)
+    answerer = load_answerer(tiny_vlm, profile, DETECTION, QUESTIONS, answer_format=None, attempt=attempt)
     seen = []
     answerer.model.model.visual.register_forward_pre_hook(
         lambda _module, _args, inputs: seen.append(len(inputs["grid_thw"])), with_kwargs=True
@@ -42,14 +42,14 @@ def test_a_batch_of_one_cannot_be_halved(tmp_path: Path) -> None:
     """Said before anything is loaded: the folder is empty."""
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=3, max_new_tokens=5))
     with pytest.raises(UserError, match="a batch of 3 cannot be halved 2 times"):
-        load_answerer(tmp_path, profile, DETECTION, QUESTIONS, target=None, attempt=2)
+        load_answerer(tmp_path, profile, DETECTION, QUESTIONS, answer_format=None, attempt=2)
 
 
 def test_a_model_or_a_form_of_answer_that_is_not_the_tasks_is_refused(tiny_vlm: Path) -> None:
-    with pytest.raises(UserError, match="it knows no target 'mtup'"):
-        load_answerer(tiny_vlm, TINY, DETECTION, QUESTIONS, target="mtup", attempt=0)
+    with pytest.raises(UserError, match=r"answer_format: .* found 'mtup'"):
+        load_answerer(tiny_vlm, TINY, DETECTION, QUESTIONS, answer_format="mtup", attempt=0)
     with pytest.raises(UserError, match="AMR parsing trains text models"):
-        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), QUESTIONS, target="full", attempt=0)
+        load_answerer(tiny_vlm, TINY, load_task("amr", "samples"), QUESTIONS, answer_format="full", attempt=0)
 
 
 def test_auto_answers_as_many_at_once_as_the_device_has_room_for(tiny_vlm: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_damaged_picture_ends_the_answers_with_its_sample(tiny_vlm: Path) -> N
     records = [sound, replace(sound, image=sound.image[:60], place=place)]
     asked = [replace(QUESTIONS[0], images=[record]) for record in records]
     profile = replace(TINY, evaluation=EvaluationParams(batch_size=1, max_new_tokens=1))
-    answerer = load_answerer(tiny_vlm, profile, DETECTION, asked, target=None, attempt=0)
+    answerer = load_answerer(tiny_vlm, profile, DETECTION, asked, answer_format=None, attempt=0)
     assert len(answerer.answers(asked[:1])) == 1
     with pytest.raises(UserError, match=r"val\.parquet row 3"):
         answerer.answers(asked)

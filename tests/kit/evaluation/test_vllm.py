@@ -69,7 +69,7 @@ def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         shutil.copy(ROOT / "docker/vllm-cpu.lock", "vllm/.bakeoff")
         subject, answers = read_subject(NAME, QUESTIONS), []
         answerer = load_answerer(
-            subject.model_dir, subject.profile, subject.samples, subject.questions, target=None, attempt=0
+            subject.model_dir, subject.profile, subject.samples, subject.questions, answer_format=None, attempt=0
         )
         for question in subject.questions:
             batch = encode(subject.processor, [question], padding_side="left")

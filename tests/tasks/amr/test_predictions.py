@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.tasks.amr.predictions import EMPTY, read_inputs, submission
 from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
-from stages.tasks.amr.samples.targets import TARGETS, decode, encode
+from stages.tasks.amr.samples.targets import ANSWER_FORMATS, decode, encode
 from stages.tasks.amr.sources.corpora import read_blocks
 from tests.tasks.amr.drawn import TEXTS, graphs
 
@@ -64,7 +64,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_submission_looks_like_the_training_files() -> None:
     answer = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
-    found = submission(["tôi không đi nhà tôi ."], [answer], target="ptr")
+    found = submission(["tôi không đi nhà tôi ."], [answer], answer_format="ptr")
     assert found.text == (
         "#::snt tôi không đi nhà tôi .\r\n(đ / đi\r\n    :agent(t / tôi)\r\n"
         "    :theme(n / nhà\r\n        :poss t)\r\n    :polarity -)\r\n"
@@ -73,22 +73,22 @@ def test_a_submission_looks_like_the_training_files() -> None:
 
 
 def test_broken_answers_are_repaired_or_replaced_and_said() -> None:
-    found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], target="full")
+    found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], answer_format="full")
     assert (found.repaired, found.empty) == ((0,), (1,))
     assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
         "(a / a)", "(a / amr-empty)", "(c / c)",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(answers=st.lists(TEXTS, min_size=1, max_size=4))
-def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list[str]) -> None:
+def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answers: list[str]) -> None:
     sentences = [f"câu {number} ." for number in range(len(answers))]
-    found = submission(sentences, answers, target=target)
+    found = submission(sentences, answers, answer_format=answer_format)
     blocks = list(read_blocks(found.text.split("\r\n")))
     assert [block.sentence for block in blocks] == sentences
     for index, (block, answer) in enumerate(zip(blocks, answers, strict=True)):
-        graph, said = read_graph(block.graph_text()), decode(answer, target).graph
+        graph, said = read_graph(block.graph_text()), decode(answer, answer_format).graph
         assert (graph == EMPTY) or index not in found.empty
         if said is not None:
             assert graph == canonical(said)
@@ -96,6 +96,6 @@ def test_there_are_always_as_many_blocks_as_sentences(target: str, answers: list
 
 @given(graph=graphs())
 def test_a_submitted_graph_is_the_graph_answered(graph: Node) -> None:
-    found = submission(["câu ."], [encode(graph, "full")], target="full")
+    found = submission(["câu ."], [encode(graph, "full")], answer_format="full")
     (block,) = read_blocks(found.text.split("\r\n"))
     assert read_graph(block.graph_text()) == canonical(graph)

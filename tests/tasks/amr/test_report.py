@@ -17,7 +17,7 @@ from stages.tasks.amr.scoring import PREDICTIONS, score
 from tests.made_up_runs import write_model_lineage
 
 
-def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contender:
+def evaluated(runs_dir: Path, name: str, answer_format: str, num_right: int) -> Contender:
     """A model that gets the first so many of twenty sentences right, and of the others only the top."""
     records = [
         parse_record(f"s{n}", f"câu {n} .", f"(c / câu :quant {n} :agent (t / tôi :mod c))", file="val.txt", line=n)
@@ -26,9 +26,11 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
     wrong = parse_record("wrong", "sai .", "(s / sai)", file="", line=1)
 
     def answer(record: Record, number: int) -> str:
-        return encode((record if number < num_right else wrong).parsed(), target)
+        return encode((record if number < num_right else wrong).parsed(), answer_format)
 
-    metrics, rows = score(records, [answer(record, number) for number, record in enumerate(records)], target=target)
+    metrics, rows = score(
+        records, [answer(record, number) for number, record in enumerate(records)], answer_format=answer_format
+    )
     run_dir = runs_dir / name
     write_examples(records, rows, scoring, run_dir / "examples")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
@@ -41,7 +43,7 @@ def evaluated(runs_dir: Path, name: str, target: str, num_right: int) -> Contend
 
 def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> None:
     recipes = {"amr-baseline": ("full", 4), "amr-ptr": ("ptr", 12), "amr-mtup": ("mtup", 13)}
-    contenders = [evaluated(tmp_path, name, target, right) for name, (target, right) in recipes.items()]
+    contenders = [evaluated(tmp_path, name, answer_format, right) for name, (answer_format, right) in recipes.items()]
     refuse_different_samples([contender.run for contender in contenders if contender.run])
     comparison = compare(REPORT, contenders)
     words = [insight.words for insight in comparison.insights]
@@ -64,8 +66,8 @@ def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:
 
 
 def test_recipes_are_compared_over_seeds_by_the_f1_of_each_corpus(tmp_path: Path) -> None:
-    def over_seeds(name: str, target: str, right: tuple[int, ...]) -> Contender:
-        runs = [evaluated(tmp_path / f"{name}-{number}", name, target, number).runs[0] for number in right]
+    def over_seeds(name: str, answer_format: str, right: tuple[int, ...]) -> Contender:
+        runs = [evaluated(tmp_path / f"{name}-{number}", name, answer_format, number).runs[0] for number in right]
         return score_contender(REPORT, name, runs, baseline="base-llm")
 
     comparison = compare(

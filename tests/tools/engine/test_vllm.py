@@ -66,7 +66,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     raw["baselines"] = {
         "base-vlm": {"task": "detection", "data": "nutrition-tables", "base": "bases/vlm"},
         "base-other": {"task": "detection", "data": "nutrition-tables", "base": "bases/other"},
-        "base-llm": {"task": "amr", "data": "visempar", "base": "bases/llm", "target": "full"},
+        "base-llm": {"task": "amr", "data": "visempar", "base": "bases/llm", "answer_format": "full"},
     }
     recipes = {RUN: raw["recipes"][RUN] | {"effective_batch": 16, "epochs": 1}}
     raw |= {"profiles": {"tiny": tiny}, "recipes": recipes, "builds": {}, "predictions": {}}

@@ -221,7 +221,7 @@ def test_where_memory_runs_out_fewer_at_once_are_advised_and_nothing_is_left(
     [
         ({"task": "amr"}, "knows nothing like the task amr"),
         ({"base": "bases/mo"}, "no profile has a base 'mo' (did you mean 'moe'?)"),
-        ({"target": "full"}, "it knows no target 'full'"),
+        ({"answer_format": "full"}, "found 'full'"),
     ],
 )
 def test_a_run_that_it_cannot_score_is_refused(

@@ -20,18 +20,18 @@ class Form:
     draws: Final = "text"
 
     def __init__(self, subject: Subject) -> None:
-        assert subject.target is not None, "plans and baselines of this task have one"
-        self.target = subject.target
+        assert subject.answer_format is not None, "plans and baselines of this task have one"
+        self.answer_format = subject.answer_format
 
     def question(self, *given: str) -> Conversation:
         sentence = required_text(given[0], "a sentence")
         if len(sentence.splitlines()) > 1:
             raise UserError("one sentence at a time, on one line")
-        return conversation(sentence, target=self.target)
+        return conversation(sentence, answer_format=self.answer_format)
 
     def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
         """The graph of a submission: the answer's, or a repaired one, or an empty one, and which of these."""
-        made = submission([question.sample_id], [answer], target=self.target)
+        made = submission([question.sample_id], [answer], answer_format=self.answer_format)
         _, graph = made.text.replace("\r\n", "\n").split("\n", 1)
         notes = ["The answer is no graph; this is what could be repaired of it.\n"] if made.repaired else []
         notes += ["Nothing can be made of the answer; `predict` writes an empty graph.\n"] if made.empty else []

@@ -61,7 +61,7 @@ class Subject:
     digest: str
     profile: ProfileParams
     samples: ModuleType
-    target: str | None
+    answer_format: str | None
     questions: list[Conversation]
     num_certified: int
     """How many of the questions, the first ones, our own model answers too."""
@@ -110,17 +110,17 @@ def subject_of(
     samples: ModuleType,
     questions: list[Conversation],
     *,
-    target: str | None,
+    answer_format: str | None,
     num_certified: int = SAMPLES,
     attempt: int = 0,
 ) -> Subject:
-    """digest: of the model. samples: of its task, which it is to answer in the form `target`.
+    """digest: of the model. samples: of its task, which it is to answer in the form `answer_format`.
 
     Raises UserError for a model without weights, or one that is not the task's.
     """
     require_weights(model_dir)
     config = load_config(model_dir)
-    samples.check(config.model_type, target)
+    samples.check(config.model_type, answer_format)
     processor, generation = load_processor(model_dir, profile.images), GenerationConfig.from_model_config(config)
     if (model_dir / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
@@ -130,7 +130,7 @@ def subject_of(
         digest=digest,
         profile=profile,
         samples=samples,
-        target=target,
+        answer_format=answer_format,
         questions=questions,
         num_certified=num_certified,
         processor=processor,

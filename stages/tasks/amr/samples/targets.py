@@ -29,7 +29,7 @@ from stages.tasks.amr.samples.graphs import (
 )
 from stages.tasks.amr.samples.repair import mended
 
-TARGETS = ("full", "ptr", "mtup")
+ANSWER_FORMATS = ("full", "ptr", "mtup")
 SEPARATOR = "\n---\n"
 """Between the two graphs of `mtup`. A graph is on one line, so none holds it."""
 
@@ -48,10 +48,10 @@ class Decoded:
         return self.graph is not None
 
 
-def encode(graph: Node, target: str) -> str:
+def encode(graph: Node, answer_format: str) -> str:
     """The answer that says this graph, its words made canonical."""
     graph = canonical(graph)
-    match target:
+    match answer_format:
         case "full":
             return penman_line(graph)
         case "ptr":
@@ -62,33 +62,33 @@ def encode(graph: Node, target: str) -> str:
         case "mtup":
             names = variable_names(graph, taken=graph.constants())
             return linear(graph, [node.concept for node in graph.walk()], names) + SEPARATOR + penman_line(graph)
-    raise AssertionError(target)
+    raise AssertionError(answer_format)
 
 
-def decode(text: str, target: str) -> Decoded:
+def decode(text: str, answer_format: str) -> Decoded:
     """The graph in a model's answer. Never raises for what a model wrote.
 
     Strict: an answer is its graph and nothing else, whole. What is merely another way to write the same (spaces,
     line breaks, a concept of several words) is read.
     """
-    first, separator, second = text.partition(SEPARATOR) if target == "mtup" else ("", "", text)
-    restored = _attempt(_restored, first)[0] if target == "mtup" else None
-    if target == "mtup" and not separator:
+    first, separator, second = text.partition(SEPARATOR) if answer_format == "mtup" else ("", "", text)
+    restored = _attempt(_restored, first)[0] if answer_format == "mtup" else None
+    if answer_format == "mtup" and not separator:
         return Decoded(None, "the first graph is not followed by a line of ---", restored)
-    graph, problem = _attempt(read_without_variables if target == "ptr" else read_graph, second)
+    graph, problem = _attempt(read_without_variables if answer_format == "ptr" else read_graph, second)
     return Decoded(graph, problem, restored)
 
 
-def repaired(text: str, target: str) -> Node | None:
+def repaired(text: str, answer_format: str) -> Node | None:
     """The graph that an answer most likely means: its own, or what `repair.mended` makes of it.
 
     Of `mtup` the second step, or else the first, restored. None where not even a concept is left.
     """
-    decoded = decode(text, target)
+    decoded = decode(text, answer_format)
     if decoded.graph is not None:
         return decoded.graph
-    if target != "mtup":
-        return mended(text, variables=target == "full")
+    if answer_format != "mtup":
+        return mended(text, variables=answer_format == "full")
     first, _, second = text.partition(SEPARATOR)
     if (graph := mended(second, variables=True) or decoded.restored) is not None:
         return graph
@@ -99,7 +99,7 @@ def repaired(text: str, target: str) -> Node | None:
 _GRAPH_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[()]', re.DOTALL)
 
 
-def complete(text: str, target: str) -> bool:
+def complete(text: str, answer_format: str) -> bool:
     """Whether an answer's graph is finished, so that there is nothing left to generate.
 
     That is: all parentheses outside of quotes are closed again, for `mtup` those of the second graph.
@@ -111,7 +111,7 @@ def complete(text: str, target: str) -> bool:
         elif match[0] == ")" and depth:
             depth -= 1
             finished += depth == 0
-    return finished >= (2 if target == "mtup" else 1)
+    return finished >= (2 if answer_format == "mtup" else 1)
 
 
 def _attempt(read: Callable[[str], Node], text: str) -> tuple[Node | None, str | None]:

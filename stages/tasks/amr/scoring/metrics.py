@@ -68,32 +68,36 @@ def summary(metrics: Mapping[str, Any]) -> str:
 
 
 def score(
-    records: Sequence[Record], answers: Sequence[str], *, target: str, time_limit_s: float = TIME_LIMIT_S
+    records: Sequence[Record], answers: Sequence[str], *, answer_format: str, time_limit_s: float = TIME_LIMIT_S
 ) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
     """Score raw answers, one for each record.
 
-    target: one of targets.TARGETS, the form in which the answers were asked for.
+    answer_format: one of targets.ANSWER_FORMATS, the form in which the answers were asked for.
     time_limit_s: for proving that the mapping of one pair of graphs is the best; `unproven` counts the pairs that took
         longer in any of the figures, which may then be too low.
     Returns (metrics, rows): the flat figures of metrics.json, and the rows of predictions.parquet in the order of the
     records. `smatch_f1_restored` is there for `mtup` only.
     """
     assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
-    rows = [_row(record, text, target, time_limit_s) for record, text in zip(records, answers, strict=True)]
+    rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, answers, strict=True)]
     matched, predicted, gold = (sum(row[name] for row in rows) for name in ("matched", "predicted", "gold"))
     evidence = np.array([[row["matched"], row["predicted"], row["gold"]] for row in rows], dtype=np.float64)
     interval = bootstrap(evidence, corpus_f1)
     invalid = sum(not row["valid"] for row in rows)
     metrics: dict[str, float | int | str] = {
         "samples": len(rows),
-        "target": target,
+        "answer_format": answer_format,
         "smatch_f1": _corpus(rows, "matched", "predicted"),
         **({"smatch_f1_low": interval.low, "smatch_f1_high": interval.high} if interval else {}),
         "smatch_precision": matched / predicted if predicted else 0.0,
         "smatch_recall": matched / gold,
         "smatch_f1_unnormalised": _corpus(rows, "matched_unnormalised", "predicted"),
         "smatch_f1_repaired": _corpus(rows, "matched_repaired", "predicted_repaired"),
-        **({"smatch_f1_restored": _corpus(rows, "matched_restored", "predicted_restored")} if target == "mtup" else {}),
+        **(
+            {"smatch_f1_restored": _corpus(rows, "matched_restored", "predicted_restored")}
+            if answer_format == "mtup"
+            else {}
+        ),
         "exact_rate": sum(row["f1"] == 1 for row in rows) / len(rows),
         "invalid": invalid,
         "invalid_rate": invalid / len(rows),
@@ -107,8 +111,8 @@ def _corpus(rows: Sequence[Mapping[str, Any]], matched: str, predicted: str) -> 
     return 2 * sum(row[matched] for row in rows) / sum(row[predicted] + row["gold"] for row in rows)
 
 
-def _row(record: Record, text: str, target: str, time_limit_s: float) -> dict[str, Any]:
-    decoded, gold = decode(text, target), record.parsed()
+def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> dict[str, Any]:
+    decoded, gold = decode(text, answer_format), record.parsed()
 
     def count(graph: Node | None) -> Counts:
         return _counts(graph, gold, normalized, time_limit_s)
@@ -117,8 +121,8 @@ def _row(record: Record, text: str, target: str, time_limit_s: float) -> dict[st
     as_read = record.as_it_was()
     same = decoded.graph is None or _same_words(decoded.graph.words() | as_read.words())
     written = strict if same else _counts(decoded.graph, as_read, as_written, time_limit_s)
-    mended = strict if decoded.valid else count(repaired(text, target))
-    restored = count(decoded.restored) if target == "mtup" else None
+    mended = strict if decoded.valid else count(repaired(text, answer_format))
+    restored = count(decoded.restored) if answer_format == "mtup" else None
     return {
         "id": record.id,
         "sentence": record.sentence,

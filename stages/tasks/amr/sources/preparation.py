@@ -16,7 +16,7 @@ from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, sourc
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record
-from stages.tasks.amr.samples.targets import TARGETS, encode
+from stages.tasks.amr.samples.targets import ANSWER_FORMATS, encode
 from stages.tasks.amr.sources import grammar
 from stages.tasks.amr.sources.corpora import Block, read_blocks, read_lines
 
@@ -43,7 +43,7 @@ def prepare(
     limit: at most so many samples of a split; which ones, their content alone decides.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
     by split, beside what write_prepared says, `files`, `repeated_sentences`, `graphs_with_references`, `largest_graph`
-    in nodes, `longest_sentence` and `longest_target` (by target) in characters.
+    in nodes, `longest_sentence` and `longest_answer` (by answer_format) in characters.
     """
     found = _generated(generate) if source == "generated" else _from_folder(source)
 
@@ -55,7 +55,10 @@ def prepare(
             "graphs_with_references": sum(bool(graph.referred()) for graph in graphs),
             "largest_graph": max(sum(1 for _ in graph.walk()) for graph in graphs),
             "longest_sentence": max(len(record.sentence) for record in records),
-            "longest_target": {target: max(len(encode(graph, target)) for graph in graphs) for target in TARGETS},
+            "longest_answer": {
+                answer_format: max(len(encode(graph, answer_format)) for graph in graphs)
+                for answer_format in ANSWER_FORMATS
+            },
         }
 
     return write_prepared(

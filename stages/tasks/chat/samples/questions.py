@@ -24,20 +24,22 @@ _PROBES = (
 )
 
 
-def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model of an unknown family, and for a target, as there is but one form. Whether it takes
-    the pictures, if there are any, is seen where a conversation is encoded."""
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model of an unknown family, and for an answer format, as there is but one.
+
+    Whether the model takes images is checked where a conversation is encoded.
+    """
     family_of(model_type)
-    if target is not None:
-        raise UserError(f"chat has one form of answers, those of the data; it knows no target {target!r}")
+    if answer_format is not None:
+        raise UserError(f"answer_format: chat has one answer format, those of the data; found {answer_format!r}")
 
 
-def conversation(record: Record, *, answered: bool, target: None = None) -> Conversation:
+def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
     """The messages, without the last one unless `answered`."""
     return _conversation(record.id, record.messages if answered else record.messages[:-1], record.pictures)
 
 
-def probes(target: None = None) -> list[Conversation]:
+def probes(answer_format: None = None) -> list[Conversation]:
     """Three answered conversations to compare models on: of one turn, of two behind a system prompt, and about a
     picture, which text models do not take."""
     texts = [_conversation(f"probe-{index}", messages) for index, messages in enumerate(_PROBES)]

@@ -43,7 +43,7 @@ log-likelihood of the reference answers of a conversation, `tokens` theirs, the 
 `token_probability` the geometric mean of these tokens' probabilities."""
 
 
-def candidates(records: Sequence[Record], *, target: None = None) -> list[Conversation]:
+def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
     """The answered conversations whose likelihoods `score` needs: all where perplexity is a metric, else none."""
     return [conversation(record, answered=True) for record in records if "perplexity" in record.metrics]
 
@@ -52,7 +52,7 @@ def score(
     records: Sequence[Record],
     answers: Sequence[str],
     *,
-    target: None = None,
+    answer_format: None = None,
     likelihoods: Sequence[AnswerLikelihood] = (),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score raw answers, one for each record.

@@ -14,14 +14,14 @@ from stages.tasks.detection.samples.boxes import codec, codec_of, encode_boxes
 from stages.tasks.detection.samples.records import PROMPT, TARGET, Box, DetectionRecord
 
 
-def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model that writes no boxes, and for a target, as there is but one form."""
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model that writes no boxes, and for an answer format, as there is but one."""
     codec(model_type)
-    if target is not None:
-        raise UserError(f"detection has one form of answers, boxes; it knows no target {target!r}")
+    if answer_format is not None:
+        raise UserError(f"answer_format: detection has one answer format, boxes; found {answer_format!r}")
 
 
-def conversation(record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
+def conversation(record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:
     """The picture and the question. Its answer depends on the model: `ForModel` has it."""
     assert not answered, "a model's family says how boxes are written"
     return _conversation(record.image_id, record, record.prompt, None)
@@ -36,7 +36,7 @@ class ForModel:
     resized: Callable[[int, int], tuple[int, int]]
     """From the (width, height) of a picture to those that the model sees."""
 
-    def conversation(self, record: DetectionRecord, *, answered: bool, target: None = None) -> Conversation:
+    def conversation(self, record: DetectionRecord, *, answered: bool, answer_format: None = None) -> Conversation:
         """The picture and the question; with the true boxes as the assistant's answer where `answered`."""
         size = self.resized(record.width, record.height)
         targets, form = record.targets(), codec_of(record.answer, self.family)
@@ -49,7 +49,7 @@ class ForModel:
         return {"family": self.family, "sizes": [self.resized(record.width, record.height) for record in records]}
 
 
-def probes(target: None = None) -> list[Conversation]:
+def probes(answer_format: None = None) -> list[Conversation]:
     """Two answered conversations about plain drawings, upright and wide, to compare two models on."""
     boxes: tuple[Box, ...] = ((0.2, 0.1, 0.7, 0.5), (0.25, 0.6, 0.9, 0.95))
     found = []

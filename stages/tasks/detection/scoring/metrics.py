@@ -108,7 +108,7 @@ def score(
     records: Sequence[DetectionRecord],
     texts: Sequence[str],
     *,
-    target: None = None,
+    answer_format: None = None,
     family: str = "qwen2_vl",
     sizes: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:

@@ -63,14 +63,14 @@ _DOMAIN_PROBES: dict[Domain, tuple[Asked, ...]] = {
 }
 
 
-def check(model_type: str, target: str | None) -> None:
-    """Raises UserError for a model that is not one of text alone, and for a target, as there is but one form."""
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model that is not one of text alone, and for an answer format, as there is but one."""
     require_text(model_type, "this task")
-    if target is not None:
-        raise UserError(f"this task has one form of answers, sentences; it knows no target {target!r}")
+    if answer_format is not None:
+        raise UserError(f"answer_format: this task has one answer format, sentences; found {answer_format!r}")
 
 
-def conversation(record: Record, *, answered: bool, target: None = None) -> Conversation:
+def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
     """The question, after its transcript if it has one; with the best answer as the assistant's where `answered`.
 
     Where the whole is too long the transcript may be cut, and nothing else.
@@ -83,7 +83,7 @@ def answered_with(record: Record, answer: str | None) -> Conversation:
     return _conversation(record.id, record.context, record.question, answer)
 
 
-def probes(target: None = None, domain: str | None = None) -> list[Conversation]:
+def probes(answer_format: None = None, domain: str | None = None) -> list[Conversation]:
     """Answered conversations to compare models on: some of a domain, or without and with a transcript.
 
     Raises UserError for an unknown domain.

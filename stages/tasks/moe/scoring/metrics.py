@@ -59,7 +59,7 @@ def check() -> None:
     load_bleurt()
 
 
-def candidates(records: Sequence[Record], *, target: None = None) -> list[Conversation]:
+def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
     """The answered conversations whose likelihoods `score` needs: of each record the best answer, then all the correct
     and all the incorrect ones where it has incorrect ones."""
     return [answered_with(record, answer) for record in records for answer in _weighed(record)]
@@ -69,7 +69,7 @@ def score(
     records: Sequence[Record],
     answers: Sequence[str],
     *,
-    target: None = None,
+    answer_format: None = None,
     likelihoods: Sequence[AnswerLikelihood],
     routing: Sequence[Routing] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:

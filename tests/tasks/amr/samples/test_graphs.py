@@ -16,7 +16,7 @@ from stages.tasks.amr.samples.graphs import (
     read_without_variables,
     variable_names,
 )
-from stages.tasks.amr.samples.targets import TARGETS, complete, decode, repaired
+from stages.tasks.amr.samples.targets import ANSWER_FORMATS, complete, decode, repaired
 from tests.damage import damaged_text, quick
 from tests.tasks.amr.drawn import PIECES, TEXTS, graphs
 
@@ -184,11 +184,11 @@ LONG = [
 def test_an_answer_without_end_takes_no_longer_than_its_length(before: str, repeated: str) -> None:
     """Twenty-five thousand characters, of which the square would take minutes."""
     text = before + repeated * (25_000 // len(repeated))
-    for target in TARGETS:
-        decoded = decode(text, target)
+    for answer_format in ANSWER_FORMATS:
+        decoded = decode(text, answer_format)
         assert decoded.valid == (decoded.problem is None)
-        repaired(text, target)
-        complete(text, target)
+        repaired(text, answer_format)
+        complete(text, answer_format)
 
 
 @pytest.mark.timeout(60)

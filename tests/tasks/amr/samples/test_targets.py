@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
-from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, complete, decode, encode, repaired
+from stages.tasks.amr.samples.targets import ANSWER_FORMATS, SEPARATOR, complete, decode, encode, repaired
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 GRAPH = read_graph("(x1 / nói :agent (x2 / chủ tịch :mod t) :topic (x3 / đi :agent x2 :theme x1))")
@@ -11,23 +11,23 @@ FULL = "(n / nói :agent (c / chủ_tịch :mod t) :topic (đ / đi :agent c :th
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"),
+    ("answer_format", "expected"),
     [
         ("full", FULL),
         ("ptr", "(nói #1 :agent (chủ_tịch #2 :mod t) :topic (đi :agent #2 :theme #1))"),
         ("mtup", f"(nói :agent (chủ_tịch :mod t) :topic (đi :agent c :theme n)){SEPARATOR}{FULL}"),
     ],
 )
-def test_each_target_has_its_form(target: str, expected: str) -> None:
-    assert encode(GRAPH, target) == expected
+def test_each_target_has_its_form(answer_format: str, expected: str) -> None:
+    assert encode(GRAPH, answer_format) == expected
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(graph=graphs())
-def test_what_is_encoded_is_decoded_again(target: str, graph: Node) -> None:
-    text = encode(graph, target)
+def test_what_is_encoded_is_decoded_again(answer_format: str, graph: Node) -> None:
+    text = encode(graph, answer_format)
     assert "\n" not in text.replace(SEPARATOR, "")
-    decoded = decode(text, target)
+    decoded = decode(text, answer_format)
     assert decoded.problem is None
     assert decoded.graph == canonical(graph)
 
@@ -52,7 +52,7 @@ def test_the_first_step_cannot_tell_such_a_constant_from_a_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "reason"),
+    ("text", "answer_format", "reason"),
     [
         ("", "full", "there is no graph"),
         ("Đây là đồ thị: (t / tôi)", "full", "starts with a parenthesis"),
@@ -63,8 +63,8 @@ def test_the_first_step_cannot_tell_such_a_constant_from_a_reference() -> None:
         (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
     ],
 )
-def test_a_broken_answer_has_a_reason(text: str, target: str, reason: str) -> None:
-    decoded = decode(text, target)
+def test_a_broken_answer_has_a_reason(text: str, answer_format: str, reason: str) -> None:
+    decoded = decode(text, answer_format)
     assert not decoded.valid
     assert reason in (decoded.problem or "")
 
@@ -83,10 +83,10 @@ def test_pointers_need_no_space_before_a_role() -> None:
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(text=TEXTS)
-def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str) -> None:
-    decoded, mended = decode(text, target), repaired(text, target)
+def test_nothing_a_model_writes_breaks_decoding_or_repair(answer_format: str, text: str) -> None:
+    decoded, mended = decode(text, answer_format), repaired(text, answer_format)
     assert decoded.valid == (decoded.problem is None)
     if decoded.graph is not None:
         assert mended == decoded.graph
@@ -97,7 +97,7 @@ def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "expected"),
+    ("text", "answer_format", "expected"),
     [
         ("Đáp án: (t / tôi) .", "full", "(t / tôi)"),
         ("(đ / đi :agent (t / tôi) :time (n / ngày", "full", "(đ / đi :agent (t / tôi) :time (n / ngày))"),
@@ -115,9 +115,9 @@ def test_nothing_a_model_writes_breaks_decoding_or_repair(target: str, text: str
         ("(o\N{COMBINING CIRCUMFLEX ACCENT} / x :a o\N{COMBINING CIRCUMFLEX ACCENT}", "full", "(x / x :a x)"),
     ],
 )  # fmt: skip
-def test_repair_keeps_all_that_is_sound(text: str, target: str, expected: str) -> None:
-    assert not decode(text, target).valid
-    mended = repaired(text, target)
+def test_repair_keeps_all_that_is_sound(text: str, answer_format: str, expected: str) -> None:
+    assert not decode(text, answer_format).valid
+    mended = repaired(text, answer_format)
     assert mended is not None
     assert canonical(mended) == read_graph(expected)
 
@@ -133,12 +133,14 @@ def test_repair_of_endless_nesting_ends() -> None:
     assert sum(1 for _ in mended.walk()) == 100
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(graph=graphs(), rest=st.text(max_size=5))
-def test_an_answer_is_complete_at_its_last_parenthesis_and_not_before(target: str, graph: Node, rest: str) -> None:
-    text = encode(graph, target)
-    assert complete(text + rest, target)
-    assert not any(complete(text[:end], target) for end in range(len(text)))
+def test_an_answer_is_complete_at_its_last_parenthesis_and_not_before(
+    answer_format: str, graph: Node, rest: str
+) -> None:
+    text = encode(graph, answer_format)
+    assert complete(text + rest, answer_format)
+    assert not any(complete(text[:end], answer_format) for end in range(len(text)))
 
 
 def test_parentheses_in_quotes_do_not_complete_a_graph() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stages.kit.data.parquet import write_rows
 from stages.tasks.amr.samples.records import Record, parse_record
-from stages.tasks.amr.samples.targets import SEPARATOR, TARGETS, encode
+from stages.tasks.amr.samples.targets import ANSWER_FORMATS, SEPARATOR, encode
 from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, metrics, pictures, score, summary
 from stages.tasks.amr.scoring.smatch import Match
 from tests.damage import damaged_text, quick
@@ -28,27 +28,29 @@ def records() -> list[Record]:
     ]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_right_answers_score_one(target: str) -> None:
-    figures, rows = score(records(), [encode(record.parsed(), target) for record in records()], target=target)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+def test_right_answers_score_one(answer_format: str) -> None:
+    figures, rows = score(
+        records(), [encode(record.parsed(), answer_format) for record in records()], answer_format=answer_format
+    )
     assert figures["smatch_f1"] == figures["smatch_f1_repaired"] == figures["exact_rate"] == 1
     assert figures["invalid"] == figures["unproven"] == 0
-    assert ("smatch_f1_restored" in figures) == (target == "mtup")
+    assert ("smatch_f1_restored" in figures) == (answer_format == "mtup")
     assert all(row["valid"] and row["f1"] == 1 for row in rows)
 
 
 def test_separators_count_only_as_written() -> None:
-    figures, rows = score(records(), [encode(record.parsed(), "full") for record in records()], target="full")
+    figures, rows = score(records(), [encode(record.parsed(), "full") for record in records()], answer_format="full")
     assert figures["smatch_f1"] == 1
     assert figures["smatch_f1_unnormalised"] == pytest.approx(13 / 15)  # "hôm qua" and "chủ tịch" are lost
     assert [row["matched_unnormalised"] for row in rows] == [5, 6, 2]
-    figures, _ = score(records(), list(GOLD), target="full")
+    figures, _ = score(records(), list(GOLD), answer_format="full")
     assert figures["smatch_f1_unnormalised"] == 1
 
 
 def test_an_answer_that_is_no_graph_is_an_empty_one_and_its_repair_is_counted_apart() -> None:
     answers = ["(đ / đi :agent (t / tôi) :time (h / hôm qua", "xin lỗi", "(m / mưa)"]
-    figures, rows = score(records(), answers, target="full")
+    figures, rows = score(records(), answers, answer_format="full")
     assert [(row["matched"], row["predicted"], row["gold"]) for row in rows] == [(0, 0, 6), (0, 0, 7), (2, 2, 2)]
     assert figures["smatch_precision"] == 1
     assert figures["smatch_recall"] == pytest.approx(2 / 15)
@@ -61,14 +63,14 @@ def test_an_answer_that_is_no_graph_is_an_empty_one_and_its_repair_is_counted_ap
 
 
 def test_no_graph_at_all_scores_zero() -> None:
-    figures, _ = score(records(), [""] * 3, target="ptr")
+    figures, _ = score(records(), [""] * 3, answer_format="ptr")
     assert figures["smatch_f1"] == figures["smatch_precision"] == figures["smatch_recall"] == 0
     assert figures["invalid_rate"] == 1
 
 
 def test_the_corpus_counts_triples_and_not_sentences() -> None:
     answers = [GOLD[0], "(x / sai)", "(x / sai)"]
-    figures, rows = score(records(), answers, target="full")
+    figures, rows = score(records(), answers, answer_format="full")
     assert [row["matched"] for row in rows] == [6, 1, 1]  # the top is right
     assert figures["smatch_f1"] == pytest.approx(2 * 8 / (10 + 15))
     matched, predicted, gold = (sum(row[name] for row in rows) for name in ("matched", "predicted", "gold"))
@@ -81,7 +83,7 @@ def test_both_steps_of_mtup_are_scored() -> None:
         "(nói :agent (chủ_tịch :mod (nhỏ)) :polarity -)",  # no second step
         f"(mưa{SEPARATOR}(m / mưa)",  # first step broken
     ]
-    figures, rows = score(records(), answers, target="mtup")
+    figures, rows = score(records(), answers, answer_format="mtup")
     assert [row["matched"] for row in rows] == [2, 0, 2]
     assert [row["matched_restored"] for row in rows] == [6, 7, 0]
     assert figures["smatch_f1_restored"] == pytest.approx(2 * 13 / (13 + 15))
@@ -89,7 +91,7 @@ def test_both_steps_of_mtup_are_scored() -> None:
 
 def test_what_is_not_proven_is_counted_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "best_match", lambda *_, **__: Match(1, proven=False))
-    figures, rows = score(records(), [*GOLD[:2], ""], target="full")
+    figures, rows = score(records(), [*GOLD[:2], ""], answer_format="full")
     assert figures["unproven"] == 2
     assert [row["proven"] for row in rows] == [False, False, True]
     assert "2 not proven" in summary(figures)
@@ -97,7 +99,7 @@ def test_what_is_not_proven_is_counted_aloud(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_scores_are_the_same_each_time_and_their_interval_holds_them() -> None:
     answers = [GOLD[0], GOLD[2], GOLD[2]]
-    first, second = (score(records(), answers, target="full") for _ in range(2))
+    first, second = (score(records(), answers, answer_format="full") for _ in range(2))
     assert first == second
     low, middle, high = (float(first[0][key]) for key in ("smatch_f1_low", "smatch_f1", "smatch_f1_high"))
     assert low < middle < high
@@ -105,13 +107,13 @@ def test_scores_are_the_same_each_time_and_their_interval_holds_them() -> None:
 
 @pytest.mark.parametrize("answers", [["", "", ""], ["(a / b)", "(", GOLD[2]]])
 def test_rows_are_of_the_schema_whatever_was_answered(tmp_path: Path, answers: list[str]) -> None:
-    _, rows = score(records(), answers, target="full")
+    _, rows = score(records(), answers, answer_format="full")
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert pq.read_table(tmp_path / "predictions.parquet").to_pylist() == rows
 
 
 def test_a_picture_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = score(records()[:1], ["(đ / đi :agent (t / tôi"], target="full")
+    _, rows = score(records()[:1], ["(đ / đi :agent (t / tôi"], answer_format="full")
     picture = draw_prediction(records()[0], rows[0])
     assert (picture.width, picture.mode) == (512, "RGB")
     assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in picture.getcolors(1 << 16) or ()}
@@ -127,20 +129,20 @@ def test_pictures_bear_what_models_write() -> None:
         "(a / " + "dài" * 400 + ")",
         "(a / b " + " ".join(f":op{n} {n}" for n in range(300)) + ")",
     ]
-    _, rows = score(records(), answers, target="full")
+    _, rows = score(records(), answers, answer_format="full")
     for record, row in zip(records(), rows, strict=True):
         assert draw_prediction(record, row).height < 2000
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(data=st.data())
 @quick(25)
 def test_whatever_a_model_answers_is_scored_or_counted_invalid(
-    target: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    answer_format: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    right = [encode(record.parsed(), target) for record in records()]
+    right = [encode(record.parsed(), answer_format) for record in records()]
     answers = [data.draw(st.just(text) | damaged_text(text, PIECES) | TEXTS) for text in right]
-    figures, rows = score(records(), answers, target=target, time_limit_s=1.0)
+    figures, rows = score(records(), answers, answer_format=answer_format, time_limit_s=1.0)
     assert 0 <= float(figures["smatch_f1"]) <= 1
     assert figures["invalid"] == sum(row["problem"] is not None for row in rows)
     assert all(row["matched"] <= min(row["predicted"], row["gold"]) for row in rows)

@@ -59,7 +59,7 @@ def test_prepared_records_are_those_of_the_files(tmp_path: Path) -> None:
     figures = stats["splits"]["train"]
     assert (figures["records"], figures["graphs_with_references"], figures["largest_graph"]) == (3, 3, 2)
     assert figures["files"] == ["train_1.txt", "train_2.txt"]
-    assert figures["longest_target"]["ptr"] == len("(câu_hỏi :agent #1 :theme (số #1 :quant 1))")
+    assert figures["longest_answer"]["ptr"] == len("(câu_hỏi :agent #1 :theme (số #1 :quant 1))")
 
 
 def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
