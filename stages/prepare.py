@@ -34,9 +34,9 @@ def main(dataset: str) -> None:
     stats = prepare(
         chosen.source,
         selection=params.data.selection,
-        generate=chosen.generate,
         skip_invalid=params.data.skip_invalid,
         out_dir=Path("data/prepared") / dataset,
+        **({"generate": chosen.generate} if chosen.generate else {}),
         **chosen.selection(),
     )
     log.info("dataset %s from %s", dataset, stats["source"])

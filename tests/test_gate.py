@@ -31,8 +31,8 @@ def params_of(base_dir: Path) -> dict[str, Any]:
     tiny["bases"] = {"llm": f"folder:{base_dir}"}
     size = {"train": 8, "val": 3}
     tiny["datasets"] = {
-        "facts": {"task": "moe", "source": "generated:truthfulqa", "generate": size},
-        "meetings": {"task": "moe", "source": "generated:qmsum", "generate": size},
+        "facts": {"task": "moe", "source": f"folder:{ROOT / 'data/tiny/truthfulqa'}", "limit": size},
+        "meetings": {"task": "moe", "source": f"folder:{ROOT / 'data/tiny/qmsum'}", "limit": size},
         "both": {"task": "moe", "source": "mix", "mix": {"facts": None, "meetings": 6}},
     }
     tiny["memory"]["micro_batch"] = 2

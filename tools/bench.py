@@ -190,14 +190,15 @@ class Bench:
 
 def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path) -> Bench:
     """A recipe's training of a few steps, on samples that are drawn into `folder`."""
-    task = params.recipe(recipe).task
-    generate = GenerateParams(train=SAMPLES, val=8)
-    load_task(task, "sources").prepare("generated", out_dir=folder / dataset, generate=generate)
+    task, source = params.recipe(recipe).task, params.profiles["tiny"].datasets[params.recipe(recipe).data].source
+    generate = {"generate": GenerateParams(train=SAMPLES, val=8)} if source == "generated" else {}
+    load_task(task, "sources").prepare(source, out_dir=folder / dataset, **generate)
     samples = load_task(task, "samples")
     plan = resolve_plan(params, recipe, train_samples=SAMPLES)
     schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)
     plan = replace(plan, base_dir=str(base_dir), quantization="none", loss="all-tokens", schedule=schedule)
-    return Bench(plan=plan, base_dir=base_dir, samples=samples, records=samples.read_split(folder / dataset, "train"))
+    records = samples.read_split(folder / dataset, "train")[:SAMPLES]
+    return Bench(plan=plan, base_dir=base_dir, samples=samples, records=records)
 
 
 def results(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[Result]:

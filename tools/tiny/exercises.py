@@ -12,8 +12,17 @@ from collections.abc import Callable, Iterator
 
 from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.samples.targets import encode
-from stages.tasks.amr.sources.grammar import Node, draw, generate
-from stages.tasks.amr.sources.lexicon import CITIES, COUNTRIES, FAMILY_NAMES, GIVEN_NAMES, MIDDLE_NAMES, vocabulary
+from tools.tiny.sentences import (
+    CITIES,
+    COUNTRIES,
+    FAMILY_NAMES,
+    GIVEN_NAMES,
+    MIDDLE_NAMES,
+    Node,
+    draw,
+    generate,
+    vocabulary,
+)
 
 SHORTEST, LONGEST, EXERCISES_A_WORD = 3, 10, 1000
 """Words that the first exercises have at most, and the last ones; exercises after which they may be a word longer."""

@@ -15,8 +15,8 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from stages.tasks.moe.samples.questions import conversation
 from stages.tasks.moe.samples.records import DOMAINS, Record
-from stages.tasks.moe.sources.generated import UNINFORMED, generate
 from tools.tiny.architecture import Geometry, build_tiny_qwen2
+from tools.tiny.knowledge import UNINFORMED, generate
 from tools.tiny.pretraining import Settings, command, share_right, train_on_answers
 
 SETTINGS = Settings(steps=300, batch_size=32)

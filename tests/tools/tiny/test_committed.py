@@ -16,10 +16,10 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.processors import load_processor
-from stages.tasks.amr.sources.grammar import generate
 from tests import ROOT
 from tools.tiny import amr, detection, moe
 from tools.tiny.pretraining import model_card
+from tools.tiny.sentences import generate
 
 TINY = ROOT / "data/tiny"
 BASES = [("qwen2", amr, "amr.md"), ("qwen2-folklore", moe, "moe.md"), ("qwen2-vl", detection, "detection.md")]

@@ -10,14 +10,13 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import GenerateParams, LimitParams
-from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
+from stages.core.params.schema import LimitParams
+from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, source_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record
 from stages.tasks.amr.samples.targets import ANSWER_FORMATS, encode
-from stages.tasks.amr.sources import grammar
 from stages.tasks.amr.sources.corpora import Block, read_blocks, read_lines
 
 FORM = "train*.txt with #::snt lines, each above its graph in PENMAN"
@@ -32,12 +31,11 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     limit: LimitParams | None = None,
-    generate: GenerateParams | None = None,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
 
-    source: `generated` (sizes and seed in `generate`), or `folder:PATH` with train*.txt and val*, dev* or test*.txt, in
-        the form of ViSemPar or of the LDC. Without a validation file, HELD_OUT of the training sentences are held out.
+    source: `folder:PATH` with train*.txt and val*, dev* or test*.txt, in the form of ViSemPar or of the LDC. Without a
+        validation file, HELD_OUT of the training sentences are held out.
     skip_invalid: leave out malformed samples, and training samples whose sentence is validated on.
     selection: share of the training sentences to set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
@@ -45,7 +43,7 @@ def prepare(
     by split, beside what write_prepared says, `files`, `repeated_sentences`, `graphs_with_references`, `largest_graph`
     in nodes, `longest_sentence` and `longest_answer` (by answer_format) in characters.
     """
-    found = _generated(generate) if source == "generated" else _from_folder(source)
+    found = _from_folder(source)
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
         graphs = [record.parsed() for record in records]
@@ -75,22 +73,8 @@ def prepare(
     )
 
 
-def _generated(generate: GenerateParams | None) -> Source[Record]:
-    assert generate is not None, "params.yaml is refused where it is missing"
-    # One series cut in two: all of its sentences differ, so none is in both splits.
-    pairs = grammar.generate(generate.train + generate.val, generate.seed)
-    splits: dict[str, list[Sample[Record]]] = {}
-    for split, part in (("train", pairs[: generate.train]), ("val", pairs[generate.train :])):
-        file = f"generated {split}"
-        splits[split] = [
-            (Place(file, line), parse_record(f"{split}-{line}", sentence, graph, file=file, line=line))
-            for line, (sentence, graph) in enumerate(part, start=1)
-        ]
-    return generated(splits)
-
-
 def _from_folder(source: str) -> Source[Record]:
-    known = "generated or folder:PATH (the corpora are not on the hub: put their text files into a folder)"
+    known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(source, known=known)
     files = given_files(folder, "*.txt")
     chosen = files_by_split(files)

@@ -1,4 +1,4 @@
-"""Where conversations come from: files of messages, the hub, or a made-up shop."""
+"""Where conversations come from: files of messages, or the hub."""
 
 from stages.tasks.chat.sources.preparation import prepare
 

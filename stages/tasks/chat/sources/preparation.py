@@ -13,15 +13,14 @@ from typing import Any
 from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import TEXT_METRICS, GenerateParams, LimitParams, TextMetric
+from stages.core.params.schema import TEXT_METRICS, LimitParams, TextMetric
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
-from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
+from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
 from stages.kit.data.texts import json_lines, read_text
 from stages.tasks.chat.samples.fields import parsed
 from stages.tasks.chat.samples.records import IMAGES, SCHEMA, Record
-from stages.tasks.chat.sources import orders
 from stages.tasks.chat.sources.messages import Talk, pictures_of, talk_of
 from stages.tasks.chat.sources.pictures import read_pictures
 
@@ -39,16 +38,14 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     limit: LimitParams | None = None,
-    generate: GenerateParams | None = None,
     group: str | None = None,
     metrics: Sequence[TextMetric] = TEXT_METRICS,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> dict[str, Any]:
     """Validate conversations and write them, whole or not at all, to `out_dir`.
 
-    source: `generated` (sizes and seed in `generate`), `folder:PATH` with JSON Lines or parquet files, or
-        `hub:OWNER/NAME@REVISION` with parquet. Files train* and val*, dev* or test* are the two splits; where one kind
-        is missing HELD_OUT of the groups are held out of the other's.
+    source: `folder:PATH` with JSON Lines or parquet files, or `hub:OWNER/NAME@REVISION` with parquet. Files train* and
+        val*, dev* or test* are the two splits; without the latter, HELD_OUT of the groups are held out.
     skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
     selection: share of the training groups to set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
@@ -60,7 +57,7 @@ def prepare(
     Raises UserError also where a folder holds files of both kinds.
     """
     parse = partial(_sample, group=group, as_json="json" in metrics, max_pixels=max_image_pixels)
-    found = _generated(generate) if source == "generated" else _from_files(source, parse)
+    found = _from_files(source, parse)
     found.splits = splits = _in_groups(found.splits)
     pictured = any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples)
 
@@ -91,19 +88,6 @@ def prepare(
         limit=limit,
         adapt=scored,
     )
-
-
-def _generated(generate: GenerateParams | None) -> Source[Record]:
-    assert generate is not None, "params.yaml is refused where it is missing"
-    sizes = {"train": generate.train, "val": generate.val}
-    splits: dict[str, list[Sample[Record]]] = {}
-    for split, lines in orders.generate(sizes, generate.seed).items():
-        places = (Place(f"generated {split}", number) for number in range(1, len(lines) + 1))
-        splits[split] = [
-            _sample(place, line, group="name", as_json=True, max_pixels=MAX_IMAGE_PIXELS, folder=None)
-            for place, line in zip(places, lines, strict=True)
-        ]
-    return generated(splits)
 
 
 def _from_files(source: str, parse: Callable[..., Sample[Record]]) -> Source[Record]:

@@ -11,13 +11,12 @@ from typing import Any
 
 from stages.core.errors import UserError, counted
 from stages.core.given_files import given_files
-from stages.core.params.schema import GenerateParams, LimitParams
-from stages.kit.data.preparation import Sample, Source, generated, read_text_files, write_prepared
+from stages.core.params.schema import LimitParams
+from stages.kit.data.preparation import Source, read_text_files, write_prepared
 from stages.kit.data.prepared import read_origin
 from stages.kit.data.sources import READ_ON, VALIDATION, Place, files_by_split, holds, source_folder
 from stages.tasks.moe.samples.records import DOMAINS, SCHEMA, Record, read_split
 from stages.tasks.moe.sources.corpora import SUFFIXES, domain_of, read_corpus, unknown_form
-from stages.tasks.moe.sources.generated import generate as generate_records
 
 FORM = (
     "TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and Incorrect Answers, or QMSum, JSONL "
@@ -35,16 +34,14 @@ def prepare(
     out_dir: Path,
     skip_invalid: bool = False,
     selection: float = 0.0,
-    generate: GenerateParams | None = None,
     limit: LimitParams | None = None,
     mix: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Validate a dataset of one domain, or mix some, and write it, whole or not at all, to `out_dir`.
 
-    source: `folder:PATH` with TruthfulQA's CSV or QMSum's JSONL files; `generated:DOMAIN` (sizes and seed in
-        `generate`); or `mix`, of datasets prepared beside `out_dir`. Files train* and val*, dev* or test* are the two
-        splits. Without train files HELD_OUT of all questions are held out, of QMSum whole meetings with all that is
-        asked about them.
+    source: `folder:PATH` with TruthfulQA's CSV or QMSum's JSONL files, or `mix`, of datasets prepared beside `out_dir`.
+        Files train* and val*, dev* or test* are the two splits. Without train files HELD_OUT of all questions are held
+        out, of QMSum whole meetings with all that is asked about them.
     skip_invalid: leave out malformed rows, and training samples about what is validated on.
     selection: share of what is asked about to set aside of the training samples; a mix takes all that its parts have
         set aside.
@@ -58,12 +55,7 @@ def prepare(
     characters.
     Raises UserError also where the folder holds no known file or those of two domains.
     """
-    if source == "mix":
-        found = _mixed(mix or {}, out_dir.parent, with_selection=selection > 0)
-    elif source.startswith("generated"):
-        found = _generated(source, generate)
-    else:
-        found = _from_folder(source)
+    found = _mixed(mix or {}, out_dir.parent, with_selection=selection > 0) if source == "mix" else _from_folder(source)
     parts: dict[str, dict[str, Any]] = found.origin.setdefault("parts", {})
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -95,14 +87,6 @@ def prepare(
     return stats
 
 
-def _generated(source: str, generate: GenerateParams | None) -> Source[Record]:
-    assert generate is not None, "params.yaml is refused where it is missing"
-    # One series cut in two: all of its questions differ, so none is in both splits.
-    records = generate_records(source.partition(":")[2], generate.train + generate.val, generate.seed)
-    samples: list[Sample[Record]] = [(Place(record.file, record.line), record) for record in records]
-    return generated({"train": samples[: generate.train], "val": samples[generate.train :]}, source=source)
-
-
 def _mixed(mix: Mapping[str, int | None], prepared_dir: Path, *, with_selection: bool) -> Source[Record]:
     """The datasets' names stand before ids and files, so that both stay unique."""
     records: dict[str, list[Record]] = {split: [] for split in ("train", "val", *(["selection"] * with_selection))}
@@ -132,8 +116,7 @@ def _mixed(mix: Mapping[str, int | None], prepared_dir: Path, *, with_selection:
 
 
 def _from_folder(source: str) -> Source[Record]:
-    generated = ", ".join(f"generated:{domain}" for domain in DOMAINS)
-    folder = source_folder(source, known=f"folder:PATH, mix, or one of {generated}")
+    folder = source_folder(source, known="folder:PATH or mix")
     files = sorted(given_files(folder, *(f"*{suffix}" for suffix in SUFFIXES)))
     of_domain = _files_of_one_domain(folder, files)
     chosen = files_by_split(of_domain)

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 
 from stages.core.errors import UserError
-from stages.core.params.schema import GenerateParams
 from stages.tasks.amr.samples.records import read_split
 from stages.tasks.amr.sources.corpora import read_blocks
-from stages.tasks.amr.sources.grammar import generate
 from stages.tasks.amr.sources.preparation import prepare
 from tests.damage import damaged_bytes, damaged_text, quick
 
@@ -161,15 +159,8 @@ def test_a_tenth_of_the_sentences_is_held_out_where_no_file_validates(tmp_path: 
     assert stats["splits"]["val"]["files"] == ["train.txt"]
 
 
-def test_generated_sentences_are_one_series_cut_in_two(tmp_path: Path) -> None:
-    stats = prepare("generated", generate=GenerateParams(train=3, val=2, seed=7), out_dir=tmp_path / "out")
-    records = [record for split in ("train", "val") for record in read_split(tmp_path / "out", split)]
-    assert [(record.sentence, record.graph) for record in records] == generate(5, seed=7)
-    assert [stats["splits"][split]["records"] for split in ("train", "val")] == [3, 2]
-
-
 def test_the_hub_is_refused_as_a_source(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown source 'hub:vlsp/amr@abc'; expected generated or folder:PATH \(the"):
+    with pytest.raises(UserError, match=r"unknown source 'hub:vlsp/amr@abc'; expected folder:PATH \(the"):
         prepare("hub:vlsp/amr@abc", out_dir=tmp_path / "out")
 
 

@@ -7,11 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.schema import GenerateParams
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.samples.records import Message, Record
 from stages.tasks.chat.sources import prepare
-from stages.tasks.chat.sources.orders import NUMBERS, generate
 from tests.tasks.chat.talks import said, talk, write_lines
 
 
@@ -152,26 +150,6 @@ def test_folders_of_both_kinds_or_of_neither_are_refused(tmp_path: Path) -> None
     assert "has no training files: it holds 1 .jsonl file (val.jsonl)" in refusal(tmp_path)
     pq.write_table(pa.Table.from_pylist([talk(1)]), tmp_path / "train.parquet")
     assert "holds JSON Lines and parquet" in refusal(tmp_path)
-
-
-def test_orders_are_the_same_again_and_no_name_is_in_two_splits_or_twice() -> None:
-    splits = generate({"train": 640, "val": 128}, 7)
-    assert splits == generate({"train": 640, "val": 128}, 7)
-    answers = [json.loads(line["messages"][-1]["content"]) for lines in splits.values() for line in lines]
-    names = [name for answer in answers for name in (answer["name"], answer["source"])]
-    assert len(names) == len(set(names)) == 2 * 768
-    for line, answer in zip((line for lines in splits.values() for line in lines), answers, strict=True):
-        question = line["messages"][1]["content"].lower()
-        for value in (answer["name"], answer["source"], answer["city"], NUMBERS[answer["quant"] - 1]):
-            assert value.lower() in question
-    with pytest.raises(UserError, match="6,000 samples are wanted, but there are names for"):
-        generate({"train": 5000, "val": 1000}, 7)
-
-
-def test_generated_orders_are_prepared(tmp_path: Path) -> None:
-    sizes = GenerateParams(train=20, val=5, seed=1)
-    stats = prepare("generated", out_dir=tmp_path / "out", generate=sizes, metrics=["json"])
-    assert {split: found["groups"] for split, found in stats["splits"].items()} == {"train": 20, "val": 5}
 
 
 def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.core.params.schema import GenerateParams, LimitParams
+from stages.core.params.schema import LimitParams
 from stages.tasks.moe.samples import read_split
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.sources import prepare
+from tests import ROOT
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.tasks.moe.made_up import TABLE, longbench, write_lines, write_table, yale
 
@@ -187,9 +188,9 @@ def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> 
 
 
 def two_domains(tmp_path: Path) -> None:
-    generate = GenerateParams(train=40, val=10, seed=1)
     for domain in ("truthfulqa", "qmsum"):
-        prepare(f"generated:{domain}", out_dir=tmp_path / domain, generate=generate)
+        source = f"folder:{ROOT / 'data/tiny' / domain}"
+        prepare(source, out_dir=tmp_path / domain, limit=LimitParams(train=40, val=10))
 
 
 def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
@@ -210,9 +211,8 @@ def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
 
 
 def test_a_mix_sets_aside_what_its_parts_did(tmp_path: Path) -> None:
-    generate = GenerateParams(train=60, val=10, seed=1)
     for domain in ("truthfulqa", "qmsum"):
-        prepare(f"generated:{domain}", out_dir=tmp_path / domain, generate=generate, selection=0.25)
+        prepare(f"folder:{ROOT / 'data/tiny' / domain}", out_dir=tmp_path / domain, selection=0.25)
     prepare("mix", out_dir=tmp_path / "both", mix={"truthfulqa": 5, "qmsum": 0}, selection=0.25)
     aside = {record.question for name in ("truthfulqa", "qmsum") for record in read_split(tmp_path / name, "selection")}
     assert {record.question for record in read_split(tmp_path / "both", "selection")} == aside
