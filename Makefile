@@ -5,7 +5,7 @@
 
 # cpu or cuda; not given: cuda where there is an NVIDIA GPU.
 TARGET ?=
-# What `make setup` installs beside the project's own: dev, lm-eval, try, vllm.
+# What `make setup` installs beside the project's own: dev, try, vllm.
 EXTRAS ?=
 # What demo, compare, report and repeat are of: detection, amr, moe or chat.
 TASK ?= detection
@@ -38,7 +38,7 @@ help: ## List the targets
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 .PHONY: setup
-setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev lm-eval vllm", PYTHON=...)
+setup: ## Create .venv with the locked packages (TARGET=cpu|cuda, EXTRAS="dev try vllm", PYTHON=...)
 	@docker/setup $(EXTRAS)
 
 .PHONY: setup-dev
@@ -90,10 +90,6 @@ plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out
 .PHONY: plan
 plan: setup ## Say whether a recipe fits a GPU, without one, and how to run it so (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
-
-.PHONY: lm-eval
-lm-eval: setup ## Let lm-evaluation-harness score a model too, after make setup EXTRAS=lm-eval (RUN=, BATCH_SIZE=)
-	@$(offline) $(python) -m tools.lm_eval $(RUN) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 .PHONY: try
 try: setup ## Ask a trained model and its base on a page in the browser, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)

@@ -36,7 +36,6 @@ FAST = (
     ),
     "stages/tasks/amr/predictions",
     "tools/api",
-    "tools/lm_eval/moe",
     "tools/plan/__main__",
     "tools/plan/available_inputs",
     "tools/plan/recipe_memory",

@@ -18,7 +18,6 @@ from tests import ROOT
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),
         (["data", "SOURCE=/a b", "FORMAT=coco"], ["/a b", "--format", "coco"]),
-        (["lm-eval", "RUN=base-dense", "BATCH_SIZE=4"], ["base-dense", "--batch-size", "4"]),
     ],
 )
 def test_make_passes_on_what_is_asked(asked: list[str], options: list[str]) -> None:
