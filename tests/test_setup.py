@@ -105,7 +105,7 @@ def test_a_second_set_up_asks_for_nothing_and_an_extra_only_for_itself(workspace
     assert set_up(workspace)[2] == []
     assert set_up(workspace, "dev")[2] == ["uv docker/dev.lock"]
     assert set_up(workspace, "dev")[2] == []
-    assert set_up(workspace, "dev", "lm-eval")[2] == ["uv docker/lm-eval.lock"]
+    assert set_up(workspace, "dev", "try")[2] == ["uv docker/try.lock"]
     assert set_up(workspace)[2] == []
 
 
@@ -129,7 +129,7 @@ def test_vllm_cut_short_is_not_there(workspace: Path) -> None:
 def test_an_unknown_extra_is_refused_before_anything_is_made(workspace: Path) -> None:
     code, said, asked = set_up(workspace, "lm_eval", TARGET="cpu")
     assert (code, asked) == (1, [])
-    assert "unknown extra lm_eval; there are dev, lm-eval, try and vllm" in said
+    assert "unknown extra lm_eval; there are dev, try and vllm" in said
 
 
 def test_a_changed_lock_is_installed(workspace: Path) -> None:

