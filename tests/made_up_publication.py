@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import asdict, replace
@@ -11,10 +12,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from stages.core.lineage import Lineage, content_digest, write_lineage
-from stages.core.params.schema import GenerateParams
+from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir, write_provenance
 from stages.kit.reporting.cards import cards_dir, write_card
 from stages.tasks.detection.sources import prepare
+from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
 
@@ -29,7 +31,9 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     data_dir, params = folder / "data", project_params()
     shutil.copy(Path(__file__).parent.parent / "params.yaml", folder)
     prepared_dir = data_dir / "prepared/nutrition-tables"
-    prepare("generated", out_dir=prepared_dir, generate=GenerateParams(train=2, val=2, seed=1))
+    source = params.dataset("nutrition-tables").source
+    with contextlib.chdir(ROOT):
+        prepare(source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
     base = _model(data_dir / "bases/vlm", "base", "vlm", source=base_source or {"folder": "data/tiny/qwen2-vl"})
     run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_pictures=2)
     for path in run_dir.glob("model_lineage.json"):  # that of a card

@@ -35,7 +35,7 @@ from trl import SFTConfig, SFTTrainer
 
 from stages.core.lineage import file_digest, folder_digest
 from stages.core.params.load import load_params
-from stages.core.params.schema import DeviceParams, GenerateParams, Params
+from stages.core.params.schema import DeviceParams, LimitParams, Params
 from stages.kit.evaluation.generation import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
@@ -189,10 +189,10 @@ class Bench:
 
 
 def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path) -> Bench:
-    """A recipe's training of a few steps, on samples that are drawn into `folder`."""
-    task, source = params.recipe(recipe).task, params.profiles["tiny"].datasets[params.recipe(recipe).data].source
-    generate = {"generate": GenerateParams(train=SAMPLES, val=8)} if source == "generated" else {}
-    load_task(task, "sources").prepare(source, out_dir=folder / dataset, **generate)
+    """A recipe's training of a few steps, on samples of the demo's data, prepared in `folder`."""
+    task, shipped = params.recipe(recipe).task, params.profiles["tiny"].datasets[params.recipe(recipe).data]
+    limit = LimitParams(train=SAMPLES, val=8)
+    load_task(task, "sources").prepare(shipped.source, out_dir=folder / dataset, limit=limit)
     samples = load_task(task, "samples")
     plan = resolve_plan(params, recipe, train_samples=SAMPLES)
     schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)

@@ -83,8 +83,8 @@ def small_steps(params: dict[str, Any]) -> None:
     """The shipped experiment with less of everything."""
     tiny = params["profiles"]["tiny"]
     for dataset in tiny["datasets"].values():
-        if "generate" in dataset:
-            dataset["generate"] = {"train": 16, "val": 8, "seed": 1}
+        if dataset["source"] != "mix":
+            dataset["limit"] = {"train": 16, "val": 8}
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 8, "max_new_tokens": 24}
     for recipe in params["recipes"].values():

@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (workspace / "data/unknown.txt").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
     raw = YAML(typ="safe").load(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
-    tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 8, "val": 4, "seed": 1}
+    tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
     tiny["datasets"]["visempar"] = {"task": "amr", "source": "folder:corpus"}
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 48}

@@ -66,7 +66,7 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         chosen = params.dataset(name)
         if chosen.task != "detection" or chosen.source == "mix":
             raise UserError(f"dataset {name} has no pictures with boxes of its own")
-        source, settings = chosen.source, {"generate": chosen.generate, **chosen.selection()}
+        source, settings = chosen.source, chosen.selection()
     with tempfile.TemporaryDirectory() as folder:
         stats = prepare(source, out_dir=Path(folder) / "prepared", skip_invalid=True, **settings)
         splits = {split: read_split(Path(folder) / "prepared", split) for split in stats["splits"]}

@@ -203,7 +203,7 @@ def build_reference(root: Path) -> Reference:
     clone_checkout(workspace.folder)
     with tiny_params(workspace.folder) as raw:  # few samples and steps, each second step saved
         tiny = raw["profiles"]["tiny"]
-        tiny["datasets"]["nutrition-tables"]["generate"] = {"train": 16, "val": 4, "seed": 1}
+        tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 16, "val": 4}
         tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
         tiny["memory"]["micro_batch"] = 2
         tiny["evaluation"].update(batch_size=4, max_new_tokens=8)

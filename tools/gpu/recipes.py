@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "tracking.wandb": False,
     # Each step is saved, for whoever is killed.
     "checkpoints": {"every_minutes": None, "every_steps": 1},
-    "profiles.tiny.datasets.nutrition-tables.generate": {"train": 8, "val": 4, "seed": 7},
+    "profiles.tiny.datasets.nutrition-tables.limit": {"train": 8, "val": 4},
     "profiles.tiny.datasets.visempar.generate": {"train": 8, "val": 4, "seed": 7},
     "profiles.tiny.datasets.truthfulqa.generate": {"train": 8, "val": 4, "seed": 7},
     "profiles.tiny.datasets.qmsum.generate": {"train": 8, "val": 4, "seed": 7},

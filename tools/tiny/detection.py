@@ -20,11 +20,10 @@ from stages.kit.evaluation.generation import generate_answers
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import reading_order
 from stages.tasks.detection.scoring.metrics import pairwise_iou
-from stages.tasks.detection.sources.scenes import OBJECTS, Kind, draw_scene
 from tools.tiny import pretraining
 from tools.tiny.architecture import Geometry, build_tiny_qwen2_vl
-from tools.tiny.pointing import PointingLoss
-from tools.tiny.scenes import corpus, make_batch, question
+from tools.tiny.pointing import PointingLoss, corpus, make_batch, question
+from tools.tiny.scenes import OBJECTS, Kind, draw_scene
 
 GEOMETRY = Geometry(
     vocab_size=640,

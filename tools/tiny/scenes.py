@@ -1,142 +1,325 @@
-"""Examples for the tiny vision-language model: scenes, conversations about them, and where in them to look.
+"""Draws images for detection: plain objects to pre-train on, packages with nutrition tables to fine-tune on.
 
-Everything is a pure function of a seed and an index; nothing is stored.
+    python -m tools.tiny.scenes --out data/tiny/nutrition-tables
+
+Writes packages as parquet files in the schema of openfoodfacts/nutrition-table-detection, the demo's data.
+
+An image is a pure function of (kind, seed, index).
+Three kinds: `objects` shows one to three kinds of panel, barcode, logo, text block or QR code, and never a
+nutrition table; `front` and `back` show a package, a little rotated, with one to three nutrition tables among
+other things.
+
+How hard the packages are was chosen for the tiny base. It boxes whatever it sees, and
+with few things beside a table it met one first in two of five pictures (mean IoU of the first box 0.38). With
+more of them, and a banner above the tables, it seldom does, and some 300 pictures still teach it what a table is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import Qwen2VLProcessor
+import click
+import pyarrow as pa
+from PIL import Image, ImageDraw, ImageFilter
 
-from stages.kit.data.conversation import Conversation
-from stages.kit.training.collators import IGNORED, ConversationCollator
-from stages.tasks.detection.samples.boxes import encode_boxes
-from stages.tasks.detection.samples.records import TARGET
-from stages.tasks.detection.sources.scenes import OBJECTS, Scene, draw_scene
-from tools.tiny.pointing import CELL_PARTS, MAX_SIDE, PATCH_PARTS, GridTargets, PointingTargets, grid_targets
-
-NAMES = (
-    *(TARGET, "price-tag", "ingredients-list", "nutri-score"),
-    *("best-before-date", "recycling-mark", "brand-name", "photo"),
+from stages.kit.data.parquet import write_rows
+from stages.tasks.detection.samples.records import TARGET, Box
+from tools.tiny.drawing import (
+    BRANDS,
+    Colour,
+    clutter,
+    drawn,
+    fit_font,
+    gradient,
+    ink_on,
+    pick_colour,
+    pick_font,
 )
-"""Names of things that no scene shows. A scene with one kind of object is sometimes asked for by such a name: so the
-model learns to answer with the name it was asked for, whatever it is."""
+
+Kind = Literal["objects", "front", "back"]
+PixelBox = tuple[int, int, int, int]
+"""x0, y0, x1, y1; x1 and y1 are the first pixels outside."""
+
+OBJECTS = ("barcode", "logo", "panel", "qr-code", "text-block")
+SHAPES = ((256, 256), (224, 280), (280, 224), (240, 272), (272, 240))
+"""Width and height of the pictures, in pixels."""
+
+SEED, SPLITS = 7, {"train": 320, "val": 128}
+"""The demo's data: its seed, and the images of each split."""
+COLUMNS = pa.schema(
+    [
+        ("image_id", pa.string()),
+        ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        ("objects", pa.struct([("bbox", pa.list_(pa.list_(pa.float64()))), ("category_name", pa.list_(pa.string()))])),
+    ]
+)
+
+SIZES: dict[str, tuple[tuple[float, float], tuple[float, float] | None]] = {
+    "barcode": ((0.2, 0.45), (0.12, 0.3)),
+    "logo": ((0.15, 0.4), None),
+    "panel": ((0.2, 0.7), (0.15, 0.6)),
+    "qr-code": ((0.15, 0.3), None),
+    "text-block": ((0.25, 0.6), (0.15, 0.4)),
+    TARGET: ((0.32, 0.6), (0.3, 0.6)),
+}
+"""Range of an object's width as a share of the picture's, and of its height; None: about as high as wide."""
+
+
+@click.command(help=__doc__)
+@click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
+def main(out_dir: Path) -> None:
+    (out_dir / "data").mkdir(parents=True, exist_ok=True)
+    for split, count in SPLITS.items():
+        write_rows(generate_rows(split, count, SEED), out_dir / f"data/{split}-00000-of-00001.parquet", COLUMNS)
 
 
 @dataclass(frozen=True)
-class Example:
-    scene: Scene
-    conversation: Conversation
-    answered: tuple[int, ...]
-    """Indices of the scene's objects in the order in which the conversation answers with them."""
+class Scene:
+    """A picture and what is marked in it, top to bottom then left to right."""
+
+    image: Image.Image
+    boxes: tuple[Box, ...]
+    categories: tuple[str, ...]
 
 
-def question(name: str) -> str:
-    return f"Detect the bounding box of the {name.replace('-', ' ')}."
+def draw_scene(kind: Kind, seed: int, index: int, *, objects: int | None = None) -> Scene:
+    """Draws picture `index` of the endless series (kind, seed).
 
-
-def corpus() -> Iterator[str]:
-    """Texts from which the tokenizer learns its pieces: questions and answers, without the special tokens."""
-    rng = random.Random(0)
-    for _ in range(60):
-        for name in OBJECTS + NAMES:
-            x0, y0, x1, y1 = (rng.randrange(1000) for _ in range(4))
-            yield f"system\nYou are a helpful assistant.\nuser\n{question(name)}\nassistant\n"
-            yield name
-            yield f"({x0},{y0}),({x1},{y1})"
-
-
-def make_example(seed: int, index: int, objects: int) -> Example:
-    """Example `index` of an endless series: a scene of 1 to 3 categories, and a question for each, in random order."""
-    scene = draw_scene("objects", seed, index, objects=objects)
-    rng = random.Random(f"questions/{seed}/{index}")
-    messages: list[dict[str, Any]] = []
-    answered: list[int] = []
-    for category in rng.sample(sorted(set(scene.categories)), objects):
-        found = [i for i, other in enumerate(scene.categories) if other == category]
-        name = rng.choice(NAMES) if objects == 1 and rng.random() < 0.3 else category
-        content = [{"type": "text", "text": question(name)}]
-        if not messages:
-            content.insert(0, {"type": "image"})
-        answer = encode_boxes([scene.boxes[i] for i in found], label=name)
-        messages.append({"role": "user", "content": content})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        answered += found
-    conversation = Conversation(sample_id=f"{seed}/{index}", messages=messages, images=[scene.image])
-    return Example(scene, conversation, tuple(answered))
-
-
-def make_batch(
-    processor: Qwen2VLProcessor, *, seed: int, step: int, batch_size: int
-) -> tuple[dict[str, Tensor], PointingTargets]:
-    """The model's inputs with labels, and the auxiliary targets.
-
-    All scenes of a step show equally many kinds of object, so that its rows are of about one length.
+    objects: how many categories an `objects` scene shows, 1 to 3; left out, one to three by chance.
     """
-    examples = [make_example(seed, step * batch_size + row, objects=1 + step % 3) for row in range(batch_size)]
-    collate = ConversationCollator(
-        processor, examples, lambda example: example.conversation, loss="assistant-only", max_length=1024
-    )
-    inputs = collate([{"sample": row} for row in range(batch_size)])
-    return inputs, pointing_targets(processor.tokenizer, examples, inputs)
+    rng = random.Random(f"{kind}/{seed}/{index}")
+    if kind == "objects":
+        return _draw_objects(rng, objects or rng.randint(1, 3))
+    return _draw_package(rng, kind)
 
 
-def pointing_targets(tokenizer: Any, examples: list[Example], inputs: dict[str, Tensor]) -> PointingTargets:
-    image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    patches, cells, positions, looks = [], [], [], []
-    for row, (example, (_, high, wide)) in enumerate(zip(examples, inputs["image_grid_thw"].tolist(), strict=True)):
-        assert max(high, wide) <= 2 * MAX_SIDE, (high, wide)
-        kinds = [OBJECTS.index(category) for category in example.scene.categories]
-        order = merge_order(high, wide)
-        fine, _ = grid_targets(example.scene.boxes, kinds, high, wide, PATCH_PARTS)
-        patches.append((fine.category[order], fine.edge_part[order], fine.digits[order]))
-        coarse, on_edge = grid_targets(example.scene.boxes, kinds, high // 2, wide // 2, CELL_PARTS)
-        cells.append((coarse.category, coarse.edge_part, coarse.digits))
-        positions.append(torch.cartesian_prod(torch.arange(high // 2), torch.arange(wide // 2)))
-        ids, labels = inputs["input_ids"][row].tolist(), inputs["labels"][row].tolist()
-        first_cell, num_cells = ids.index(image_token), on_edge.shape[2]
-        for query, box, edge in coordinate_digits(tokenizer, ids, labels):
-            allowed = torch.zeros(len(ids), dtype=torch.bool)
-            allowed[first_cell : first_cell + num_cells] = on_edge[example.answered[box], edge]
-            looks.append((row, query, allowed))
-    rows, queries, all_allowed = zip(*looks, strict=True)
-    return PointingTargets(
-        patches=GridTargets(*map(torch.cat, zip(*patches, strict=True))),
-        cells=GridTargets(*map(torch.cat, zip(*cells, strict=True))),
-        cell_position=torch.cat(positions),
-        look_row=torch.tensor(rows),
-        look_query=torch.tensor(queries),
-        look_allowed=torch.stack(all_allowed),
-    )
+def generate_rows(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yields `count` package pictures as rows of openfoodfacts/nutrition-table-detection, as far as they are read.
 
-
-def merge_order(rows: int, columns: int) -> Tensor:
-    """(rows * columns,) the order in which Qwen2-VL stores patches: four of a cell, then four of the next."""
-    return torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1)
-
-
-def coordinate_digits(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Finds the first two digits of every coordinate in a row's answers; a cell cannot show the third.
-
-    Yields (position from which the digit is predicted, which box of the row, which edge of it).
+    The split is part of what the pictures are drawn from and of their barcodes, so train and val share none.
+    Barcodes are EAN-13 of the range 20 to 29, which is given to no product.
     """
-    digits = {tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
-    box_start = tokenizer.convert_tokens_to_ids("<|box_start|>")
-    box, edge, place = -1, -1, 0
-    for position, token in enumerate(ids):
-        if labels[position] == IGNORED:
+    for index in range(count):
+        rng = random.Random(f"{split}/{seed}/{index}")
+        kind: Kind = "front" if rng.random() < 0.35 else "back"
+        scene = draw_scene(kind, _split_seed(split, seed), index)
+        jpeg = io.BytesIO()
+        scene.image.save(jpeg, "JPEG", quality=rng.randint(75, 95))
+        barcode = ean13(f"{20 if split == 'train' else 21}{seed % 1000:03d}{index:07d}")
+        view = "1" if kind == "front" else "2"
+        yield {
+            "image_id": f"{barcode}_{view}",
+            "image": {"bytes": jpeg.getvalue(), "path": f"{barcode}_{view}.jpg"},
+            "objects": {
+                "bbox": [[y0, x0, y1, x1] for x0, y0, x1, y1 in scene.boxes],
+                "category_name": list(scene.categories),
+            },
+        }
+
+
+def ean13(digits: str) -> str:
+    """Appends the check digit of EAN-13 to 12 digits (GS1 General Specifications, 7.9.1)."""
+    assert re.fullmatch("[0-9]{12}", digits), digits
+    total = sum(int(digit) * (3 if place % 2 else 1) for place, digit in enumerate(digits))
+    return digits + str(-total % 10)
+
+
+def _split_seed(split: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:8], "big")
+
+
+def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float, float]]]) -> Scene:
+    """Pixels to shares of the picture, from top to bottom."""
+    width, height = image.size
+    marked = sorted(marked, key=lambda item: (item[1][1], item[1][0]))
+    boxes = tuple((x0 / width, y0 / height, x1 / width, y1 / height) for _, (x0, y0, x1, y1) in marked)
+    return Scene(image, boxes, tuple(category for category, _ in marked))
+
+
+def _place(
+    rng: random.Random,
+    size: tuple[int, int],
+    kind: str,
+    taken: list[PixelBox],
+    *,
+    scale: float = 1.0,
+    top: int = 2,
+) -> PixelBox | None:
+    """A free rectangle for an object on a surface of `size`, or None where 25 tries find none.
+
+    scale: of its usual size. top: the first row of pixels that it may cover.
+    """
+    width, height = size
+    widths, heights = SIZES[kind]
+    for _ in range(25):
+        box_width = round(rng.uniform(*widths) * width * scale)
+        box_height = round(rng.uniform(*heights) * height * scale if heights else box_width * rng.uniform(0.85, 1.15))
+        if box_width > width - 4 or box_height > height - 2 - top:
             continue
-        if token == box_start:
-            box, edge = box + 1, -1
-        elif token in digits:
-            if ids[position - 1] not in digits:  # after an opening bracket or a comma: the next coordinate
-                edge, place = edge + 1, 0
-            place += 1
-            if place <= 2:
-                yield position - 1, box, edge
+        x, y = rng.randint(2, width - box_width - 2), rng.randint(top, height - box_height - 2)
+        box = (x, y, x + box_width, y + box_height)
+        if all(_apart(box, other) for other in taken):
+            return box
+    return None
+
+
+def _apart(box: PixelBox, other: PixelBox) -> bool:
+    """Whether more than three pixels lie between two rectangles."""
+    x0, y0, x1, y1 = other
+    return box[0] > x1 + 3 or box[2] < x0 - 3 or box[1] > y1 + 3 or box[3] < y0 - 3
+
+
+def _put(surface: Image.Image, rng: random.Random, category: str, box: PixelBox) -> None:
+    part = drawn(category, box[2] - box[0], box[3] - box[1], rng)
+    surface.paste(part, box[:2], part)
+
+
+def _put_banner(face: Image.Image, rng: random.Random) -> PixelBox:
+    width, height = face.size
+    left = round(rng.uniform(0.02, 0.4) * width)
+    upper = round(rng.uniform(0.01, 0.05) * height)
+    size = round(rng.uniform(0.4, 0.58) * width), round(rng.uniform(0.1, 0.18) * height)
+    box = (left, upper, left + size[0], upper + size[1])
+    _put(face, rng, "panel", box)
+    return box
+
+
+def _draw_objects(rng: random.Random, objects: int) -> Scene:
+    width, height = rng.choice(SHAPES)
+    colour = pick_colour(rng, 20, 255)
+    image = gradient(rng, width, height, colour)
+    clutter(image, rng, colour, rng.randint(2, 6))
+    for _ in range(rng.randint(0, 2)):
+        _write_brand(image, rng, ink_on(rng, colour), rng.uniform(0.05, 0.11) * height)
+    while True:  # until all of them found room; the surface is drawn once
+        wanted = rng.sample(OBJECTS, objects)
+        if rng.random() < 0.2:
+            wanted.append(rng.choice(wanted))  # two of a kind: an answer with two boxes
+        taken: list[PixelBox] = []
+        for category in wanted:
+            box = _place(rng, (width, height), category, taken)
+            if box is None:
+                break
+            taken.append(box)
+        else:
+            break
+    for category, box in zip(wanted, taken, strict=True):
+        _put(image, rng, category, box)
+    return _scene(image, list(zip(wanted, taken, strict=True)))
+
+
+def _write_brand(surface: Image.Image, rng: random.Random, ink: Colour, size: float) -> None:
+    width, height = surface.size
+    brand = rng.choice(BRANDS).upper()
+    font = fit_font(pick_font(rng, size, bold=True), brand, width * 0.9)
+    place = rng.uniform(0, width - font.getlength(brand)), rng.uniform(0, height - font.size * 1.2)
+    ImageDraw.Draw(surface).text(place, brand, fill=ink, font=font)
+
+
+def _draw_package(rng: random.Random, kind: Literal["front", "back"]) -> Scene:
+    """A package lying on a surface, seen a little askew, in uneven light."""
+    width, height = rng.choice(SHAPES)
+    ground = pick_colour(rng, 20, 255)
+    image = gradient(rng, width, height, ground)
+    clutter(image, rng, ground, rng.randint(2, 5))
+
+    pack, tables = _draw_face(
+        rng, kind, round(width * rng.uniform(0.82, 1.05)), round(height * rng.uniform(0.82, 1.05))
+    )
+    angle = rng.gauss(0, 4) if rng.random() < 0.85 else 0.0
+    centre = width * rng.uniform(0.47, 0.53), height * rng.uniform(0.47, 0.53)
+    turned = pack.rotate(angle, resample=Image.Resampling.BICUBIC, expand=True)
+    image.paste(turned, (round(centre[0] - turned.width / 2), round(centre[1] - turned.height / 2)), turned)
+    hulls = [_clip(_turned_hull(table, pack.size, angle, centre), image.size) for table in tables]
+
+    if rng.random() < 0.4:
+        _shine(image, rng)
+    if rng.random() < 0.3:
+        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 0.8)))
+    return _scene(image, [(TARGET, hull) for hull in hulls])
+
+
+def _draw_face(
+    rng: random.Random, kind: Literal["front", "back"], width: int, height: int
+) -> tuple[Image.Image, list[PixelBox]]:
+    """One face of a package (RGBA, round corners) and its tables' places. What finds no room is left out."""
+    colour = pick_colour(rng, 20, 255)
+    face = gradient(rng, width, height, colour).convert("RGBA")
+    if kind == "front":
+        clutter(face, rng, colour, rng.randint(3, 6))
+        _write_brand(face, rng, ink_on(rng, colour), rng.uniform(0.12, 0.2) * height)
+        num_tables, scale = 1, 0.8
+        others = rng.choices(("logo", "panel", "barcode", "text-block"), weights=(4, 3, 1, 2), k=rng.randint(2, 4))
+    else:
+        clutter(face, rng, colour, rng.randint(0, 2))
+        num_tables = rng.choices((1, 2, 3), weights=(82, 13, 5))[0]
+        scale = (1.0, 0.75, 0.6)[num_tables - 1]
+        others = ["text-block", *rng.choices(OBJECTS, k=rng.randint(3, 4))]
+
+    tables: list[PixelBox] = []
+    taken: list[PixelBox] = []
+    top = 2
+    if rng.random() < 0.8:  # a banner along the upper side, and the tables below it
+        taken.append(_put_banner(face, rng))
+        top = taken[0][3] + 4
+    for _ in range(num_tables):
+        if box := _place(rng, face.size, TARGET, taken, scale=scale, top=top):
+            _put(face, rng, TARGET, box)
+            tables.append(box)
+            taken.append(box)
+    for category in others:
+        if box := _place(rng, face.size, category, taken):
+            _put(face, rng, category, box)
+            taken.append(box)
+
+    corners = Image.new("L", face.size)
+    ImageDraw.Draw(corners).rounded_rectangle([0, 0, width - 1, height - 1], radius=rng.randint(0, 14), fill=255)
+    face.putalpha(corners)
+    return face, tables
+
+
+def _turned_hull(
+    box: PixelBox, face_size: tuple[int, int], angle: float, centre: tuple[float, float]
+) -> tuple[float, float, float, float]:
+    """Axis-aligned hull, in the picture, of a rectangle of a face.
+
+    angle: degrees, anticlockwise as seen (as Image.rotate), about the face's middle, which lies at `centre`.
+    """
+    cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    corners = [(x - face_size[0] / 2, y - face_size[1] / 2) for x in (box[0], box[2]) for y in (box[1], box[3])]
+    xs = [centre[0] + x * cosine + y * sine for x, y in corners]
+    ys = [centre[1] - x * sine + y * cosine for x, y in corners]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _clip(box: tuple[float, float, float, float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = box
+    return max(0.0, x0), max(0.0, y0), min(float(size[0]), x1), min(float(size[1]), y1)
+
+
+def _shine(image: Image.Image, rng: random.Random) -> None:
+    """Glare: a soft white streak that half hides what lies below."""
+    width, height = image.size
+    light = Image.new("L", image.size)
+    x, y, reach = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.08, 0.25) * width
+    if rng.random() < 0.5:
+        box = [x - reach, y - reach * 0.6, x + reach, y + reach * 0.6]
+        ImageDraw.Draw(light).ellipse(box, fill=rng.randint(90, 220))
+    else:
+        slope = rng.uniform(-0.5, 0.5) * height
+        ImageDraw.Draw(light).line(
+            [(x, -10), (x + slope, height + 10)], fill=rng.randint(70, 180), width=int(reach * 0.6)
+        )
+    image.paste((255, 255, 255), (0, 0), light.filter(ImageFilter.GaussianBlur(reach * 0.25)))
+
+
+if __name__ == "__main__":
+    main()

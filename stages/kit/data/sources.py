@@ -61,7 +61,7 @@ def parquet_folder(source: str) -> tuple[Path, str, str | None]:
     if kind == "hub" and at:
         folder, commit = fetch_snapshot("dataset", repo_id, revision, patterns=["data/*.parquet"])
         return folder, f"hub:{repo_id}@{commit}", commit
-    return source_folder(source, known="generated, folder:PATH or hub:OWNER/NAME@REVISION"), source, None
+    return source_folder(source, known="folder:PATH or hub:OWNER/NAME@REVISION"), source, None
 
 
 def read_parquet_split(

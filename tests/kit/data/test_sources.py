@@ -53,7 +53,7 @@ def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, 
 
 @pytest.mark.parametrize("source", ["nonsense", "folder:", "hub:owner/name", "ftp:somewhere@1"])
 def test_an_unknown_source_is_refused_with_the_known_ones(source: str) -> None:
-    with pytest.raises(UserError, match="expected generated, folder:PATH or hub:OWNER/NAME@REVISION"):
+    with pytest.raises(UserError, match="expected folder:PATH or hub:OWNER/NAME@REVISION"):
         parquet_folder(source)
     with pytest.raises(UserError, match="expected this or that"):
         source_folder(source, known="this or that")

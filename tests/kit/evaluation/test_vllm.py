@@ -56,7 +56,7 @@ def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Our own model's answers, as vLLM would write them; in a workspace that is ready to evaluate with vLLM."""
     raw = small_params(tiny_vlm)
     tiny = raw["profiles"]["tiny"]
-    tiny["datasets"]["nutrition-tables"]["generate"]["val"] = QUESTIONS
+    tiny["datasets"]["nutrition-tables"]["limit"]["val"] = QUESTIONS
     tiny["evaluation"]["engine"] = "vllm"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("workspace"))

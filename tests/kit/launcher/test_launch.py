@@ -200,12 +200,12 @@ def test_where_vllm_is_to_answer_its_image_is_wanted_and_missed_before_a_trainin
 def test_where_a_fetching_stage_takes_its_data_from_is_what_params_yaml_says() -> None:
     params = load_params(ROOT / "params.yaml")
     assert source_of("base", "vlm", params) == "folder:data/tiny/qwen2-vl"
-    assert source_of("prepare", "nutrition-tables", params) == "generated"
+    assert source_of("prepare", "nutrition-tables", params) == "folder:data/tiny/nutrition-tables"
     assert source_of("train", "r1-llm-only", params) == ""
     assert source_of("base", "no such", params) == ""
     assert source_dir("folder:data/tiny/../photos", ROOT) == ROOT / "data/photos"
     assert source_dir("folder:/photos", ROOT) == Path("/photos")
-    assert source_dir("generated", ROOT) is None
+    assert source_dir("mix", ROOT) is None
     assert source_dir("random:qwen2-vl-7b", ROOT) is None
 
 

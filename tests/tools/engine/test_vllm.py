@@ -61,7 +61,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }
     tiny["datasets"] = {name: tiny["datasets"][name] for name in ("nutrition-tables", "visempar")}
     for dataset in tiny["datasets"].values():
-        dataset["generate"] = {"train": 48, "val": SAMPLES, "seed": 7}
+        dataset["source"] = dataset["source"].replace("folder:", f"folder:{ROOT}/")
+        dataset["limit"] = {"train": 48, "val": SAMPLES}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 20000}  # others than the base has in its files
     raw["baselines"] = {
         "base-vlm": {"task": "detection", "data": "nutrition-tables", "base": "bases/vlm"},

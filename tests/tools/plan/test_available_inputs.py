@@ -113,7 +113,7 @@ def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
 
 
 def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None:
-    stats = write_stats("nutrition-tables", {"source": "generated"})
+    stats = write_stats("nutrition-tables", {"source": "folder:data/tiny/nutrition-tables"})
     assert available_data(params, "nutrition-tables") is None
     assert available_data(params.on("tiny"), "nutrition-tables") == stats.parent
     write_stats("nutrition-tables", {"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"})

@@ -38,7 +38,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
         profile["memory"]["micro_batch"] = 16
         profile["evaluation"]["batch_size"] = 8
-    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["generate"] = {"train": 8, "val": 4, "seed": 1}
+    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512
     (tmp_path / "data").mkdir()

@@ -11,8 +11,7 @@ from stages.tasks.detection.samples.records import TARGET
 from tests.tiny import SMALLEST
 from tools.tiny.architecture import build_tiny_qwen2_vl
 from tools.tiny.detection import Settings, prepare
-from tools.tiny.pointing import grid_targets
-from tools.tiny.scenes import corpus, make_example, merge_order, question
+from tools.tiny.pointing import corpus, grid_targets, make_example, merge_order, question
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where detection data comes from: the hub, a folder, or drawn packages."""
+"""Where detection data comes from: the hub, or a folder."""
 
 from stages.tasks.detection.sources.preparation import prepare
 

@@ -7,22 +7,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from stages.core.documents import cut, nearest
 from stages.core.errors import UserError, counted
-from stages.core.params.schema import ColumnParams, DataForm, GenerateParams, LimitParams
+from stages.core.params.schema import ColumnParams, DataForm, LimitParams
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.preparation import Sample, Source, write_prepared
-from stages.kit.data.sources import Place, parquet_folder, with_progress
+from stages.kit.data.sources import parquet_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import SCHEMA, TARGET, AnswerForm, DetectionRecord, ScoredBoxes
-from stages.tasks.detection.sources.folders import tables
-from stages.tasks.detection.sources.folders.files import HELD_OUT, Folder, RawSample
+from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample
 from stages.tasks.detection.sources.folders.forms import understand
-from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, Asked, parse_row
-from stages.tasks.detection.sources.scenes import Split, generate_rows
+from stages.tasks.detection.sources.rows import Asked, parse_row
 
 log = logging.getLogger("stages")
 
@@ -34,7 +32,6 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     limit: LimitParams | None = None,
-    generate: GenerateParams | None = None,
     format: DataForm | None = None,  # noqa: A002 - as params.yaml calls it
     columns: ColumnParams | None = None,
     category: str | tuple[str, ...] | None = TARGET,
@@ -47,7 +44,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
 
-    source: `generated` (sizes and seed in `generate`), `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
+    source: `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
     skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
     selection: share of the training images to set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
@@ -67,32 +64,25 @@ def prepare(
         empty_pictures=empty_pictures,
     )
     _require_answerable(asked)
-    origin: dict[str, Any] = {"source": source, "revision": None}
-    samples: Mapping[str, Iterable[RawSample]]
-    pictures: Folder | None = None
-    if source == "generated":
-        form, expected = OPEN_FOOD_FACTS, tables.EXPECTED
-        samples = {split: _generated_rows(split, generate) for split in get_args(Split)}
-    else:
-        folder, resolved, revision = parquet_folder(source)
-        understood = understand(folder, "parquet" if revision else format, columns)
-        form, expected, samples = understood.boxes, understood.expected, understood.splits.samples
-        pictures = understood.folder
-        origin = {"source": resolved, "revision": revision, **understood.splits.origin}
+    folder, resolved, revision = parquet_folder(source)
+    understood = understand(folder, "parquet" if revision else format, columns)
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
             if isinstance(row, list):
                 yield place, row
             else:
-                yield place, parse_row(row, asked=asked, form=form, max_image_pixels=max_image_pixels)
+                yield place, parse_row(row, asked=asked, form=understood.boxes, max_image_pixels=max_image_pixels)
 
     stats = write_prepared(
-        Source(origin=origin, splits={split: parsed(rows) for split, rows in samples.items()}),
+        Source(
+            origin={"source": resolved, "revision": revision, **understood.splits.origin},
+            splits={split: parsed(rows) for split, rows in understood.splits.samples.items()},
+        ),
         out_dir,
         schema=SCHEMA,
         summary=_summary,
-        form=expected,
+        form=understood.expected,
         subject="image",
         skip_invalid=skip_invalid,
         skip_leaks=False,
@@ -100,7 +90,7 @@ def prepare(
         selection=selection,
         limit=limit,
     )
-    if pictures and (unread := pictures.unread()):
+    if understood.folder and (unread := understood.folder.unread()):
         log.warning("not read, as no annotation names them: %s, such as %s", counted(len(unread), "picture"), unread[0])
     return stats
 
@@ -119,14 +109,6 @@ def _require_answerable(asked: Asked) -> None:
         answer = encode_boxes([(0.25, 0.25, 0.75, 0.75)], family=family, label=label)
         if decode_boxes(answer, family=family).labels != (label,):
             raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
-
-
-def _generated_rows(split: Split, generate: GenerateParams | None) -> Iterator[tuple[Place, dict[str, Any]]]:
-    assert generate is not None, "params.yaml is refused where it is missing"
-    count = {"train": generate.train, "val": generate.val}[split]
-    rows = generate_rows(split, count, generate.seed)
-    for number, row in enumerate(with_progress(rows, split, count)):
-        yield Place(f"generated {split}", number, "row"), row
 
 
 def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:

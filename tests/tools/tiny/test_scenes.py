@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.tasks.detection.samples.records import TARGET, DetectionRecord
-from stages.tasks.detection.sources.drawing import FACES, load_font
 from stages.tasks.detection.sources.rows import parse_row
-from stages.tasks.detection.sources.scenes import (
+from tools.tiny.drawing import FACES, load_font
+from tools.tiny.scenes import (
     OBJECTS,
     Kind,
     _split_seed,
