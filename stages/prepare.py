@@ -1,7 +1,7 @@
 """Prepare a dataset: every sample checked, and nothing in both splits.
 
-Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `generated`, `folder:PATH` or
-        `hub:OWNER/NAME@REVISION`; data.skip_invalid, data.selection
+Reads   profiles.PROFILE.datasets.DATASET, and the source it names: `folder:PATH`,
+        `hub:OWNER/NAME@REVISION` or `mix`; data.skip_invalid, data.selection
 Writes  data/prepared/DATASET/{train.parquet, val.parquet, stats.json}, and selection.parquet where some is set aside
 Run     docker/run prepare nutrition-tables
 """
@@ -36,7 +36,6 @@ def main(dataset: str) -> None:
         selection=params.data.selection,
         skip_invalid=params.data.skip_invalid,
         out_dir=Path("data/prepared") / dataset,
-        **({"generate": chosen.generate} if chosen.generate else {}),
         **chosen.selection(),
     )
     log.info("dataset %s from %s", dataset, stats["source"])

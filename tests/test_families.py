@@ -29,7 +29,7 @@ def prepared(name: str, recipes: dict[str, Any], tmp_path: Path) -> dict[str, An
     raw = small_params(save_tiny_family(name, folder))
     tiny = raw["profiles"]["tiny"]
     tiny["bases"]["llm"] = f"folder:{folder}"
-    tiny["datasets"]["visempar"]["generate"] = {"train": 10, "val": 4, "seed": 1}
+    tiny["datasets"]["visempar"]["limit"] = {"train": 10, "val": 4}
     for recipe, changes in recipes.items():
         raw["recipes"][recipe].update(changes, quantization="none", max_length=4096, max_steps=2)
     write_params(raw)

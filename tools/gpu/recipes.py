@@ -34,9 +34,9 @@ SMALL: dict[str, Any] = {
     # Each step is saved, for whoever is killed.
     "checkpoints": {"every_minutes": None, "every_steps": 1},
     "profiles.tiny.datasets.nutrition-tables.limit": {"train": 8, "val": 4},
-    "profiles.tiny.datasets.visempar.generate": {"train": 8, "val": 4, "seed": 7},
-    "profiles.tiny.datasets.truthfulqa.generate": {"train": 8, "val": 4, "seed": 7},
-    "profiles.tiny.datasets.qmsum.generate": {"train": 8, "val": 4, "seed": 7},
+    "profiles.tiny.datasets.visempar.limit": {"train": 8, "val": 4},
+    "profiles.tiny.datasets.truthfulqa.limit": {"train": 8, "val": 4},
+    "profiles.tiny.datasets.qmsum.limit": {"train": 8, "val": 4},
     "profiles.tiny.datasets.finetune-mix.mix": {"truthfulqa": 6, "qmsum": 2},
     "profiles.tiny.images": {"min_pixels": 3136, "max_pixels": 12544},
     "profiles.tiny.memory.micro_batch": 2,

@@ -148,8 +148,6 @@ def _profile_problems(here: str, profile: ProfileParams) -> Problems:
 
 
 def _dataset_problems(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:
-    if dataset.source.startswith("generated") and dataset.generate is None:
-        yield f"{here}.generate", "missing, though the source is generated"
     if (dataset.source == "mix") != bool(dataset.mix):
         found = "set" if dataset.mix else "missing"
         yield f"{here}.mix", f"{found}, though the source is {dataset.source}"

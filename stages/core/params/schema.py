@@ -84,13 +84,6 @@ class DeviceParams:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class GenerateParams:
-    train: Positive
-    val: Positive
-    seed: Seed = 0
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
 class LimitParams:
     """Of a split, at most so many samples: always the same ones, chosen by their content; null for all."""
 
@@ -119,11 +112,8 @@ class ColumnParams:
 class DatasetParams:
     task: Name
     """The task whose `sources` package reads it."""
-    source: Annotated[str, Field(pattern=r"^(generated(:.+)?|folder:.+|hub:.+@.+|mix)$")]
-    """`generated`, or `generated:KIND` where the task knows several kinds; `folder:PATH`; `hub:OWNER/NAME@REVISION`;
-    or `mix`, made of other datasets."""
-    generate: GenerateParams | None = None
-    """How much to generate; read only where the source is `generated`."""
+    source: Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|mix)$")]
+    """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
     limit: LimitParams | None = None
     """How much to take of what the source has: always the same samples, chosen by their content."""
     mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
@@ -159,7 +149,7 @@ class DatasetParams:
 
     def selection(self) -> dict[str, Any]:
         """What is set of what not every task knows."""
-        known_to_all = ("task", "source", "generate")
+        known_to_all = ("task", "source")
         names = (field.name for field in fields(self) if field.name not in known_to_all)
         chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}

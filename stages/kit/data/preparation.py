@@ -63,15 +63,6 @@ class Source(Generic[R]):
         return self.files.get(split, self.files["train"])
 
 
-def generated(splits: Mapping[str, Sequence[Sample[R]]], *, source: str = "generated") -> Source[R]:
-    """Samples that were drawn here; their places say what the files of each split are called."""
-    return Source(
-        origin={"source": source, "revision": None, "validation": "generated", "unused_files": []},
-        splits=splits,
-        files={split: sorted({place.file for place, _ in samples}) for split, samples in splits.items()},
-    )
-
-
 def read_text_files(
     source: str,
     files: Sequence[Path],

@@ -19,7 +19,7 @@ class Source:
     kind: str
     """base or data."""
     source: str
-    """`hub:OWNER/NAME@COMMIT`, `folder:PATH`, `generated`, `generated:KIND` or `random:GEOMETRY`."""
+    """`hub:OWNER/NAME@COMMIT`, `folder:PATH` or `random:GEOMETRY`."""
     licence: str | None
     """As params.yaml has it; None where it has none."""
 

@@ -15,13 +15,12 @@ TWO_EXPERTS = [{"recipe": "r1-llm-only", "domain": "tables"}, {"recipe": "r2-vis
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     """The shipped file with other values at dotted paths, where there is more:
 
-    two generated datasets and their mix; a build of two recipes, with a recipe and a baseline that start from it; a
+    two datasets and their mix; a build of two recipes, with a recipe and a baseline that start from it; a
     recipe that labels its routers, and one that goes on from there.
     """
     raw: dict[str, Any] = copy.deepcopy(SHIPPED_RAW)
     for name in ("one", "other"):
-        generated = {"task": "moe", "source": f"generated:{name}", "generate": {"train": 8, "val": 4}}
-        raw["profiles"]["tiny"]["datasets"][name] = generated
+        raw["profiles"]["tiny"]["datasets"][name] = {"task": "moe", "source": f"folder:data/{name}"}
     raw["profiles"]["tiny"]["datasets"]["both"] = {"task": "moe", "source": "mix", "mix": {"one": 4, "other": None}}
     raw["builds"]["mixture"] = {"task": "detection", "base": "bases/vlm", "experts": copy.deepcopy(TWO_EXPERTS)}
     r1 = raw["recipes"]["r1-llm-only"]
@@ -113,7 +112,6 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
             {f"{TINY}.evaluation.batch_size": "auto", f"{TINY}.device.kind": "cuda"},
             f"{TINY}.evaluation.batch_size: auto needs device.memory_gb",
         ),
-        ({f"{TINY}.datasets.one.generate": None}, f"{TINY}.datasets.one.generate: missing, though the source is"),
         # Of a mix
         ({f"{TINY}.datasets.both.mix": None}, "both.mix: missing, though the source is mix"),
         ({f"{TINY}.datasets.both.source": "folder:x"}, "both.mix: set, though the source is folder:x"),

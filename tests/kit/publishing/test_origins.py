@@ -21,7 +21,10 @@ def prepared(tmp_path: Path) -> Path:
     """The last one's data, as prepare resolved them: without a training sample of QMSum."""
     folder = tmp_path / "finetune-alone"
     folder.mkdir()
-    parts = {"truthfulqa": {"source": "hub:a/truth@1234", "asked": 200}, "qmsum": {"source": "generated", "asked": 0}}
+    parts = {
+        "truthfulqa": {"source": "hub:a/truth@1234", "asked": 200},
+        "qmsum": {"source": "folder:data/tiny/qmsum", "asked": 0},
+    }
     (folder / "stats.json").write_text(json.dumps({"source": "mix", "parts": parts}))
     return folder
 
@@ -31,7 +34,7 @@ def test_data_of_earlier_trainings_are_named_beside_those_of_the_last(tmp_path: 
     assert [(each.kind, each.name, each.source, each.licence) for each in found] == [
         ("base", "dense", "folder:data/tiny/qwen2-folklore", "apache-2.0"),
         ("data", "truthfulqa", "hub:a/truth@1234", None),
-        ("data", "qmsum", "generated:qmsum", "apache-2.0"),
+        ("data", "qmsum", "folder:data/tiny/qmsum", "apache-2.0"),
     ]
 
 

@@ -126,7 +126,7 @@ def test_data_are_taken_only_where_they_are_the_profiles(params: Params) -> None
 
 
 def test_a_mix_is_taken_only_where_it_is_of_the_profiles_parts_and_of_so_much_of_each(params: Params) -> None:
-    facts, meetings = ({"source": f"generated:{name}"} for name in ("truthfulqa", "qmsum"))
+    facts, meetings = ({"source": f"folder:data/tiny/{name}"} for name in ("truthfulqa", "qmsum"))
     ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
     others: tuple[dict[str, Any], ...] = (
         {},
