@@ -58,8 +58,9 @@ def small_params(tiny_vlm: Path) -> dict[str, Any]:
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
     tiny["bases"]["vlm"] = f"folder:{tiny_vlm}"
-    source = f"folder:{ROOT / 'data/tiny/nutrition-tables'}"
-    tiny["datasets"]["nutrition-tables"].update(source=source, limit={"train": 10, "val": 5})
+    for dataset in tiny["datasets"].values():
+        dataset["source"] = dataset["source"].replace("folder:", f"folder:{ROOT}/")
+    tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 10, "val": 5}
     tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
     tiny["memory"]["micro_batch"] = 2
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 8}
