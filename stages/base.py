@@ -21,12 +21,12 @@ from stages.core.publish import published
 from stages.kit.data.hub import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,
+    STAND_IN_DIR,
     check_model_folder,
     copy_model_files,
     model_type,
 )
-from stages.kit.models.geometries import STAND_IN_DIR
-from stages.kit.models.processors import check_chat_template
+from stages.kit.models.prompts import check_chat_template
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

@@ -30,7 +30,7 @@ from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_domains
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

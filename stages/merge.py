@@ -37,20 +37,20 @@ from stages.kit.evaluation.answering import Answerer, batch_size_for
 from stages.kit.evaluation.generation import completion_of
 from stages.kit.evaluation.scored import Scored, score_answers
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
-from stages.kit.models.certificate import TOLERANCE, Certificate, QuantizationCost
+from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
+from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
 from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import gpus_in_use, load_model, meta_model, see_only
-from stages.kit.models.parts import apply_recipe, trained_modules
-from stages.kit.models.probes import (
+from stages.kit.models.merge import (
     changed_modules,
+    merge_trained,
     probe_logits,
     relative_deviation,
     same_inputs,
     weight_digests,
 )
-from stages.kit.models.processors import load_processor, takes
+from stages.kit.models.prompts import load_processor, takes
 from stages.kit.models.shards import MAX_SHARD_SIZE
-from stages.kit.models.trained import load_trained, merge_trained
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.record import read_record
 from stages.tasks import load_task
@@ -109,7 +109,7 @@ def main(recipe: str, attempt: int) -> None:
             name=recipe,
             parents={"base": (base_dir, base_lineage), "trained": (run_dir / "trained", trained_lineage)},
         )
-        certificate = Certificate(
+        certificate = MergeCertificate(
             recipe=recipe,
             merged_digest=lineage.digest,
             weights_digest=combined_digest(digests),

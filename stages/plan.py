@@ -23,10 +23,10 @@ from stages.kit.families import require_precision
 from stages.kit.memory.budget import budget_lines
 from stages.kit.memory.fit import Fit, answers_at_once, decide
 from stages.kit.memory.predict import MemoryPredictor
+from stages.kit.models.adapters import TrainableCounts
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
-from stages.kit.models.parts import TrainableCounts
-from stages.kit.models.processors import load_processor, require_takes
+from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.planning.prediction import write_memory_record
 from stages.kit.training.collators import ConversationCollator

@@ -36,14 +36,13 @@ from stages.core.params.schema import made_by
 from stages.core.parent_death import end_with_own_parent
 from stages.core.publish import publish_json, published
 from stages.core.signals import ENDING, GRACE_S, handled_signals
+from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.load import expand_segments, gpus_in_use, load_config, load_model, see_only
-from stages.kit.models.parts import TrainableCounts, apply_recipe
-from stages.kit.models.placement import balanced_gpus, process_mesh, shard
-from stages.kit.models.processors import load_processor
-from stages.kit.models.trained import save_trained, trained_tensors
+from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
+from stages.kit.models.kernels import fused_kernels
+from stages.kit.models.load import balanced_gpus, gpus_in_use, load_config, load_model, process_mesh, see_only, shard
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints

@@ -3,7 +3,7 @@
 from stages.core.provenance import Machine, Provenance
 from stages.kit.memory_use import MemoryReading
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
-from stages.kit.models.certificate import Certificate
+from stages.kit.models.certificate import MergeCertificate
 from stages.kit.training.record import TrainingRecord
 
 PROVENANCE = Provenance(
@@ -40,7 +40,7 @@ PROVENANCE = Provenance(
     driver=None,
 )
 
-CERTIFICATE = Certificate(
+CERTIFICATE = MergeCertificate(
     recipe="r1",
     merged_digest="0" * 64,
     weights_digest="0" * 64,

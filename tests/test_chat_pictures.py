@@ -101,7 +101,7 @@ def test_a_text_model_is_refused_pictures_while_it_is_planned(workspace: Path) -
     write_params(raw)
     done("base", "assistant")
     message = refused("plan", "chat-lora")
-    assert "sample train.jsonl:2 has pictures, and data/bases/assistant is a text model" in " ".join(message.split())
+    assert "sample train.jsonl:2 has images, and data/bases/assistant is a text model" in " ".join(message.split())
 
 
 def test_a_text_model_is_refused_pictures_that_are_to_be_validated_on_alone(workspace: Path) -> None:

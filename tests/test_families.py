@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.kit.families import all_families
+from stages.kit.families import FAMILIES
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import read_plan
@@ -15,7 +15,6 @@ from tests.tiny_families import save_tiny_family
 
 pytestmark = pytest.mark.pipeline
 
-FAMILIES = all_families()
 LORA = {"rank": 8, "alpha": 16, "targets": {"llm": ["all-linear"]}}
 TEXT: dict[str, Any] = {"amr-ptr": {"lora": LORA}, "amr-baseline": {"parts": {"llm": "full"}, "lora": None}}
 PICTURES: dict[str, Any] = {"r1-llm-only": {}, "r2-vision-only": {}, "r4-joint": {}}

@@ -26,7 +26,7 @@ FAST = (
             "memory_use",
             "mixture/certificate",
             "models/certificate",
-            "models/geometries",
+            "models/folders",
         )
     ),
     *(

@@ -25,7 +25,7 @@ from stages.core.params.load import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config
-from stages.kit.models.processors import load_processor, rendered
+from stages.kit.models.prompts import load_processor, rendered
 from stages.kit.publishing.card import write_card
 from stages.kit.publishing.check import check_published
 from stages.kit.publishing.signature import KEY_FILE, SIGNATURE_FILE, sign, signing_key

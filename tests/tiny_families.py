@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl import chat_template_utils
 
 from stages.kit.models.load import auto_class
-from stages.kit.models.processors import Processor, pictures_only
+from stages.kit.models.prompts import Processor, images_only
 from tools.tiny.architecture import SPECIAL_TOKENS, save_model, train_tokenizer
 
 TEMPLATES_DIR = Path(chat_template_utils.__file__).parent / "chat_templates"
@@ -121,7 +121,7 @@ def processor_for(model_type: str, *, pixels: tuple[int, int] = (3136, 12544)) -
         return tokenizer
     size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
     images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH[model_type])
-    return pictures_only(model_type)(images, tokenizer, chat_template=tokenizer.chat_template)
+    return images_only(model_type)(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def config_for(model_type: str, **text: Any) -> Any:

@@ -39,10 +39,10 @@ from stages.core.params.schema import DeviceParams, LimitParams, Params
 from stages.kit.evaluation.generation import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.fused_kernels import fused_kernels
+from stages.kit.models.adapters import lora_config
+from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_config
-from stages.kit.models.parts import lora_config
-from stages.kit.models.processors import load_processor, samples_for
+from stages.kit.models.prompts import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.features import kept_features, use_features

@@ -44,7 +44,7 @@ def main() -> None:
 
 def make_models(folder: Path, wanted_bytes: float, experts: int) -> None:
     """A base and its experts, all of random bfloat16 weights, of `wanted_bytes` in all."""
-    from stages.kit.models.geometries import geometry_config_path
+    from stages.kit.models.folders import geometry_config_path
     from stages.kit.models.load import load_config, meta_model
     from stages.kit.models.random_weights import TOKENIZER_FILES, write_random_weights
 

@@ -120,7 +120,7 @@ def token_lengths(
         return
     # Slow to import.
     from stages.kit.models.folders import model_type
-    from stages.kit.models.processors import count_tokens, load_processor, samples_for
+    from stages.kit.models.prompts import count_tokens, load_processor, samples_for
 
     processor, limit = load_processor(folder, params.active.images), params.recipe(recipe).max_length
     ask = samples_for(samples, model_type(folder), processor).conversation

@@ -30,7 +30,7 @@ from stages.kit.evaluation.vllm.certificate import difference
 from stages.kit.evaluation.vllm.certify import Subject
 from stages.kit.evaluation.vllm.environment import Environment
 from stages.kit.families import PROMPT_OPTIONS
-from stages.kit.models.processors import encode, shortened
+from stages.kit.models.prompts import encode, shortened
 
 log = logging.getLogger("stages")
 

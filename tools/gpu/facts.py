@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.kit.launcher.gpus import driver_version
-from stages.kit.models.fused_kernels import refuse_wrong_kernels
-from stages.kit.models.packed_attention import packed_attention, takes_variable_lengths
+from stages.kit.models.kernels import packed_attention, refuse_wrong_kernels, takes_variable_lengths
 from stages.kit.training.compiler import compiler_problem
 from stages.kit.training.seed import seed_everything
 from tools.gpu.device import Kind

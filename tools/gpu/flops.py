@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import PARTS, Part
+from stages.kit.models.adapters import apply_recipe, is_idle, part_of
 from stages.kit.models.load import meta_model
-from stages.kit.models.parts import apply_recipe, is_idle, part_of
 from stages.kit.planning.plan import Plan
 
 PEAKS: tuple[tuple[str, float, str], ...] = (

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stages.core.params.schema import DeviceParams, LoraParams, Part, PartsParams
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.memory.step import from_features, one_batch_trainer
-from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.geometries import STAND_IN_DIR, geometry_config_path
+from stages.kit.models.adapters import ALL_LINEAR, apply_recipe
+from stages.kit.models.folders import STAND_IN_DIR, geometry_config_path
+from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_config, new_model, resolve_attention
-from stages.kit.models.parts import ALL_LINEAR, apply_recipe
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.plan import Plan, Schedule, with_fused_kernels, without_padding
 from stages.kit.training.collators import packed

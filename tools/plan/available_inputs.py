@@ -10,7 +10,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.params.schema import BuildParams, Params
 from stages.kit.data.prepared import STATS_FILE, read_origin
-from stages.kit.models.geometries import PUBLISHED, geometry_config_path
+from stages.kit.models.folders import PUBLISHED, geometry_config_path
 
 
 @dataclass(frozen=True, kw_only=True)

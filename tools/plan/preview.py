@@ -19,7 +19,7 @@ from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.mixture.merge import mixture_config
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import load_processor, require_takes
+from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import lowered_batch_size, settings
 from stages.kit.planning.plan import Plan, resolve_plan

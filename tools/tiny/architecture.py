@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from stages.kit.models.processors import Processor, pictures_only
+from stages.kit.models.prompts import Processor, images_only
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 SPECIAL_TOKENS = (
@@ -104,7 +104,7 @@ def build_tiny_qwen2_vl(
     """
     tokenizer = train_tokenizer(corpus, geometry.vocab_size)
     smallest, largest = geometry.pixels
-    processor = pictures_only("qwen2_vl")(
+    processor = images_only("qwen2_vl")(
         image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": smallest, "longest_edge": largest}),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,

@@ -69,7 +69,7 @@ class Form(Protocol):
 def answer(model: LoadedModel, question: Conversation) -> str:
     """What the model writes. Raises UserError for a question that is longer than the model can read."""
     from stages.kit.evaluation.generation import room_for_questions
-    from stages.kit.models.processors import encode
+    from stages.kit.models.prompts import encode
 
     answerer = model.answerer
     settings, longest = answerer.settings, answerer.model.config.get_text_config().max_position_embeddings

@@ -18,8 +18,8 @@ from stages.kit.evaluation.batches import longest_first
 from stages.kit.evaluation.generation import completion_of, generate_answers, room_for_questions
 from stages.kit.memory_use import MemoryLog
 from stages.kit.models.load import gpus_in_use, load_config, see_only
-from stages.kit.models.processors import Processor, encode, load_processor
-from stages.kit.models.trained import load_certified
+from stages.kit.models.merge import load_certified
+from stages.kit.models.prompts import Processor, encode, load_processor
 from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size, read_at_once
 from stages.kit.planning.prediction import Prediction
 

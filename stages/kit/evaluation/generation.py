@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from stages.core.errors import counted
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first, prepared_ahead
-from stages.kit.models.processors import Processor, encode, tokenizer_of
+from stages.kit.models.prompts import Processor, encode, tokenizer_of
 from stages.kit.planning.ladder import read_at_once
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first, prepared_ahead
-from stages.kit.models.processors import Processor, encode
+from stages.kit.models.prompts import Processor, encode
 
 log = logging.getLogger(__name__)
 

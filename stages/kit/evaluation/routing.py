@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.batches import longest_first, prepared_ahead
 from stages.kit.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
-from stages.kit.models.processors import Processor, encode
+from stages.kit.models.prompts import Processor, encode
 
 
 @dataclass(frozen=True)

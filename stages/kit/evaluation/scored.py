@@ -12,7 +12,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answering import Answerer
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
 from stages.kit.evaluation.routing import routing
-from stages.kit.models.processors import samples_for
+from stages.kit.models.prompts import samples_for
 from stages.kit.planning.ladder import read_at_once
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 
 def use_fp16_on_cpu(accelerator: Accelerator) -> None:
@@ -20,3 +24,16 @@ def set_last_batch(accelerator: Accelerator, remainder: int) -> None:
     loader = accelerator.gradient_state.active_dataloader
     if loader is not None:
         loader.remainder = remainder
+
+
+@contextmanager
+def hooks_kept(model: nn.Module) -> Iterator[None]:
+    """A `forward` that is set on a module in the block goes below accelerate's hook on it, instead of replacing it.
+
+    A model whose layers are spread over GPUs has hooks, each of which holds the `forward` that it found.
+    """
+    hooks = {module: vars(module)["forward"] for module in model.modules() if "_old_forward" in vars(module)}
+    yield
+    for module, hook in hooks.items():
+        if module.forward is not hook:
+            vars(module).update(_old_forward=module.forward, forward=hook)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch._C._profiler import _EventType
 from torch.profiler import profile
 
@@ -34,3 +35,8 @@ def memory_changes(profiler: profile) -> Iterator[int]:
         elif pointer in alive:
             alive.remove(pointer)
             yield size_bytes
+
+
+def expand_segments() -> None:
+    """Let torch's allocator map a GPU's memory page by page; before it allocates (PYTORCH_ALLOC_CONF does the same)."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001

@@ -19,7 +19,7 @@ from torch.optim import optimizer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_trainer
 
-from stages.kit.models import packed_attention
+from stages.kit.models import kernels
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
         (chunked_logprob, "_use_triton", lambda _: True),
         (chunked_logprob, "triton", _NoTriton),
         (trl_trainer, "_use_triton", lambda _: True),
-        (packed_attention, "takes_variable_lengths", lambda query: query.dtype in (torch.bfloat16, torch.float16)),
+        (kernels, "takes_variable_lengths", lambda query: query.dtype in (torch.bfloat16, torch.float16)),
     )
     with ExitStack() as stack:
         stack.callback(library._destroy)  # noqa: SLF001 - puts the CPU's own back

@@ -24,10 +24,9 @@ from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recording import Peak, Recording
 from stages.kit.memory.step import from_features, record_step
 from stages.kit.memory_use import free_and_total_bytes
-from stages.kit.models.load import meta_model
-from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.models.placement import balanced_gpus
-from stages.kit.models.processors import Processor
+from stages.kit.models.adapters import apply_recipe, count_trainable
+from stages.kit.models.load import balanced_gpus, meta_model
+from stages.kit.models.prompts import Processor
 from stages.kit.planning.ladder import read_at_once
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, with_speedups
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction

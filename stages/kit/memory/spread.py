@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from stages.kit.memory.recorder import Recorder
-from stages.kit.models.parts import plain_name
-from stages.kit.models.placement import gpu_of
+from stages.kit.models.adapters import plain_name
+from stages.kit.models.load import gpu_of
 
 
 def spread(model: PreTrainedModel | PeftModel, gpus: Mapping[str, int], recorder: Recorder) -> None:
     """Put the model's weights, adapters and buffers on their GPUs, and have inputs copied there.
 
-    gpus: as models/placement.py makes it.
+    gpus: as models/load.py makes it.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     kept_back = base._skip_keys_device_placement or ()  # noqa: SLF001 - what accelerate is asked not to copy

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import ImageParams
-from stages.kit.models.geometries import STAND_IN_DIR
-from stages.kit.models.processors import Processor, load_processor, tokenizer_of
+from stages.kit.models.folders import STAND_IN_DIR
+from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
 
 
 def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:

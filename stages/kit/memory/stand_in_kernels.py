@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.function import once_differentiable
 
-from stages.kit.models import fused_kernels
+from stages.kit.models import kernels
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def stand_in_kernels(multiprocessors: int) -> Iterator[None]:
     def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, _eps: float) -> torch.Tensor:
         return _RMSNorm.apply(hidden, weight, multiprocessors)
 
-    with patch.multiple(fused_kernels, rms_norm=rms_norm, gated=_Gated.apply, rotated=_rotated):
+    with patch.multiple(kernels, rms_norm=rms_norm, gated=_Gated.apply, rotated=_rotated):
         yield
 
 

@@ -24,11 +24,10 @@ from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import spread
 from stages.kit.memory.stand_in_kernels import stand_in_kernels
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.load import DTYPES, new_model, resolve_attention
-from stages.kit.models.parts import apply_recipe
-from stages.kit.models.placement import local, shard
-from stages.kit.models.processors import Processor
+from stages.kit.models.adapters import apply_recipe
+from stages.kit.models.kernels import fused_kernels
+from stages.kit.models.load import DTYPES, local, new_model, resolve_attention, shard
+from stages.kit.models.prompts import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
 from stages.kit.training.collators import FEATURES
@@ -48,7 +47,7 @@ def record_step(
     """The second optimizer step of a run, when the optimizer's state is there already, as RecipeTrainer does it.
 
     batch: one micro-batch, as the collator makes it; every micro-batch of the step is this one.
-    gpus: of modules by name, with placement balanced (models/placement.py).
+    gpus: of modules by name, with placement balanced (models/load.py).
     """
     here = _on_this_cpu(plan)
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import load_processor, tokenizer_of
+from stages.kit.models.prompts import load_processor, tokenizer_of
 
 GEOMETRY = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -48,7 +48,7 @@ def mixture_config(dense: PreTrainedConfig, *, experts: int, top_k: int) -> Qwen
         norm_topk_prob=True,
         moe_intermediate_size=dense.intermediate_size,
         shared_expert_intermediate_size=SHARED_EXPERT_SIZE,
-        neutral_shared_expert=True,  # ours: models/parts.py leaves it alone
+        neutral_shared_expert=True,  # ours: models/adapters.py leaves it alone
         decoder_sparse_step=1,
         mlp_only_layers=[],
         qkv_bias=True,

@@ -17,8 +17,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.certificate import Domain, RoutingByLayer
-from stages.kit.models.probes import probe_inputs, probe_logits, root_mean_square
-from stages.kit.models.processors import Processor
+from stages.kit.models.merge import probe_inputs, probe_logits, root_mean_square
+from stages.kit.models.prompts import Processor
 
 SAME_DIRECTION = 1e-6
 """Distance of two rows of length 1 that differ by no more than the rounding of fp32."""

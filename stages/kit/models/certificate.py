@@ -1,4 +1,7 @@
-"""The merge certificate: a merged folder, reloaded from disk, is the base with what was trained put on."""
+"""The merge certificate: a merged folder, reloaded from disk, equals the base with its trained weights applied.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from stages.core.params.schema import Params, made_by
 
 log = logging.getLogger(__name__)
 
-# How far merging may move the logits, as a share of how far training moved them: 0 is a perfect merge, 1 one that lost
+# Limit of how far merging may move the logits, as a share of how far training moved them: 0 is a perfect merge, 1 lost
 # all that was trained. Merging changes the order of additions (fp32), and rounds the merged weights once more (fp16: 11
 # bits of mantissa, bf16: 8, where a rank of 64 changes a weight by little more than its rounding).
 TOLERANCE = {"fp32": 1e-2, "fp16": 1e-1, "bf16": 5e-1}
@@ -26,16 +29,16 @@ class QuantizationCost:
     """The effect of merging an adapter that was trained on quantized weights into the unquantized ones."""
 
     logit_deviation: float | None
-    """On the probes, merged against adapter on quantized base, as a share of what training changed there; None where
-    that was nothing."""
+    """On the probes, merged against adapter on quantized base, as a share of what training changed there; None if
+    training changed nothing."""
     samples: int
     """Validation samples that both models answered."""
     batch_size: int
-    """Samples answered at once; in 16-bit arithmetic answers depend on it."""
+    """Generation batch size; in 16-bit arithmetic completions depend on it."""
     same_answers: int
-    """Word for word."""
+    """Number of samples with equal completions."""
     trained: dict[str, float | int | str]
-    """The task's figures of the model as it was trained, on quantized weights."""
+    """The task's metrics of the model as it was trained, on quantized weights."""
     merged: dict[str, float | int | str]
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -48,28 +51,28 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class MergeCertificate:
     recipe: str
     merged_digest: str
-    """Content of the merged folder, with or without its weights (models.keep_merged)."""
+    """Content digest of the merged folder, with or without its weights (models.keep_merged)."""
     weights_digest: str
-    """Combined digest of the certified parameters (probes.weight_digests)."""
+    """Combined digest of the certified parameters (merge.weight_digests)."""
     logit_deviation: float
     """On the probes, merged and reloaded against adapter on base, as a share of adapter on base against base alone."""
     tolerance: float
     probes: int
     changed_modules: int
     unexpected_modules: list[str]
-    """Changed, though not trained."""
+    """Modules that changed, though not trained."""
     unchanged_modules: list[str]
-    """Trained, yet the same as in the base."""
+    """Modules that were trained, but equal the base's."""
     processor_parity: bool
     precision: str
-    """Of the weights that were merged, compared and evaluated."""
+    """Precision of the weights that were merged, compared and evaluated."""
     trained_quantization: str
-    """Of the frozen weights in training; an adapter on nf4 weights is merged into the unquantized ones."""
+    """Quantization of the frozen weights in training; an adapter on nf4 weights is merged into unquantized ones."""
     quantization_cost: QuantizationCost | None = None
-    """None where nothing was quantized."""
+    """None if nothing was quantized."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -88,9 +91,9 @@ class Certificate:
         return found
 
 
-def read_certificate(path: Path, recipe: str) -> Certificate:
-    """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
-    return read_json(Certificate, path, fix=f"dvc repro merge@{recipe}")
+def read_certificate(path: Path, recipe: str) -> MergeCertificate:
+    """The certificate, whether it certifies a good merge or not. Raises UserError if it is missing or damaged."""
+    return read_json(MergeCertificate, path, fix=f"dvc repro merge@{recipe}")
 
 
 def require_certificate(path: Path, merged: Lineage) -> None:
@@ -105,10 +108,10 @@ def require_certificate(path: Path, merged: Lineage) -> None:
 
 
 def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
-    """The model to ask, and its lineage: a baseline's base, or a recipe's merged model.
+    """The model to evaluate, and its lineage: a baseline's base, or a recipe's merged model.
 
-    Raises UserError where the folder is missing or has changed, and for a merged model unless its certificate
-    certifies it.
+    Raises UserError if the folder is missing or has changed, and for a merged model unless its certificate certifies
+    it.
     """
     if name not in params.recipes:
         return base_model(params.subject(name).base)
@@ -118,9 +121,9 @@ def certified_model(params: Params, name: str) -> tuple[Path, Lineage]:
 
 
 def base_model(base: str) -> tuple[Path, Lineage]:
-    """A model to ask that no recipe trained, `bases/NAME` or `builds/NAME`, and its lineage.
+    """A model that no recipe trained, `bases/NAME` or `builds/NAME`, and its lineage.
 
-    Raises UserError where the folder is missing or has changed.
+    Raises UserError if the folder is missing or has changed.
     """
     return _model(Path("data") / base, made_by(base))
 

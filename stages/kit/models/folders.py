@@ -1,4 +1,7 @@
-"""Model folders on disk: which files belong to one, and which are never let in."""
+"""Model folders on disk: which files belong to one, which are refused, and the configurations of known geometries.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from stages.core.documents import shown
+from stages.core.documents import nearest, shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
 
@@ -24,20 +27,52 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
-"""With this file transformers loads the base that it names, and puts the adapter on it (integrations/peft.py)."""
+"""With this file transformers loads the base that it names, and attaches the adapter (integrations/peft.py)."""
 
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "depth")
 MAX_LAYERS = 2_000
-"""Of one part of a model; the deepest published ones have some 200. Each is a module, also where it has no weights."""
+"""Limit of one part of a model; the deepest published ones have some 200. Even a layer without weights is a module."""
 
-_NOT_OURS = ("lineage.json", "provenance.json")
+GEOMETRIES_DIR = Path(__file__).parent / "geometries"
+"""NAME/config.json as published, without weights. NAME-tiny runs on a CPU; NAME-x2 is a mixture of two built here."""
+
+STAND_IN_DIR = Path("data/tiny/qwen2-vl")
+"""A model folder whose tokenizer and image processor go with every geometry: no memory depends on their contents."""
+
+PUBLISHED = {
+    "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
+    "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
+    "Qwen/Qwen2-1.5B-Instruct": "qwen2-1.5b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
+    "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
+    "google/gemma-3-1b-it": "gemma-3-1b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini",
+}
+"""Geometry by repository of the hub."""
+
+
+def geometry_names() -> tuple[str, ...]:
+    return tuple(sorted(path.parent.name for path in GEOMETRIES_DIR.glob("*/config.json")))
+
+
+def geometry_config_path(name: str) -> Path:
+    """Raises UserError for an unknown name, with the nearest known one."""
+    names = geometry_names()
+    if name not in names:
+        raise UserError(f"no geometry is called {name!r}{nearest(name, names)}; there are: {', '.join(names)}")
+    return GEOMETRIES_DIR / name / "config.json"
 
 
 def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: bool = False) -> None:
-    """Copy the files of a model; weights: False leaves these and their index out.
+    """Copy the files of a model; weights: False leaves out the weights and their index.
 
     link: hard links where the file system allows it, for files that nobody edits, such as a cache's.
-    Raises UserError where `source` is no folder.
+    Raises UserError if `source` is no folder.
     """
     if not source.is_dir():
         raise UserError(f"base folder {source} does not exist")
@@ -46,10 +81,12 @@ def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: 
     for path in found:
         if path.suffix == ".safetensors" and path.name not in wanted:
             strays.append(path.name)
-        elif path.name not in _NOT_OURS and (weights or not any(path.match(pattern) for pattern in WEIGHTS)):
+        elif path.name not in ("lineage.json", "provenance.json") and (
+            weights or not any(path.match(pattern) for pattern in WEIGHTS)
+        ):
             (_link if link else shutil.copyfile)(path, folder / path.name)
     if strays:
-        log.warning("left behind, as the model has no use for it: %s", ", ".join(strays))
+        log.warning("not copied, as the model does not use it: %s", ", ".join(strays))
 
 
 def _link(path: Path, target: Path) -> None:
@@ -60,8 +97,8 @@ def _link(path: Path, target: Path) -> None:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and
-    nothing that transformers would put on top of the weights without being asked."""
+    """Raises UserError unless this is a loadable model: configuration, whole safetensors, no code of its own, and no
+    adapter or quantization that transformers would apply unasked."""
     config = read_config(folder)
     for path in sorted(folder.glob("*.json")):
         found = _read_json(path)
@@ -72,7 +109,7 @@ def check_model_folder(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers would apply without a "
-            "word; merge it into the weights, or remove it and its weights"
+            "warning; merge it into the weights, or remove it and its weights"
         )
     if any(key == "quantization_config" and value is not None for key, value in _settings(config)):
         raise UserError(
@@ -98,8 +135,8 @@ def check_model_folder(folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, before a library acts on it.
 
-    Raises UserError where it is missing or damaged, wants code from the hub to be run (a kernel by the name of its
-    repository, transformers/integrations/hub_kernels.py), or has more layers than a computer could list.
+    Raises UserError if it is missing or damaged, wants to run code from the hub (a kernel by the name of its
+    repository, transformers/integrations/hub_kernels.py), or has more than MAX_LAYERS layers.
     """
     path = folder / "config.json"
     config = _read_json(path)
@@ -114,7 +151,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_type(folder: Path) -> str:
-    """The family that config.json names. Raises UserError as read_config does, and where it names none."""
+    """The family that config.json names. Raises UserError as read_config does, and if it names none."""
     found = read_config(folder).get("model_type")
     if not isinstance(found, str):
         raise UserError(f"{folder}/config.json names no model_type, by which transformers knows a model")
@@ -122,7 +159,7 @@ def model_type(folder: Path) -> str:
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings of a model, and of the models that it is made of."""
+    """The settings of a model, and of the models inside it."""
     waiting = [config]
     while waiting:
         for key, value in waiting.pop().items():
@@ -132,7 +169,7 @@ def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def weight_files(folder: Path) -> set[str]:
-    """The names of the files that transformers reads weights from; a damaged index names nothing."""
+    """Names of the files that transformers reads weights from; a damaged index names nothing."""
     index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
     return set(index["weight_map"].values() if _is_index(index) else ()) or {"model.safetensors"}
 
@@ -157,7 +194,7 @@ def require_weights(folder: Path) -> None:
         stage = f"merge@{folder.parent.name}"
         raise UserError(
             f"{folder} has no weights: models.keep_merged is false, and nothing started from them when {stage} ran; "
-            f"have it leave them with: dvc repro -f -s {stage}"
+            f"write them with: dvc repro -f -s {stage}"
         )
 
 

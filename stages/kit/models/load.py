@@ -1,4 +1,8 @@
-"""Load models from folders: safetensors only, no remote code, and never silently offloaded."""
+"""Load models from folders, on the devices that a plan names: safetensors only, no remote code, never offloaded.
+
+A model lies on one device, or its layers are spread over GPUs (placement balanced), or each of several processes holds
+a share of every weight (placement sharded, torch's FSDP2).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,9 +30,10 @@ from transformers.utils import is_flash_attn_2_available
 
 from stages.core.errors import UserError, some
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.transformers_internals import balanced_device_map, layer_classes, mark_distributed
 from stages.kit.models.folders import read_config
-from stages.kit.models.modules import EXPERTS, replace_modules
-from stages.kit.models.packed_attention import PACKED
+from stages.kit.models.kernels import EXPERTS, PACKED, replace_modules
+from stages.kit.planning.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -42,10 +51,10 @@ def load_model(
 ) -> PreTrainedModel:
     """A model from a Hugging Face folder, all of it on the device or devices that the profile names.
 
-    precision: of the weights. padding_free: whether it gets several samples in a row. placement: single and ddp put it
-    on one device, balanced spreads the layers over `gpus` (by module name), sharded leaves it on the CPU, to be shared
-    out (placement.py has both).
-    Raises UserError where a layer would land on a CPU or a disk beside a GPU.
+    precision: of the weights. padding_free: whether its inputs are several samples in a row. placement: single and ddp
+    put it on one device, balanced spreads the layers over `gpus` (by module name, `balanced_gpus`), sharded leaves it
+    on the CPU, for `shard`.
+    Raises UserError if a layer would land on a CPU or a disk beside a GPU.
     """
     assert (gpus is not None) == (placement == "balanced"), placement
     check_device(device, precision)
@@ -67,8 +76,9 @@ def load_model(
         **options,
     )
     if missing := sorted(loaded["missing_keys"]):
-        shown = ", ".join(missing[:3])
-        raise UserError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {shown}")
+        raise UserError(
+            f"{folder} lacks {len(missing)} weights of {type(model).__name__}, among them {', '.join(missing[:3])}"
+        )
     replace_modules(model)
     for module in model.modules():
         # bitsandbytes repacks 4-bit weights for evaluation on such a CPU, and rounds otherwise from then on.
@@ -90,7 +100,7 @@ def nf4_config(precision: str) -> BitsAndBytesConfig:
 
 
 def new_model(config: PreTrainedConfig, *, precision: str, attn: str = "sdpa") -> PreTrainedModel:
-    """A model with its weights just initialised, which computes as a loaded one does."""
+    """A model with freshly initialized weights, which computes as a loaded one does."""
     model = auto_class(config).from_config(
         config, dtype=DTYPES[precision], attn_implementation=attn, experts_implementation=EXPERTS
     )
@@ -104,7 +114,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Raises UserError where the folder holds no model's configuration."""
+    """Raises UserError unless the folder holds the configuration of a model."""
     read_config(folder)
     with read_from(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -112,7 +122,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 @contextmanager
 def read_from(folder: Path | str) -> Iterator[None]:
-    """Raises UserError where the libraries cannot read the folder's files."""
+    """Raises UserError if the libraries cannot read the folder's files."""
     try:
         yield
     except (MemoryError, UserError):
@@ -127,10 +137,11 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForImageTextToText | A
 
 
 def resolve_attention(attn: str, device: DeviceParams, precision: str, *, padding_free: bool = False) -> str:
-    """`auto` is flash attention where it runs, else SDPA. Raises UserError where it is asked for and does not run.
+    """`auto` is flash attention where it runs, else SDPA. Raises UserError if flash attention is asked for and cannot
+    run.
 
-    Of several samples in a row, flash-attn's own package and eager attention go by the positions themselves
-    (transformers); in SDPA's place there is packed_attention.
+    With several samples in a row, flash-attn's own package and eager attention read the positions themselves
+    (transformers); `packed_attention` takes the place of SDPA.
     """
     runs = device.kind == "cuda" and precision != "fp32" and is_flash_attn_2_available()
     runs = runs and torch.cuda.get_device_capability() >= (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
@@ -154,11 +165,6 @@ def see_only(device: DeviceParams) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[: device.count])
 
 
-def expand_segments() -> None:
-    """Let torch's allocator map a GPU's memory page by page; before it allocates (PYTORCH_ALLOC_CONF does the same)."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001
-
-
 def local_device(device: DeviceParams) -> torch.device:
     """The device of this process: cpu, or the GPU that its local rank names."""
     if device.kind == "cpu":
@@ -179,13 +185,13 @@ def gpus_in_use(device: DeviceParams, placement: str = "single") -> Sequence[int
 
 def check_device(device: DeviceParams, precision: str) -> None:
     check_count(device)
-    # torch counts emulated bf16 as support unless told not to; a Turing card would crawl.
+    # torch counts emulated bf16 as support by default; a Turing card would crawl.
     if device.kind == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
 
 
 def check_count(device: DeviceParams) -> None:
-    """Raises UserError where there are fewer GPUs than the profile wants."""
+    """Raises UserError if there are fewer GPUs than the profile wants."""
     if device.kind == "cuda" and torch.cuda.device_count() < device.count:
         raise UserError(
             f"the profile wants {device.count} CUDA device(s), but {torch.cuda.device_count()} can be seen; "
@@ -205,3 +211,73 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
         raise UserError(
             f"offloaded away from {wanted}: {some(misplaced, 3)}; free its memory, or choose a profile that fits"
         )
+
+
+def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None:
+    """GPU by module name, counted from 0; submodules go with their module. None with another placement.
+
+    This is transformers' own device_map "balanced" for the plan's weights, on GPUs that hold any amount: each gets
+    about as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. Unlike
+    `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory, so that the plan predicts what
+    is loaded. The prediction refuses a share that a GPU cannot hold; nothing moves to a CPU.
+    """
+    if plan.placement != "balanced":
+        return None
+    dtype = DTYPES[plan.precision]
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=dtype)
+    nf4 = nf4_config(plan.precision) if plan.quantization == "nf4" else None
+    return balanced_device_map(model, dtype, plan.device.count, nf4)
+
+
+def gpu_of(name: str, gpus: Mapping[str, int]) -> int | None:
+    """The GPU of a module or parameter by its full name; None for a module that is itself spread over several."""
+    while name and name not in gpus:
+        name = name.rpartition(".")[0]
+    return gpus.get(name)
+
+
+def process_mesh(plan: Plan) -> DeviceMesh:
+    """All processes of the training, in a row. Starts their group if there is none yet."""
+    return init_device_mesh(plan.device.kind, (plan.device.total,))
+
+
+def shard(model: PreTrainedModel | PeftModel, plan: Plan, mesh: DeviceMesh) -> None:
+    """Leave this process its share of the model's weights, on its device, layer by layer.
+
+    A layer's weights are gathered when it is due, forward and backward, and its gradients summed and shared out.
+    Every process calls this with the same weights, on a CPU so that a device never holds them all. They stay in fp32
+    where they are trained, are gathered in the plan's precision, and their gradients summed in fp32. The embeddings are
+    a group of their own, freed after use like a layer. The head goes with the last norm, as TRL's loss takes its weight
+    without calling it, and stays gathered from there to the end of backward; so do weights outside of all layers.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if plan.precision == "fp32" else DTYPES[plan.precision],
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # autocast decides, as in a process on its own
+    )
+    layers = layer_classes(base)
+    for module in base.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if embeddings.weight is not head.weight:  # tied, both stay with the rest
+        fully_shard(embeddings, mesh=mesh, mp_policy=policy)
+        norm = base.get_decoder().norm
+        fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(base, mesh=mesh, mp_policy=policy)
+    mark_distributed(base)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's share of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, gathered from all processes, which have to call this together.
+
+    Its gradient is the processes' mean, like that of weights which FSDP gathers.
+    """
+    return tensor.full_tensor(grad_placements=[Partial("avg")]) if isinstance(tensor, DTensor) else tensor

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from stages.kit.models.geometries import geometry_config_path
+from stages.kit.models.folders import geometry_config_path
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.models.shards import write_shards
 

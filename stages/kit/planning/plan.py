@@ -86,7 +86,7 @@ class Plan:
     padding_free: bool = False
     """Whether the samples of a micro-batch are concatenated into one row, without padding."""
     fused_kernels: bool = False
-    """Whether norms, gated products and rotations run by Liger's kernels (models/fused_kernels.py)."""
+    """Whether norms, gated products and rotations run by Liger's kernels (models/kernels.py)."""
     gradient_checkpointing: bool
     optimizer: Optimizer
     expandable_segments: bool = False

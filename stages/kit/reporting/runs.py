@@ -21,7 +21,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.kit.memory_use import StageMemory
-from stages.kit.models.certificate import Certificate, read_certificate
+from stages.kit.models.certificate import MergeCertificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.statistics.intervals import Floats
@@ -65,7 +65,7 @@ class Run:
     plan: Plan | None = None
     """None for an untrained base; likewise the training record."""
     training: TrainingRecord | None = None
-    certificate: Certificate | None = None
+    certificate: MergeCertificate | None = None
     """The certificate of its merge."""
     loss: Curve | None = None
     pictures: Mapping[str, tuple[Path, ...]]

@@ -21,7 +21,7 @@ from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.families import vision_tokens
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import Processor, count_tokens, encode, samples_for, tokenizer_of
+from stages.kit.models.prompts import Processor, count_tokens, encode, samples_for, tokenizer_of
 
 if TYPE_CHECKING:
     from stages.core.params.schema import Loss

@@ -10,9 +10,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.errors import UserError
-from stages.kit.models.load import check_placement
-from stages.kit.models.parts import count_trainable, part_of
-from stages.kit.models.placement import whole
+from stages.kit.models.adapters import count_trainable, part_of
+from stages.kit.models.load import check_placement, whole
 from stages.kit.planning.plan import Plan
 
 

@@ -10,7 +10,7 @@ import subprocess
 
 from stages.core.errors import UserError
 from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
-from stages.kit.models.fused_kernels import refuse_wrong_kernels
+from stages.kit.models.kernels import refuse_wrong_kernels
 from stages.kit.models.load import DTYPES, local_device
 from stages.kit.planning.plan import Plan
 from stages.kit.training.compiler import compiler_problem

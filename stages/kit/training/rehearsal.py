@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.kit.internals.trl_internals import unchanged_counts
-from stages.kit.models.placement import local
+from stages.kit.models.load import local
 from stages.kit.planning.plan import Schedule
 from stages.kit.training.collators import IGNORED, ConversationCollator
 from stages.kit.training.peak import cpu_peak

@@ -30,7 +30,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import CheckpointParams
 from stages.core.signals import ENDING, SAME_REQUEST_S, handling
 from stages.kit.internals.accelerate_internals import set_last_batch
-from stages.kit.models.placement import local, whole
+from stages.kit.models.load import local, whole
 from stages.kit.training.checkpoints import Checkpoints
 from stages.kit.training.record import Trace
 from stages.kit.training.seed import random_state, set_random_state

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from stages.kit.models.placement import local
+from stages.kit.models.load import local
 
 _TENSOR, _SHAPE = "<tensor>", "<shape>"
 

@@ -17,8 +17,8 @@ from trl import SFTConfig
 
 from stages.core.params.schema import Part
 from stages.kit.internals.accelerate_internals import use_fp16_on_cpu
-from stages.kit.models.parts import part_of
-from stages.kit.models.processors import Processor
+from stages.kit.models.adapters import part_of
+from stages.kit.models.prompts import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import StartContract, check_start

@@ -14,7 +14,7 @@ from stages.kit.memory.answers import Inference
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import predict_answers
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import count_tokens, encode, load_processor
+from stages.kit.models.prompts import count_tokens, encode, load_processor
 from stages.kit.planning.ladder import read_at_once
 from stages.tasks import load_task
 from tests import ROOT

@@ -7,7 +7,7 @@ from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation import likelihood
 from stages.kit.evaluation.likelihood import answer_log_likelihoods
-from stages.kit.models.processors import encode
+from stages.kit.models.prompts import encode
 
 
 def asked(question: str, answer: str, transcript: str = "") -> Conversation:

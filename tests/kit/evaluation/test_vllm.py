@@ -23,7 +23,7 @@ from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, read_certificate
 from stages.kit.evaluation.vllm.certify import SAMPLES
 from stages.kit.evaluation.vllm.questions import read_answers, request_digest, view
-from stages.kit.models.processors import encode, tokenizer_of
+from stages.kit.models.prompts import encode, tokenizer_of
 from tests import ROOT
 from tests.test_stages import done, run, small_params, write_params
 from tools.engine.certify import read_subject

@@ -21,19 +21,25 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import decoded, end_tokens
-from stages.kit.families import all_families, family_of, require_precision
+from stages.kit.families import FAMILIES, family_of, require_precision
+from stages.kit.models.adapters import apply_recipe, part_of, trained_modules
+from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import meta_model, new_model
-from stages.kit.models.packed_attention import PACKED
-from stages.kit.models.parts import apply_recipe, part_of, trained_modules
-from stages.kit.models.processors import Processor, encode, load_processor, resizing, tokenizer_of
-from stages.kit.models.templates import marked_template, rendered_messages
+from stages.kit.models.prompts import (
+    Processor,
+    encode,
+    load_processor,
+    marked_template,
+    rendered_messages,
+    resizing,
+    tokenizer_of,
+)
 from stages.kit.training.collators import ConversationCollator, packed
 from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.boxes import codec, decode_boxes
 from tests.tiny_families import ENDS, TEMPLATES, TEMPLATES_DIR, config_for, save_tiny_family, template_of
 from tests.tiny_families import processor_for as built_processor
 
-FAMILIES = all_families()
 VISION = [name for name, family in FAMILIES.items() if family.vision]
 TALK = [
     {"role": role, "content": text}

@@ -24,10 +24,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from stages.core.params.schema import DeviceParams, LoraParams
 from stages.kit.memory.step import forget_accelerator, from_features
 from stages.kit.mixture.trainer import make_trainer
-from stages.kit.models.fused_kernels import fused_kernels
-from stages.kit.models.parts import apply_recipe
-from stages.kit.models.placement import local, process_mesh, shard, whole
-from stages.kit.models.trained import trained_tensors
+from stages.kit.models.adapters import apply_recipe, trained_tensors
+from stages.kit.models.kernels import fused_kernels
+from stages.kit.models.load import local, process_mesh, shard, whole
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import FEATURES
 from stages.kit.training.contract import ContractBreach, StartContract, check_gradients

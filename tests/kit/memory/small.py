@@ -23,7 +23,7 @@ from stages.kit.memory.spread import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import Processor, load_processor
+from stages.kit.models.prompts import Processor, load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
 from stages.kit.training.collators import packed

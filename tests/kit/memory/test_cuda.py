@@ -22,7 +22,7 @@ from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden
 from stages.kit.memory.recorder import Recorder, recorder_of
 from stages.kit.memory.recording import Peak
 from stages.kit.memory.step import record_step
-from stages.kit.models import packed_attention
+from stages.kit.models import kernels
 from tests.kit.memory.small import CUDA, FULL, R1, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def behaviour() -> dict[str, Any]:
         found["softmax"] = half.softmax(-1).dtype
         found["sum"] = half.sum().dtype
         found["linear"] = F.linear(states, torch.ones(16, 16)).dtype
-    found["a row"] = packed_attention.takes_variable_lengths(states.bfloat16())
+    found["a row"] = kernels.takes_variable_lengths(states.bfloat16())
     found["foreach"] = optimizer._get_foreach_kernels_supported_devices()  # type: ignore[attr-defined]
     for module in (chunked_logprob, trl_trainer):
         for name in ("_forward_kernel", "_backward_kernel", "_addmm_fp32", "_use_triton", "triton"):
@@ -169,7 +169,7 @@ def test_a_row_has_no_mask_and_one_call_for_all_its_samples(model: str, monkeypa
         calls.append(len(query))
         return varlen_attn(query, *args, **kwargs)
 
-    monkeypatch.setattr(packed_attention, "varlen_attn", counted)
+    monkeypatch.setattr(kernels, "varlen_attn", counted)
     settings = {**R1, **CUDA, "max_length": 512, "micro_batch": 4}
     masked = peak_bytes(recorded(model, plan_of(**settings), padded=True))
     assert peak_bytes(recorded(model, plan_of(**settings, padding_free=True))) < 0.98 * masked

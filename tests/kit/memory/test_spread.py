@@ -16,8 +16,7 @@ from stages.kit.memory.predict import predict
 from stages.kit.memory.recorder import Recorder
 from stages.kit.memory.recording import Recording
 from stages.kit.memory.spread import _copied
-from stages.kit.models.load import meta_model
-from stages.kit.models.placement import balanced_gpus, gpu_of
+from stages.kit.models.load import balanced_gpus, gpu_of, meta_model
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES
 from tests.kit.memory.small import (

@@ -23,7 +23,7 @@ from stages.kit.mixture.certificate import (
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import mean_hidden_states, measure_domains, measure_routing
 from stages.kit.models.load import load_model
-from stages.kit.models.processors import Processor, encode, load_processor
+from stages.kit.models.prompts import Processor, encode, load_processor
 from tests.kit.mixture.dense import conversation, save_expert
 from tests.made_up_records import BUILD_CERTIFICATE
 

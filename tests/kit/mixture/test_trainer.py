@@ -17,9 +17,9 @@ from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import outputs_of
 from stages.kit.mixture.trainer import BalancedTrainer, LoadBalance, RouterLabels, RouterTrainer, make_trainer
+from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
-from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import IGNORED, ConversationCollator, experts_of
 from stages.kit.training.rehearsal import largest_batch

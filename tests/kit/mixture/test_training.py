@@ -9,9 +9,17 @@ import torch
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
+from stages.kit.models.adapters import (
+    apply_recipe,
+    count_trainable,
+    load_trained,
+    part_of,
+    save_trained,
+    trained_modules,
+    trained_tensors,
+)
 from stages.kit.models.load import load_config, load_model, meta_model
-from stages.kit.models.parts import apply_recipe, count_trainable, part_of, trained_modules
-from stages.kit.models.trained import load_trained, merge_trained, save_trained, trained_tensors
+from stages.kit.models.merge import merge_trained
 
 FULL = PartsParams(llm="full")
 

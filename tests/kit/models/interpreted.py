@@ -27,8 +27,8 @@ from triton.runtime import interpreter
 
 from stages.core.errors import UserError
 from stages.kit.memory.step import forget_accelerator
-from stages.kit.models import fused_kernels as kernels
-from stages.kit.models.fused_kernels import ROTATE, FusedMLP, FusedRMSNorm, fused_kernels, refuse_wrong_kernels
+from stages.kit.models import kernels
+from stages.kit.models.kernels import ROTATE, FusedMLP, FusedRMSNorm, fused_kernels, refuse_wrong_kernels
 from tests.kit.memory.real_steps import measured_bytes
 from tests.kit.memory.small import ALL, FULL, batch_of, config_of, peak_bytes, plan_of, recorded
 from tools.gpu.models import random_model, with_contents

@@ -13,8 +13,8 @@ from stages.core.params.schema import ImageParams
 from stages.core.publish import publish_json
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.certificate import certified_model, require_certificate
-from stages.kit.models.probes import changed_modules, relative_deviation, same_inputs, weight_digests
-from stages.kit.models.processors import load_processor
+from stages.kit.models.merge import changed_modules, relative_deviation, same_inputs, weight_digests
+from stages.kit.models.prompts import load_processor
 from tests.made_up_records import CERTIFICATE
 from tests.made_up_runs import project_params
 

@@ -26,7 +26,7 @@ def test_a_models_files_are_taken_and_nothing_else(
     copy_model_files(source, target, link=link)
     assert {path.name for path in target.iterdir()} == {path.name for path in tiny_vlm.iterdir()}
     check_model_folder(target)
-    assert "left behind, as the model has no use for it: adapter_model.safetensors, extra.safetensors" in caplog.text
+    assert "not copied, as the model does not use it: adapter_model.safetensors, extra.safetensors" in caplog.text
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

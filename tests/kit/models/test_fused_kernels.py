@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from stages.kit.models import fused_kernels as kernels
-from stages.kit.models.fused_kernels import ROTATE, FusedMLP, FusedRMSNorm, fused_kernels
+from stages.kit.models import kernels
+from stages.kit.models.kernels import ROTATE, FusedMLP, FusedRMSNorm, fused_kernels
 from tests import ROOT
 from tests.kit.memory.small import FULL, config_of, peak_bytes, plan_of, recorded
 from tools.gpu.models import random_model

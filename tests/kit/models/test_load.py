@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.models.load import (
-    expand_segments,
     load_config,
     load_model,
     meta_model,
     resolve_attention,
     see_only,
 )
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from tests import ROOT
 from tests.damage import damaged_tree, quick
 

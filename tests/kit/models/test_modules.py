@@ -12,10 +12,10 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.kernels import PatchProjection, ThreadIndependentLayerNorm, autocast_experts, replace_modules
 from stages.kit.models.load import load_model
-from stages.kit.models.modules import PatchProjection, ThreadIndependentLayerNorm, autocast_experts, replace_modules
-from stages.kit.models.probes import probe_logits, weight_digests
-from stages.kit.models.processors import load_processor
+from stages.kit.models.merge import probe_logits, weight_digests
+from stages.kit.models.prompts import load_processor
 
 CPU = DeviceParams(kind="cpu")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stages.kit.models import packed_attention as module
-from stages.kit.models.packed_attention import packed_attention, row_of, takes_variable_lengths
+from stages.kit.models import kernels as module
+from stages.kit.models.kernels import packed_attention, row_of, takes_variable_lengths
 
 LENGTHS = [5, 1, 9, 3]
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]

@@ -8,9 +8,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, LoraParams, PartsParams
 from stages.kit.mixture.merge import mixture_config
-from stages.kit.models.geometries import PUBLISHED
-from stages.kit.models.load import load_config, meta_model
-from stages.kit.models.parts import (
+from stages.kit.models.adapters import (
     TrainableCounts,
     apply_recipe,
     count_trainable,
@@ -18,6 +16,8 @@ from stages.kit.models.parts import (
     part_of,
     trained_modules,
 )
+from stages.kit.models.folders import PUBLISHED
+from stages.kit.models.load import load_config, meta_model
 from tests import ROOT
 from tools.plan.available_inputs import root_base, trainable_recipes
 

@@ -15,9 +15,8 @@ from accelerate.utils import modeling as accelerate_modeling
 from transformers import AutoModelForImageTextToText, modeling_utils
 
 from stages.core.params.schema import DeviceParams
-from stages.kit.models.geometries import geometry_config_path
-from stages.kit.models.load import load_config, load_model, meta_model, nf4_config
-from stages.kit.models.placement import balanced_gpus, gpu_of
+from stages.kit.models.folders import geometry_config_path
+from stages.kit.models.load import balanced_gpus, gpu_of, load_config, load_model, meta_model, nf4_config
 from stages.kit.planning.plan import Plan
 from tests.kit.memory.small import R1, plan_of
 

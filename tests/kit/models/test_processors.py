@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.processors import count_tokens, encode
+from stages.kit.models.prompts import count_tokens, encode
 from tests.tiny import SMALLEST_TEXT
 from tools.tiny.architecture import build_tiny_qwen2
 

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.models import random_weights
-from stages.kit.models.folders import check_model_folder
-from stages.kit.models.geometries import geometry_config_path
+from stages.kit.models.folders import check_model_folder, geometry_config_path
 from stages.kit.models.load import auto_class, load_config, load_model
 from stages.kit.models.random_weights import TOKEN_IDS, build_random_model, write_random_weights
 from tests import ROOT

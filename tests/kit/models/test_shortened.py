@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.processors import count_tokens, encode, shortened
+from stages.kit.models.prompts import count_tokens, encode, shortened
 
 
 def about(text: str, *, shortenable: bool = True) -> Conversation:

@@ -10,12 +10,18 @@ from safetensors.torch import load_file, save_file
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, LoraParams, PartsParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.adapters import (
+    WEIGHTS_FILE,
+    apply_recipe,
+    load_trained,
+    save_trained,
+    trained_modules,
+    trained_tensors,
+)
 from stages.kit.models.certificate import TOLERANCE
 from stages.kit.models.load import DTYPES, load_model
-from stages.kit.models.parts import apply_recipe, trained_modules
-from stages.kit.models.probes import changed_modules, probe_logits, relative_deviation, weight_digests
-from stages.kit.models.processors import load_processor
-from stages.kit.models.trained import WEIGHTS_FILE, load_trained, merge_trained, save_trained, trained_tensors
+from stages.kit.models.merge import changed_modules, merge_trained, probe_logits, relative_deviation, weight_digests
+from stages.kit.models.prompts import load_processor
 
 LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {

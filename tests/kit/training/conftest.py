@@ -8,9 +8,9 @@ import pytest
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
-from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything

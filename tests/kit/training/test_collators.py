@@ -10,7 +10,7 @@ from PIL import Image
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.processors import Processor, load_processor, tokenizer_of
+from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
 from stages.kit.training.collators import IGNORED, ConversationCollator
 
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>(1,22),(333,999)<|box_end|>"

@@ -10,8 +10,8 @@ from torch import nn
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams
+from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import check_placement, load_model
-from stages.kit.models.parts import apply_recipe, count_trainable
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
 from tests import ROOT

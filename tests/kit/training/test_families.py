@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stages.core.params.schema import LoraParams
-from stages.kit.families import all_families
-from stages.kit.models import packed_attention
-from stages.kit.models.packed_attention import Row
+from stages.kit.families import FAMILIES
+from stages.kit.models import kernels
+from stages.kit.models.kernels import PackedRow
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.training.small import plan_for
 from tests.kit.training.test_packing import assert_unlike, one_step, taken, unlike
@@ -48,16 +48,16 @@ def test_micro_batches_and_rows_without_padding_give_the_same_loss_and_gradients
         assert found.keys() == {"loss", "vision", "projector", "llm"}
         assert max(found.values()) < 1e-5, (settings, found)
 
-    def all_one(position_ids: torch.Tensor) -> Row:
+    def all_one(position_ids: torch.Tensor) -> PackedRow:
         length = position_ids.shape[1]
-        return Row([length], torch.tensor([0, length], dtype=torch.int32))
+        return PackedRow([length], torch.tensor([0, length], dtype=torch.int32))
 
-    monkeypatch.setattr(packed_attention, "row_of", all_one)
+    monkeypatch.setattr(kernels, "row_of", all_one)
     assert_unlike(whole, taken(build(one_step(padding_free=True))))
 
 
 # Those of the shipped recipes are killed in test_resume.py.
-TEXT = {name for name, family in all_families().items() if family.vision is None} - {"qwen2", "qwen2_moe"}
+TEXT = {name for name, family in FAMILIES.items() if family.vision is None} - {"qwen2", "qwen2_moe"}
 
 
 @pytest.mark.parametrize("name", sorted(TEXT))

@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from stages.core.params.schema import PartsParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.models import packed_attention
+from stages.kit.models import kernels
+from stages.kit.models.adapters import part_of
+from stages.kit.models.kernels import PackedRow
 from stages.kit.models.load import load_config
-from stages.kit.models.packed_attention import Row
-from stages.kit.models.parts import part_of
 from stages.kit.planning.plan import Plan
 from stages.kit.training.collators import IGNORED, ConversationCollator, packed
 from stages.kit.training.rehearsal import largest_batch
@@ -109,11 +109,11 @@ def test_with_wrong_positions_they_are_not(build: Build, padded: Taken, attn: An
 def test_nor_are_they_where_samples_see_each_other(
     build: Build, padded: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_one(position_ids: torch.Tensor) -> Row:
+    def all_one(position_ids: torch.Tensor) -> PackedRow:
         length = position_ids.shape[1]
-        return Row([length], torch.tensor([0, length], dtype=torch.int32))
+        return PackedRow([length], torch.tensor([0, length], dtype=torch.int32))
 
-    monkeypatch.setattr(packed_attention, "row_of", all_one)
+    monkeypatch.setattr(kernels, "row_of", all_one)
     assert_unlike(padded, taken(build(one_step(padding_free=True))))
 
 

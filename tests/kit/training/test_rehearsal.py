@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import lowered
 from stages.kit.training import rehearsal
 from stages.kit.training.collators import ConversationCollator

@@ -24,9 +24,9 @@ from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParam
 from stages.core.signals import ENDING, handling
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.trainer import make_trainer
+from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_model
-from stages.kit.models.parts import apply_recipe, count_trainable
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import resumable

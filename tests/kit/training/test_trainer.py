@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.kit.models.parts import part_of
+from stages.kit.models.adapters import part_of
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.contract import ContractBreach
 from stages.kit.training.trainer import RecipeTrainer

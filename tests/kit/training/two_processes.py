@@ -18,10 +18,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params.schema import CheckpointParams, DeviceParams
-from stages.kit.models.load import auto_class
-from stages.kit.models.parts import apply_recipe
-from stages.kit.models.placement import local, process_mesh, shard
-from stages.kit.models.processors import load_processor
+from stages.kit.models.adapters import apply_recipe
+from stages.kit.models.load import auto_class, local, process_mesh, shard
+from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import kept_checkpoints
 from stages.kit.training.contract import StartContract

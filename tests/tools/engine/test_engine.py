@@ -22,7 +22,7 @@ from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import Client, ContainerEngine
 from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine
 from stages.kit.models.load import load_model
-from stages.kit.models.processors import encode, load_processor
+from stages.kit.models.prompts import encode, load_processor
 from tests.test_stages import small_params, write_params
 from tools.engine import __main__ as engine
 from tools.engine.environment import Contained, find_environment

@@ -18,7 +18,7 @@ from transformers import TrainerControl
 
 from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
-from stages.kit.models import packed_attention
+from stages.kit.models import kernels
 from stages.kit.training.collators import FEATURES
 from stages.kit.training.seed import seed_everything
 from tests import ROOT
@@ -83,10 +83,8 @@ def test_attention_without_padding_is_compared_with_that_of_one_sample_after_ano
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert facts.attends_by_sample("cpu").startswith("forward and backward sample by sample, ")
-    monkeypatch.setattr(packed_attention, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
-    monkeypatch.setattr(
-        packed_attention, "varlen_attn", lambda query, key, value, *_, **__: query + (key + value).mean()
-    )
+    monkeypatch.setattr(kernels, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
+    monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, *_, **__: query + (key + value).mean())
     assert facts.tried(partial(facts.attends_by_sample, "cpu")).startswith("does not work: AssertionError")
 
 

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
-from stages.kit.models.geometries import PUBLISHED, geometry_config_path
+from stages.kit.models.folders import PUBLISHED, geometry_config_path
 from tests import ROOT
 from tools.plan.available_inputs import available_base, available_data, root_base, same_source, trainable_recipes
 

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from stages import base, plan, prepare
 from stages.kit.memory import predict as predictor
 from stages.kit.memory.stand_in import stand_in_batch
-from stages.kit.models.geometries import geometry_config_path
+from stages.kit.models.folders import geometry_config_path
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES, Prediction

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from stages.kit.models.processors import pictures_only
+from stages.kit.models.prompts import images_only
 from tests.tiny import SMALLEST, SMALLEST_TEXT
 from tools.tiny.architecture import (
     CHAT_TEMPLATE,
@@ -86,7 +86,7 @@ def test_the_saved_processor_is_the_built_one_and_keeps_pictures_to_the_geometry
     _, processor = build_tiny_qwen2_vl(CORPUS, SMALLEST)
     processor.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "processor_config.json").read_text())["processor_class"] == "Qwen2VLProcessor"
-    saved = pictures_only("qwen2_vl").from_pretrained(tmp_path)
+    saved = images_only("qwen2_vl").from_pretrained(tmp_path)
     for size in ((112, 112), (900, 300), (30, 20)):
         picture = Image.radial_gradient("L").convert("RGB").resize(size)
         inputs, again = (

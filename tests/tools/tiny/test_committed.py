@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.generation import generate_answers
 from stages.kit.models.folders import check_model_folder
-from stages.kit.models.processors import load_processor
+from stages.kit.models.prompts import load_processor
 from tests import ROOT
 from tools.tiny import amr, detection, moe
 from tools.tiny.pretraining import model_card

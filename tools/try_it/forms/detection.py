@@ -45,7 +45,7 @@ class Form:
         return conversation(record, answered=False)
 
     def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
-        from stages.kit.models.processors import resizing
+        from stages.kit.models.prompts import resizing
 
         (record,) = question.images
         assert isinstance(record, DetectionRecord)

@@ -38,7 +38,7 @@ from stages.kit.evaluation.vllm.questions import (
 from stages.kit.memory_use import says_out_of_memory
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
-from stages.kit.models.processors import Processor, load_processor, tokenizer_of
+from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
 
 log = logging.getLogger("stages")
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from stages.core.lineage import combined_digest, file_digest
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
-from stages.kit.models.processors import Processor, encode, rendered, shortened, tokenizer_of
+from stages.kit.models.prompts import Processor, encode, rendered, shortened, tokenizer_of
 
 REQUEST = "request.json"
 ANSWERS = "answers.json"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from stages.core.errors import UserError
-from stages.kit.families import all_families, family_of
+from stages.kit.families import FAMILIES, family_of
 from stages.tasks.detection.samples.records import TARGET, AnswerForm, Box, place_in_reading
 
 GridBox = tuple[int, int, int, int]
@@ -226,7 +226,7 @@ def codec(family: str) -> Codec:
     """family: the `model_type` of the model's config. Raises UserError for one that writes no boxes."""
     vision = family_of(family).vision
     if vision is None or vision.boxes is None:
-        known = [name for name, each in all_families().items() if each.vision and each.vision.boxes]
+        known = [name for name, each in FAMILIES.items() if each.vision and each.vision.boxes]
         raise UserError(f"detection asks for boxes as {', '.join(known)} writes them; the base is a {family}")
     render, find, none = _FORMS[vision.boxes.form]
     return Codec(steps=vision.boxes.steps, render=render, find=find, none=none)

@@ -4,7 +4,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.processors import count_tokens, encode, rendered, tokenizer_of
+from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import check, conversation, probes
 from stages.tasks.chat.samples.records import Message, Record
 from tests.tasks.chat.talks import record, shown
@@ -115,7 +115,7 @@ def test_a_text_model_is_not_shown_pictures() -> None:
         lambda: count_tokens(tokenizer_for("llama"), asked),
     ):
         with pytest.raises(
-            UserError, match=r"sample a:1 has pictures, and .* is a text model; take a base of qwen2_5_vl, "
+            UserError, match=r"sample a:1 has images, and .* is a text model; take a base of qwen2_5_vl, "
         ):
             use()
 

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.kit.families import all_families
+from stages.kit.families import FAMILIES as ALL
 from stages.tasks.detection.samples.boxes import codec, decode_boxes, encode_boxes
 from stages.tasks.detection.samples.records import Box, reading_order
 from tests.damage import damaged_text
 
-FAMILIES = [name for name, family in all_families().items() if family.vision and family.vision.boxes]
+FAMILIES = [name for name, family in ALL.items() if family.vision and family.vision.boxes]
 SIZE = (644, 924)
 """Of a resized image, for the families that count its pixels."""
 

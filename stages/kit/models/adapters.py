@@ -1,6 +1,7 @@
-"""The parts of a model that a recipe freezes or trains: vision tower, projector, language model.
+"""Parts and adapters: which weights of a model a recipe trains, and the trained weights apart from their base.
 
-Works on real and on meta-device models alike, with or without adapters.
+The parts are vision tower, projector and language model. Works on real and on meta-device models, with or without
+adapters.
 """
 
 from __future__ import annotations
@@ -9,30 +10,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
-from stages.kit.families import all_families, family_of
+from stages.kit.families import FAMILIES, family_of
+from stages.kit.models.load import whole
 
 ALL_LINEAR = "all-linear"
-"""In lora.targets: the linear layers of the part, by whichever names the base's family has for them."""
+"""In lora.targets: the linear layers of the part, whatever names the base's family has for them."""
 
-
-@cache
-def _places() -> tuple[tuple[Part, re.Pattern[str]], ...]:
-    """Projectors and then vision towers of all families; the rest of a model is its language model.
-
-    No family's language model has the names of another's vision tower.
-    """
-    visions = [family.vision for family in all_families().values() if family.vision]
-    places: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
-    places += [("vision", vision.tower) for vision in visions]
-    return tuple((part, re.compile(where)) for part, where in dict.fromkeys(places))
+ADAPTER_DIR = "adapter"
+WEIGHTS_FILE = "weights.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +45,22 @@ class TrainableCounts:
         return f"trainable={self.total:,} of {self.all:,} ({by_part})"
 
 
+@cache
+def _part_patterns() -> tuple[tuple[Part, re.Pattern[str]], ...]:
+    """Projectors and then vision towers of all families; the rest of a model is its language model.
+
+    No family's language model has the names of another's vision tower.
+    """
+    visions = [family.vision for family in FAMILIES.values() if family.vision]
+    patterns: list[tuple[Part, str]] = [("projector", vision.projector) for vision in visions]
+    patterns += [("vision", vision.tower) for vision in visions]
+    return tuple((part, re.compile(pattern)) for part, pattern in dict.fromkeys(patterns))
+
+
 def part_of(name: str) -> Part:
     """The part that a parameter or module belongs to, by its full name, PEFT's prefixes and infixes allowed."""
     name = plain_name(name)
-    return next((part for part, where in _places() if where.match(name)), "llm")
+    return next((part for part, pattern in _part_patterns() if pattern.match(name)), "llm")
 
 
 def plain_name(name: str) -> str:
@@ -63,7 +70,7 @@ def plain_name(name: str) -> str:
 
 def is_idle(model: nn.Module, name: str) -> bool:
     """Whether a parameter or module belongs to the shared expert of a mixture that was built here: all zero, so that it
-    adds nothing and no gradient ever reaches it (kit/mixture/merge.py)."""
+    adds nothing and no gradient ever reaches it (kit/mixture/build.py)."""
     config = getattr(model, "config", None)
     return getattr(config, "neutral_shared_expert", False) and ".mlp.shared_expert" in name
 
@@ -76,8 +83,8 @@ def apply_recipe(
 ) -> PreTrainedModel | PeftModel:
     """Freeze and unfreeze by part, attach LoRA adapters where asked, keep trained weights in fp32.
 
-    full_targets: of parts trained in full, ends of the names of modules that alone are trained.
-    Returns the model itself, or a PeftModel around it. Raises UserError where the model lacks a part or a target.
+    full_targets: ends of module names by part; of a part that is trained in full, only these modules are trained.
+    Returns the model itself, or a PeftModel around it. Raises UserError if the model lacks a part or a target.
     """
     present = {part_of(name) for name, _ in model.named_parameters()}
     for part in parts.trained():
@@ -124,14 +131,14 @@ def _full_parameters(
 
 
 def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
-    """PEFT's configuration, whose targets are what the recipe names and nothing else.
+    """PEFT's configuration, whose targets are the layers that the recipe names and no others.
 
     Raises UserError for a target that matches no linear layer of its part.
     """
     linears = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_idle(model, name)
     ]
-    targets = {part: _named(model, part, suffixes) for part, suffixes in lora.targets.items()}
+    targets = {part: _target_suffixes(model, part, suffixes) for part, suffixes in lora.targets.items()}
     for part, suffixes in targets.items():
         for suffix in suffixes:
             if not any(part_of(name) == part and _ends_with(name, suffix) for name in linears):
@@ -151,15 +158,20 @@ def lora_config(model: PreTrainedModel, lora: LoraParams) -> LoraConfig:
     )
 
 
-def _named(model: PreTrainedModel, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
-    """ALL_LINEAR as the names that the model's family has."""
+def _target_suffixes(model: PreTrainedModel, part: Part, suffixes: Sequence[str]) -> Sequence[str]:
+    """The suffixes, or the family's own names of the part's linear layers for ALL_LINEAR."""
     if ALL_LINEAR not in suffixes:
         return suffixes
     family = family_of(model.config.model_type)
     linears = {"llm": family.linears, "vision": family.vision.linears if family.vision else ()}.get(part, ())
     if not linears:
-        raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known of vision tower and llm alone; name the layers")
+        raise UserError(f"lora.targets.{part}: {ALL_LINEAR} is known for vision and llm only; name the layers")
     return linears
+
+
+def _ends_with(name: str, suffix: str) -> bool:
+    """Compares whole dotted components: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
+    return name == suffix or name.endswith(f".{suffix}")
 
 
 def count_trainable(model: nn.Module) -> TrainableCounts:
@@ -183,6 +195,58 @@ def trained_modules(model: nn.Module) -> set[str]:
     }
 
 
-def _ends_with(name: str, suffix: str) -> bool:
-    """Whole dotted components only: `attn.proj` ends `blocks.0.attn.proj`, `proj` does not end `o_proj`."""
-    return name == suffix or name.endswith(f".{suffix}")
+def trained_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """All trained weights by name, on the CPU.
+
+    All processes of a sharded model have to call this together; each gets whole tensors.
+    """
+    return {
+        name: whole(parameter.detach()).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_trained(
+    model: PreTrainedModel | PeftModel, folder: Path, *, base_dir: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Write `folder/adapter/` (PEFT) and `folder/weights.safetensors` (parts trained in full), if there are any.
+
+    base_dir: the base's path relative to the workspace, for PEFT's own tools; loading here goes by the lineage.
+    tensors: from `trained_tensors`.
+    """
+    full = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    if full:
+        save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if isinstance(model, PeftModel):
+        config = model.peft_config["default"]
+        config.base_model_name_or_path = base_dir
+        config.target_modules = sorted(config.target_modules)  # PEFT's is a set
+        adapter = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+        model.save_pretrained(
+            folder / ADAPTER_DIR, state_dict=adapter, safe_serialization=True, save_embedding_layers=False
+        )
+        (folder / ADAPTER_DIR / "README.md").unlink(missing_ok=True)  # a model card of blanks
+
+
+def load_trained(base: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftModel:
+    """`base` with the trained weights of `folder`: full weights in place of its own, adapters attached, not merged.
+
+    The caller has made sure that this is the right base (`lineage.require_base`).
+    Raises UserError for a folder without any, or with tensors that do not fit the base.
+    """
+    weights_path, adapter_dir = folder / WEIGHTS_FILE, folder / ADAPTER_DIR
+    if not weights_path.exists() and not adapter_dir.exists():
+        raise UserError(f"{folder} holds neither {WEIGHTS_FILE} nor {ADAPTER_DIR}/")
+    parameters = dict(base.named_parameters())
+    for name, tensor in (load_file(weights_path) if weights_path.exists() else {}).items():
+        if name not in parameters:
+            raise UserError(f"{weights_path} holds {name}, which {type(base).__name__} does not have")
+        if parameters[name].shape != tensor.shape:
+            raise UserError(
+                f"{weights_path} holds {name} as {tuple(tensor.shape)}, the base as {tuple(parameters[name].shape)}"
+            )
+        parameters[name].data.copy_(tensor)
+    if not adapter_dir.exists():
+        return base
+    return PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=False, autocast_adapter_dtype=True)

@@ -1,0 +1,200 @@
+"""Model families by the `model_type` of a config.json, as data; docs/extending.md has a table of them.
+
+An entry holds what the rest of the code cannot read from a model's own files. No other module knows a family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stages.core.documents import shown
+from stages.core.errors import UserError
+
+PAGE = "docs/extending.md#a-model-family"
+"""Describes how to add a family."""
+
+PROMPT_OPTIONS = {"enable_thinking": False, "date_string": "26 Jul 2024"}
+"""Options of some chat templates: an answer without a chain of thought (Qwen3), and a fixed date (Llama 3.2's template
+writes today's otherwise; this one is Llama 3.1's default)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """Format of a family's boxes."""
+
+    form: Literal["grounding", "json"]
+    """`(x0,y0),(x1,y1)` between special tokens, or a JSON list of `bbox_2d` and `label`. x comes before y in both."""
+    steps: int | None
+    """Steps along either side of the image; None if a step is a pixel of the resized image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """A family's vision tower and image format."""
+
+    tower: str
+    """Regular expression that matches the beginning of its modules' full names."""
+    projector: str
+    """The same for the projector; wins over `tower`."""
+    linears: tuple[str, ...]
+    """Ends of the names of the tower's linear layers: `all-linear` of lora.targets.vision."""
+    tokens: tuple[str, ...]
+    """Special tokens that stand for images; they never count in a loss."""
+    video_processor: str
+    """transformers' class. A saved processor names it, and transformers cannot look it up without torchvision."""
+    boxes: Boxes | None
+    same_from_features: bool
+    """Whether a test shows that cached features of a frozen tower train alike (training/features.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    name: str
+    """Name in its makers' spelling."""
+    vision: Vision | None = None
+    linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm."""
+    answer_marks: Mapping[str, str] = field(default_factory=dict)
+    """Parts of its chat template, each with a replacement that marks answers by `{% generation %}`; for a template that
+    has all of these parts. TRL has marked templates of other families."""
+    overflows_in_fp16: bool = False
+    """Whether its activations may leave the range of fp16."""
+    same_without_padding: bool
+    """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
+    same_with_fused_kernels: bool
+    """Whether a test shows the same for Liger's kernels."""
+
+
+_QWEN_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+# Lines of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.
+_LLAMA_ANY_TURN = """\
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+"""
+_LLAMA_MARKED = """\
+    {%- if message.role == 'assistant' and 'tool_calls' not in message %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {%- generation %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+        {%- endgeneration %}
+    {%- elif not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+"""
+
+# Qwen3's last answer begins with a <think> block; TRL's marked template writes one in each answer.
+_QWEN3_LAST = "{%- if loop.index0 > ns.last_query_index %}"
+_QWEN3_HEADER = "{{- '<|im_start|>' + message.role + '\\n"
+_QWEN3_END = "{{- '<|im_end|>\\n' }}\n    "
+_QWEN3_TOOL = '{%- elif message.role == "tool" %}'
+
+FAMILIES = {
+    "gemma3_text": Family(
+        name="Gemma 3, text",
+        overflows_in_fp16=True,  # its residual stream (transformers#36822)
+        same_without_padding=False,  # layers with sliding attention
+        same_with_fused_kernels=False,
+    ),
+    "llama": Family(
+        name="Llama 3, 3.1, 3.2, 3.3",
+        answer_marks={_LLAMA_ANY_TURN: _LLAMA_MARKED},
+        same_without_padding=True,
+        same_with_fused_kernels=False,
+    ),
+    "phi3": Family(
+        name="Phi-3, Phi-3.5",
+        linears=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+        same_without_padding=True,
+        same_with_fused_kernels=False,
+    ),
+    "qwen2": Family(name="Qwen2, Qwen2.5", same_without_padding=True, same_with_fused_kernels=True),
+    "qwen2_5_vl": Family(
+        name="Qwen2.5-VL",
+        vision=Vision(
+            tower=r"model\.visual\.",
+            projector=r"model\.visual\.merger\.",
+            linears=("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+            tokens=_QWEN_VISION_TOKENS,
+            video_processor="Qwen2VLVideoProcessor",
+            boxes=Boxes(form="json", steps=None),  # its model card's grounding examples
+            same_from_features=False,
+        ),
+        same_without_padding=True,
+        same_with_fused_kernels=False,
+    ),
+    "qwen2_moe": Family(
+        name="Qwen1.5-MoE, Qwen2-MoE",  # and the mixtures that are built here
+        linears=("q_proj", "k_proj", "v_proj", "o_proj"),  # experts are no linear layers, and a shared one may be idle
+        same_without_padding=True,
+        same_with_fused_kernels=True,
+    ),
+    "qwen2_vl": Family(
+        name="Qwen2-VL",
+        vision=Vision(
+            tower=r"model\.visual\.",
+            projector=r"model\.visual\.merger\.",
+            linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
+            tokens=_QWEN_VISION_TOKENS,
+            video_processor="Qwen2VLVideoProcessor",
+            boxes=Boxes(form="grounding", steps=1000),
+            same_from_features=True,
+        ),
+        same_without_padding=True,
+        same_with_fused_kernels=True,
+    ),
+    "qwen3": Family(
+        name="Qwen3",
+        answer_marks={
+            _QWEN3_LAST: _QWEN3_HEADER + "' }}{%- generation %}" + _QWEN3_LAST,
+            _QWEN3_HEADER + "<think>": "{{- '<think>",
+            _QWEN3_HEADER + "' + content }}": "{{- content }}",
+            _QWEN3_END + _QWEN3_TOOL: _QWEN3_END + "{%- endgeneration %}" + _QWEN3_TOOL,
+        },
+        same_without_padding=True,
+        same_with_fused_kernels=False,
+    ),
+    "qwen3_vl": Family(
+        name="Qwen3-VL",
+        vision=Vision(
+            tower=r"model\.visual\.",
+            projector=r"model\.visual\.(merger|deepstack_merger_list)\.",
+            linears=("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+            tokens=_QWEN_VISION_TOKENS,
+            video_processor="Qwen3VLVideoProcessor",
+            boxes=Boxes(form="json", steps=1000),  # its model card's grounding examples
+            same_from_features=False,  # some features go to several layers
+        ),
+        same_without_padding=True,
+        same_with_fused_kernels=False,
+    ),
+}
+"""Every family by its model_type."""
+
+
+def family_of(model_type: str) -> Family:
+    """Raises UserError for a model_type without an entry."""
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"no model family is called {shown(model_type)} (model_type of config.json); there are: "
+            f"{', '.join(FAMILIES)}; {PAGE} says how to add one"
+        )
+    return FAMILIES[model_type]
+
+
+def vision_tokens() -> list[str]:
+    """Tokens that stand for images in any family: nothing to learn in predicting them."""
+    return sorted({token for family in FAMILIES.values() if family.vision for token in family.vision.tokens})
+
+
+def require_precision(model_type: str, precision: str) -> None:
+    """Raises UserError if models of this family overflow in it. precision: of params.yaml."""
+    family = family_of(model_type)
+    if precision == "fp16" and family.overflows_in_fp16:
+        raise UserError(f"{family.name} overflows in fp16: set memory.precision of the profile to bf16 or fp32")
+
+
+def require_text(model_type: str, task: str) -> None:
+    """Raises UserError unless models of this family take text alone. task: named in the message."""
+    if family_of(model_type).vision is not None:
+        texts = [name for name, family in FAMILIES.items() if family.vision is None]
+        raise UserError(f"{task} trains text models of {', '.join(texts)}; the base is a {model_type}")

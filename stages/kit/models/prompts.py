@@ -1,0 +1,411 @@
+"""Prompts: from conversations to a model's inputs, through its own processor and chat template.
+
+A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template), but
+published ones seldom do. A family knows where the marks go (answer_marks), or TRL has the same template with marks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, TypeAlias
+
+import torch
+import transformers
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stages.core.errors import UserError
+from stages.core.params.schema import ImageParams
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import ImageRecord
+from stages.kit.data.prepared import shows_pictures
+from stages.kit.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
+from stages.kit.internals.transformers_internals import num_image_tokens
+from stages.kit.models.load import load_config, read_from
+
+Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
+"""A vision-language model's processor, or a text model's tokenizer."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a conversation, in the form that a chat template takes."""
+
+VIDEO_SETTINGS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+"""Settings that a video processor shares with the image processor beside it."""
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ImagesOnly:
+    """A Qwen-VL processor of an image processor and a tokenizer alone; a video is refused.
+
+    transformers' own needs torchvision for a video processor even if only images are used
+    (huggingface/transformers#48558), and there is none for the CPU build of torch. This one reads and writes the same
+    files, under the same class name.
+    """
+
+    model_type: str
+
+    # ProcessorMixin takes its parts from this signature. `_`: the video processor's settings, as read from a folder.
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings to save: those of transformers' class, so that it loads where torchvision is installed."""
+        settings = super().to_dict()  # type: ignore[misc]
+        images = settings["image_processor"]
+        vision = family_of(self.model_type).vision
+        assert vision is not None
+        settings["video_processor"] = {"video_processor_type": vision.video_processor}
+        settings["video_processor"] |= {name: images[name] for name in VIDEO_SETTINGS if name in images}
+        return settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.model_type, vars(self))
+
+
+@cache
+def images_only(model_type: str) -> type[ProcessorMixin]:
+    """The ImagesOnly of a family."""
+    plain: type[ProcessorMixin] = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    # Its name is written beside processor and tokenizer.
+    kind: type[ProcessorMixin] = type(plain.__name__, (ImagesOnly, plain), {"model_type": model_type})
+    return kind
+
+
+def _restored(model_type: str, settings: dict[str, Any]) -> ProcessorMixin:
+    kind = images_only(model_type)
+    processor: ProcessorMixin = object.__new__(kind)
+    vars(processor).update(settings)
+    return processor
+
+
+def load_processor(folder: Path, images: ImageParams | None) -> Processor:
+    """The processor of a vision-language model, or the tokenizer of a text model, with the profile's pixel limits.
+
+    Raises UserError for a model of an unknown family.
+    Images are resized by Pillow everywhere, never by torchvision: a CPU and a GPU machine see the same pixels.
+    """
+    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model_type = load_config(folder).model_type
+    family = family_of(model_type)
+    processor: Processor
+    with read_from(folder):
+        if family.vision is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+            image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **offline)
+            processor = images_only(model_type)(image_processor, tokenizer, chat_template=tokenizer.chat_template)
+        else:
+            processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    for name in ("is_local", "local_files_only"):  # transformers would write them into a saved tokenizer_config.json
+        tokenizer.init_kwargs.pop(name, None)
+    if tokenizer.pad_token is None:  # Llama has none; masks and labels mark the padding
+        tokenizer.pad_token = tokenizer.eos_token
+    if images is not None and isinstance(processor, ProcessorMixin):
+        processor.image_processor.size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    return processor
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    return processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+
+
+def resizing(processor: Processor) -> Callable[[int, int], tuple[int, int]] | None:
+    """A picklable function from an image's (width, height) in pixels to those after the processor has resized it.
+
+    None for a text model.
+    """
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return None
+    images = processor.image_processor
+    limits = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
+    return partial(_resized, factor=images.patch_size * images.merge_size, **limits)
+
+
+def _resized(width: int, height: int, **limits: int) -> tuple[int, int]:
+    height, width = smart_resize(height, width, **limits)
+    return width, height
+
+
+def samples_for(samples: ModuleType, model_type: str, processor: Processor) -> Any:
+    """A task's samples for one model: the module itself, or its ForModel if the form of an answer depends on the
+    model's family and on how its images are resized."""
+    return samples.ForModel(model_type, resizing(processor)) if hasattr(samples, "ForModel") else samples
+
+
+def encode(
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    padding_side: Literal["left", "right"],
+    max_length: int | None = None,
+    mark_answers: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The model's inputs for these conversations, through the model's own chat template.
+
+    max_length: tokens to which `shortened` cuts each conversation that has a shortenable text; others stay whole.
+    mark_answers: return `answers` (B, T) too, True for each token of an answer and the end of its turn.
+    Unanswered conversations end with the prompt for an answer. Returns input_ids and attention_mask (B, T) and, with
+    images, pixel_values (patches, features), image_grid_thw (images, 3) and mm_token_type_ids (B, T).
+    Raises UserError if a text holds a token by which the template sets messages apart, and for images in a text model's
+    conversation.
+    """
+    for conversation in conversations:
+        _refuse_markup(processor, conversation)
+    conversations = [shortened(processor, conversation, max_length) for conversation in conversations]
+    texts = [rendered(processor, conversation) for conversation in conversations]
+    options: dict[str, Any] = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
+    if isinstance(processor, PreTrainedTokenizerBase):
+        batch = dict(processor(texts, add_special_tokens=False, **options))
+    else:
+        images = [
+            [image.open_image() if isinstance(image, ImageRecord) else image for image in conversation.images]
+            for conversation in conversations
+            if conversation.images
+        ]
+        batch = dict(processor(text=texts, images=images or None, return_mm_token_type_ids=True, **options))
+    if mark_answers:
+        batch["answers"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, (text, conversation) in enumerate(zip(texts, conversations, strict=True)):
+            real = batch["attention_mask"][row].bool()
+            batch["answers"][row, real] = _answer_tokens(processor, text, conversation, batch["input_ids"][row, real])
+    return batch
+
+
+def _answer_tokens(processor: Processor, text: str, conversation: Conversation, ids: torch.Tensor) -> torch.Tensor:
+    """(T,) bool: the assistant's tokens.
+
+    text: as rendered. ids: (T,) its tokens, after the processor has widened the placeholder of each image.
+    """
+    tokenizer = tokenizer_of(processor)
+    narrow = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
+    starts, ends = narrow["offset_mapping"][0].unbind(1)
+    in_answer = torch.zeros_like(starts, dtype=torch.bool)
+    with _template_errors(processor, conversation):
+        spans = list(answer_spans(tokenizer, _messages(processor, conversation)))
+    for start, end in spans:
+        in_answer |= (starts < end) & (ends > start)
+    placeholder = getattr(processor, "image_token_id", None)
+    if placeholder is None:
+        return in_answer
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[ids != placeholder] = in_answer[narrow["input_ids"][0] != placeholder]
+    return answers
+
+
+def count_tokens(processor: Processor, conversation: Conversation, *, max_length: int | None = None) -> int:
+    """The number of tokens that `encode` makes of a conversation; images are counted by their size alone."""
+    conversation = shortened(processor, conversation, max_length)
+    text = rendered(processor, conversation)
+    length = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
+    if conversation.images:
+        # The template writes one placeholder an image, which the processor widens.
+        sizes = [(image.height, image.width) for image in conversation.images]
+        length += sum(num_image_tokens(processor, sizes)) - len(sizes)
+    return length
+
+
+def shortened(processor: Processor, conversation: Conversation, max_length: int | None) -> Conversation:
+    """The conversation with its shortenable text cut at the end, so that at most `max_length` tokens are left.
+
+    The cut is between two tokens of the text. The result is longer if the rest alone is; a conversation without a
+    shortenable text is returned as it is.
+    """
+    shortenable = next(
+        (
+            (turn, number)
+            for turn, message in enumerate(conversation.messages)
+            for number, part in enumerate(message["content"])
+            if isinstance(part, dict) and part.get("shortenable")
+        ),
+        None,
+    )
+    if max_length is None or shortenable is None:
+        return conversation
+    turn, number = shortenable
+    part = conversation.messages[turn]["content"][number]
+    ends = [0, *_token_ends(tokenizer_of(processor), part["text"], max_length)]  # no more of them can be left
+    while True:
+        messages = copy.deepcopy(conversation.messages)
+        messages[turn]["content"][number]["text"] = part["text"][: ends[-1]]
+        cut = replace(conversation, messages=messages)
+        excess = count_tokens(processor, cut) - max_length
+        if excess <= 0 or len(ends) == 1:
+            return cut
+        # Repeated only if tokens at the cut fuse with the next ones, or a character has several of them.
+        del ends[max(1, len(ends) - excess) :]
+
+
+def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
+    """Ends of the first `count` tokens of a text, in characters."""
+    options: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    # Only the beginning of an hour-long transcript is tokenized, if it has that many tokens.
+    for stop in (16 * count, None):
+        ends = [end for _, end in tokenizer(text[:stop], **options)["offset_mapping"]]
+        if len(ends) > count:
+            break
+    return ends[:count]
+
+
+def rendered(processor: Processor, conversation: Conversation) -> str:
+    """The text that the model reads before it is tokenized, with a placeholder for each image.
+
+    Raises UserError if the chat template fails.
+    """
+    with _template_errors(processor, conversation):
+        return rendered_messages(tokenizer_of(processor), _messages(processor, conversation))
+
+
+def rendered_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    """An answered conversation as text, or an unanswered one with the prompt for an answer."""
+    template = tokenizer.get_chat_template()
+    if messages[-1]["role"] == "assistant":
+        return _render(tokenizer, marked_template(template), messages)[0]
+    return _render(tokenizer, template, messages, add_generation_prompt=True)[0]
+
+
+def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[tuple[int, int]]:
+    """Start and end of each answer with the end of its turn, in characters of `rendered_messages`.
+
+    Text that the prompt already has (a line break in Qwen2.5's marks, an empty <think> block in Qwen3's) and a line
+    break behind the end of the turn are not part of it. Raises UserError if the template marks another number of
+    answers than there are.
+    """
+    template = marked_template(tokenizer.get_chat_template())
+    text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True)
+    spans: list[tuple[int, int]] = []
+    for start, end in marked:  # a template may mark the end of the text apart from the last answer (Phi-3)
+        spans.append((spans.pop()[0] if spans and spans[-1][1] == start else start, end))
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) != len(turns):
+        raise UserError(f"{len(turns)} assistant turns, but the chat template marks {len(spans)} answers; {PAGE}")
+    for turn, (start, end) in zip(turns, spans, strict=True):
+        prompt, _ = _render(tokenizer, template, messages[:turn], add_generation_prompt=True)
+        prompted = len(prompt) if text.startswith(prompt) else 0
+        yield max(start, prompted), start + len(text[start:end].rstrip("\n"))
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, **options: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text and, with return_assistant_tokens_mask, the spans between the template's marks."""
+    options = {**tokenizer.special_tokens_map, **PROMPT_OPTIONS, **options}
+    texts, spans = render_jinja_template([messages], chat_template=template, **options)
+    return texts[0], spans[0] if spans else []
+
+
+@cache
+def marked_template(template: str) -> str:
+    """The template itself if it marks answers, or one that does and renders answered conversations alike.
+
+    Raises UserError if none is known.
+    """
+    if _MARK.search(template):
+        return template
+    for marks in (family.answer_marks for family in FAMILIES.values()):
+        if marks and all(plain in template for plain in marks):
+            for plain, marked in marks.items():
+                template = template.replace(plain, marked)
+            return template
+    from trl.chat_template_utils import get_training_chat_template  # slow to import
+
+    try:
+        # TRL compares the template with those that it knows; whether tools can be called does not matter here.
+        unmarked = SimpleNamespace(chat_template=template, apply_chat_template=lambda *_, **__: "")
+        found = get_training_chat_template(unmarked)
+    except ValueError:
+        found = None
+    if found is None:
+        raise UserError(
+            "the model's chat template does not mark answers ({% generation %}), and no marked form of it is known, so "
+            f"the assistant's tokens cannot be told from the rest; {PAGE} says how to bring one"
+        )
+    return found
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raises UserError if the model's tokenizer cannot be loaded, or its chat template cannot render a conversation, or
+    renders an answered one differently up to the prompt for its last answer."""
+    messages = [{"role": role, "content": "You?"} for role in ("user", "assistant", "user", "assistant")]
+    processor = load_processor(folder, None)
+    prompt, answered = (rendered(processor, Conversation(sample_id="check", messages=messages[:end])) for end in (3, 4))
+    if not answered.startswith(prompt):
+        raise UserError(
+            f"by the chat template of {folder}, a model would be trained on {answered!r}, but prompted with "
+            f"{prompt!r}, which is no beginning of it; {PAGE} says how to bring another"
+        )
+
+
+def takes(processor: Processor, conversation: Conversation) -> bool:
+    """Whether the model takes all parts of a conversation: a text model takes no images."""
+    return not (isinstance(processor, PreTrainedTokenizerBase) and conversation.images)
+
+
+def require_takes(processor: Processor, prepared_dir: Path) -> None:
+    """Raises UserError if a dataset has images in any of its splits, and the model is a text model."""
+    if isinstance(processor, PreTrainedTokenizerBase) and shows_pictures(prepared_dir):
+        raise _takes_no_images(processor, f"{prepared_dir} has samples with images (see its stats.json)")
+
+
+def _takes_no_images(text_model: PreTrainedTokenizerBase, found: str) -> UserError:
+    known = [name for name, family in FAMILIES.items() if family.vision]
+    return UserError(
+        f"{found}, and {text_model.name_or_path} is a text model; take a base of {', '.join(known)}, or leave the "
+        "images out"
+    )
+
+
+def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
+    """As the model's template takes them: the templates of text models, Qwen2.5's among them, know no text parts."""
+    if not isinstance(processor, PreTrainedTokenizerBase):
+        return conversation.messages
+    if not takes(processor, conversation):
+        raise _takes_no_images(processor, f"sample {conversation.sample_id} has images")
+    joined = []
+    for message in conversation.messages:
+        content = message["content"]
+        if not isinstance(content, str) and all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+        joined.append({**message, "content": content})
+    return joined
+
+
+def _refuse_markup(processor: Processor, conversation: Conversation) -> None:
+    """Raises UserError if a text holds a token by which the chat template sets messages apart."""
+    tokenizer = tokenizer_of(processor)
+    markup = _markup(tokenizer, tokenizer.get_chat_template())
+    for message in conversation.messages:
+        parts = [message["content"]] if isinstance(message["content"], str) else message["content"]
+        for text in (part if isinstance(part, str) else part.get("text", "") for part in parts):
+            if token := next((token for token in markup if token in text), None):
+                raise UserError(f"a text of sample {conversation.sample_id} holds chat markup, {token}; remove it")
+
+
+@cache
+def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    """Special tokens that the template writes. Some have no name: Gemma 3's <end_of_turn> is only an added token."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(token for token in added.union(tokenizer.all_special_tokens) if token in template))
+
+
+@contextmanager
+def _template_errors(processor: Processor, conversation: Conversation) -> Iterator[None]:
+    """Raises UserError, with the template's folder and the sample, for any error of rendering."""
+    try:
+        yield
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # noqa: BLE001, a template is a program, and raises what comes
+        folder = tokenizer_of(processor).name_or_path
+        raise UserError(
+            f"the chat template of {folder} (chat_template.jinja, or in tokenizer_config.json) fails on the messages "
+            f"of sample {conversation.sample_id}: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from None
