@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -33,7 +33,9 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.internals.transformers_internals import balanced_device_map, layer_classes, mark_distributed
 from stages.kit.models.folders import read_config
 from stages.kit.models.kernels import EXPERTS, PACKED, replace_modules
-from stages.kit.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from stages.kit.planning.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
