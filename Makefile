@@ -7,7 +7,7 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, try, vllm.
 EXTRAS ?=
-# What demo, compare, report and repeat are of: detection, amr, moe or chat.
+# The task of demo, run, compare and report: detection, amr, moe or chat.
 TASK ?= detection
 # What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
@@ -65,19 +65,21 @@ base-image: setup-tools ## Make a base for images from Debian's packages, where 
 	@$(build_tool) base-image
 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
+report = data/report/$(TASK)
 
 .PHONY: demo
 demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe|chat)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@$(offline) $(python) -m tools.run compare@$(TASK)
-	@$(python) -m tools.report $(TASK) --table
-	@$(python) -m tools.published $(TASK)
+	@cat $(report)/table.txt
+	@cmp -s $(report)/table.txt docs/tables/$(TASK).txt && echo 'This is the published table (docs/tables), to the digit.' || \
+		echo 'This is not the published table, which an AMD CPU computed: diff $(report)/table.txt docs/tables/$(TASK).txt'
 
 .PHONY: run
 run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=detection|amr|moe|chat, JOBS=4, ARGS=-f)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
-	@$(python) -m tools.report $(TASK) --table
+	@cat $(report)/table.txt
 
 .PHONY: data
 data: setup ## Show what is understood of pictures with boxes: counts, sizes, twelve pictures (SOURCE=folder, FORMAT=; or DATASET=)
@@ -107,8 +109,8 @@ serve: setup ## Serve a run's merged model by vLLM on this machine alone, once i
 	@$(offline) $(python) -m tools.engine serve '$(RUN)' $(if $(PORT),--port $(PORT)) $(if $(SAMPLES),--samples $(SAMPLES))
 
 .PHONY: verify
-verify: setup ## Check that everything is still as recorded; RERUN=STAGE: run it again and compare (RESTORE=1 repairs DVC's cache; PUBLISHED=FOLDER, KEY=)
-	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) $(if $(filter-out 0,$(RESTORE)),--restore) \
+verify: setup ## Check that all files are what was recorded of them; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
+	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 
 .PHONY: publish
@@ -117,10 +119,6 @@ publish: setup ## Write a run as a folder to hand on, data/published/RUN; SEND=1
 	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
 	@$(if $(filter-out 0,$(SEND)),docker/run publish '$(RUN)' --to '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
-
-.PHONY: experiments
-experiments: ## Show the experiments: what each changed, and what came of it
-	@$(python) -m tools.experiments
 
 .PHONY: compare
 compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate': choose)
@@ -132,7 +130,9 @@ truth: ## Compare a recipe with itself: how often are two halves of its seeds ca
 
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
-	@$(python) -m tools.report $(TASK)
+	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }
+	@echo '$(CURDIR)/$(report)/index.html'
+	@$(python) -m webbrowser 'file://$(CURDIR)/$(report)/index.html' > /dev/null
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -175,17 +175,6 @@ calibrate: setup ## Write what make gpu measured of memory into predictions (RES
 smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
 	@TARGET=cpu $(python) -m tools.image image
 	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
-
-# One of them again: make faults SEED=1 ONLY=17.
-fault_options = $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(ARGS)
-
-.PHONY: faults
-faults: setup-dev ## Kill, starve and damage a small pipeline, which has to end as if nothing had been (N=10, SEED=, ONLY=)
-	@$(offline) $(python) -m tools.faults $(fault_options)
-
-.PHONY: repeat
-repeat: setup-dev ## Run a tiny pipeline in two clones, one killed again and again, and compare them (TASK=, KILLS=20, SEED=)
-	@$(offline) $(python) -m tools.faults.repeat --task $(TASK) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: lint
 lint: setup-dev ## Check style, format and which part may import which

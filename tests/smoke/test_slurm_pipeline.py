@@ -17,8 +17,7 @@ from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run
 from tests.smoke.conftest import wait_until
 from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, Command, jobs, let_end, make_workspace
-from tools.faults.judge import require_same_end
-from tools.faults.workspaces import (
+from tests.workspaces import (
     CHAIN,
     RECIPE,
     TARGET,
@@ -27,6 +26,7 @@ from tools.faults.workspaces import (
     Workspace,
     build_reference,
     copy_folder,
+    require_same_end,
     workspace_in,
 )
 

@@ -16,7 +16,6 @@ from stages.core.errors import UserError
 from stages.core.provenance import records_dir
 from stages.kit.memory_use import stage_memory_path
 from stages.kit.reporting.cards import cards_dir
-from tools.verify.dvc_files import read_lock
 
 WORKSPACE = "workspace"
 HIDDEN = r"^(data|stages)/.*|^(docker|params\.yaml)$|.*_(low|high)$"
@@ -59,13 +58,18 @@ def named_revisions() -> tuple[dict[str, str], dict[str, str]]:
     return ended, others
 
 
+def _read_lock(path: Path) -> dict[str, Any]:
+    """dvc.lock's entry of each stage; empty if there is none."""
+    return dict(YAML(typ="safe").load(path)["stages"]) if path.exists() else {}
+
+
 def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
     """What an experiment holds of a task's runs, copied below `folder`; the workspace is read where it is.
 
     Raises UserError for an unknown revision, and where DVC's cache lacks what it holds.
     """
     if revision == WORKSPACE:
-        return Experiment(name=name, data_dir=Path("data"), lock=read_lock(Path("dvc.lock")))
+        return Experiment(name=name, data_dir=Path("data"), lock=_read_lock(Path("dvc.lock")))
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
     from dvc.repo import Repo

@@ -1,1 +1,0 @@
-"""Is what lies here what was recorded of it, and does it come out the same again?"""

@@ -1,90 +1,250 @@
-"""Is everything still what was recorded of it? And does a stage come out the same when it is run again?
+"""Check that everything on the disk is what was recorded of it, or that a stage comes out the same when it runs again.
 
-Reads   every byte of what DVC keeps in data/ and in its cache; dvc.lock, lineages, certificates, records of provenance
-Writes  nothing; with --restore, to DVC's cache what is damaged there and intact in the workspace
+Reads   every byte of the outputs in data/ and of DVC's cache; dvc.lock, lineages, certificates, records of provenance
+Writes  nothing
 Run     make verify
         make verify RERUN=train@r1-llm-only
-        make verify PUBLISHED=FOLDER KEY=publisher.pem    a published folder, wherever it lies
+        make verify PUBLISHED=FOLDER KEY=publisher.pem    a published folder, wherever it is
 
-Names what is damaged, each with the command that fixes it, and ends with 1; with 0 where nothing is.
+Prints each damaged path with the command that fixes it, and exits with 1; exits with 0 if nothing is damaged.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shlex
+import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from graphlib import TopologicalSorter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
+import psutil
 
-from stages.core.errors import UserError, bytes_text, counted, printable
-from stages.core.lineage import Lineage
-from tools.verify.findings import Findings
-from tools.verify.rerun import Rerun, rerun
-from tools.verify.verify import restore, verify
+from stages.core.dvc_cache import cache_dir
+from stages.core.errors import UserError, counted, printable, some
+from stages.core.lineage import LINEAGE_FILE, Lineage, content_digest, short, verified_lineage
+from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
+from stages.core.threads import map_largest_first
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
+from stages.kit.mixture.certificate import read_build_certificate
+from stages.kit.models.certificate import read_certificate
+from tools.verify.rerun import rerun
+
+DATA_DIR = Path("data")
 
 
 @click.command(help=__doc__)
 @click.option("--rerun", "stage", help="Run this stage again, in a folder of its own, and compare: train@r1-llm-only.")
-@click.option("--restore", "restores", is_flag=True, help="Put back into DVC's cache what is intact in the workspace.")
-@click.option("--published", "folder", type=click.Path(path_type=Path), help="Check this published folder alone.")
-@click.option("--key", type=click.Path(path_type=Path), help="Its publisher's public key; not given: the folder's own.")
-def main(stage: str | None, restores: bool, folder: Path | None, key: Path | None) -> None:
-    if (stage is not None) + restores + (folder is not None) > 1:
-        raise click.UsageError("--rerun, --restore and --published are three things; ask for one")
+@click.option("--published", "folder", type=click.Path(path_type=Path), help="Check only this published folder.")
+@click.option("--key", type=click.Path(path_type=Path), help="Public key of its publisher; default: the folder's own.")
+def main(stage: str | None, folder: Path | None, key: Path | None) -> None:
+    if (stage is not None and folder is not None) or (key is not None and folder is None):
+        raise click.UsageError("give --rerun, or --published with or without --key, or nothing")
     if folder is not None:
         sys.exit(report_published(folder, key))
-    if key is not None:
-        raise click.UsageError("--key is that of a published folder; name it: --published FOLDER")
-    workspace_dir = Path.cwd()
-    if not any((workspace_dir / name).exists() for name in ("dvc.yaml", "data")):
-        raise UserError("there is neither dvc.yaml nor data here; run from the top of the repository")
-    if stage is not None:
-        sys.exit(report_rerun(rerun(workspace_dir, stage)))
-    started = time.monotonic()
-    findings = verify(workspace_dir)
-    if restores and findings.restorable:
-        restore(findings)
-        click.echo(f"put back into DVC's cache: {counted(len(findings.restorable), 'object')}")
-        started = time.monotonic()
-        findings = verify(workspace_dir)
-    sys.exit(report(findings, time.monotonic() - started))
+    if not Path("dvc.yaml").exists():
+        raise UserError("there is no dvc.yaml here; run from the top of the repository")
+    sys.exit(rerun(Path.cwd(), stage) if stage is not None else verify())
 
 
-def report(findings: Findings, seconds: float) -> int:
-    """Print what was found; returns the exit code."""
-    found, snapshot = findings.in_order(), findings.snapshot
-    for finding in found:
-        problems = "".join(f"  {problem}\n" for problem in finding.problems)
-        click.echo(f"{finding.path}\n{problems}  fix it with: {finding.fix}\n")
-    if findings.absent:
+class Findings:
+    """The damaged paths of the workspace, each with its problems and the command that fixes them."""
+
+    def __init__(self, stages: Iterable[DeclaredStage]) -> None:
+        self.makers = {out: stage.name for stage in stages for out in stage.outs}
+        """The stage that writes an output, in the order of the pipeline."""
+        self._found: dict[str, tuple[list[str], str]] = {}
+
+    def add(self, path: Path | str, problem: str, fix: str = "") -> None:
+        """Add a problem to the output that a path belongs to.
+
+        fix: the command; by default the one of its other problems, or else the one that runs its stage again.
+        """
+        owner = self.output_of(path) or str(path)
+        problems, command = self._found.get(owner, ([], ""))
+        self._found[owner] = ([*problems, problem], command or fix)
+
+    def output_of(self, path: Path | str) -> str | None:
+        return next((out for out in self.makers if _is_within(str(path), out)), None)
+
+    def __contains__(self, path: Path | str) -> bool:
+        """Whether there is a finding at a path, below it or around it."""
+        return any(_is_within(str(path), found) or _is_within(found, str(path)) for found in self._found)
+
+    def lines(self) -> Iterator[str]:
+        """A paragraph for each path, in the order in which they are to be fixed."""
+        order = list(self.makers)
+        for path in sorted(self._found, key=lambda path: order.index(path) if path in order else -1):
+            problems, fix = self._found[path]
+            if not fix:
+                maker = self.makers.get(path)
+                remove = f"rm -rf {shlex.quote(path)}  # no stage of dvc.yaml makes it"
+                fix = f"dvc repro -f -s {maker}" if maker else remove
+            yield "\n".join([path, *(f"  {problem}" for problem in dict.fromkeys(problems)), f"  fix it with: {fix}\n"])
+
+
+def verify() -> int:
+    """Check the workspace and print the findings; returns the exit code.
+
+    Outputs that are neither here nor in the cache are counted and not checked. Raises UserError if dvc.yaml or dvc.lock
+    cannot be read, or while DVC runs stages here.
+    """
+    _refuse_beside_dvc()
+    started, stages = time.monotonic(), _in_order(declared_stages(Path.cwd()))
+    findings = Findings(stages)
+    records = _read_records(findings)
+    objects = check_cache(findings)
+    lineages = check_lineages(findings)
+    digests = _digests(records, lineages)
+    absent = check_outputs(findings, records, digests, cached=bool(objects)) if Path(".dvc").is_dir() else 0
+    check_certificates(findings, lineages)
+    check_records(findings, records, digests)
+    lines = list(findings.lines())
+    if lines:
+        _refuse_beside_dvc()  # it may have started meanwhile
+    for line in lines:
+        click.echo(printable(line))
+    if absent:
+        click.echo(f"not checked, as they are not here: {counted(absent, 'output')} of dvc.lock")
+    checked = (
+        f"{counted(len(findings.makers) - absent, 'output')}, {counted(objects, 'cached object')}, "
+        f"{counted(len(lineages), 'model folder')}, {counted(len(records), 'record')} "
+        f"in {time.monotonic() - started:.1f} s"
+    )
+    if lines:
         click.echo(
-            f"{counted(findings.absent, 'output')} of dvc.lock neither here nor in the cache, so not checked: "
-            f"dvc pull, or dvc repro, brings them"
+            f"DAMAGED: {counted(len(lines), 'path')}; fix them from the top, then run make verify again. {checked}"
         )
-    if not snapshot.objects:
-        click.echo("DVC has no cache here: only the workspace was checked")
-    roots = {lineage.root().digest for lineage in snapshot.lineages.values() if isinstance(lineage, Lineage)}
-    tally = {
-        "file": len(snapshot.digests),
-        "output": len(snapshot.outputs) - findings.absent,
-        "cached object": len(snapshot.objects),
-        "model folder": len(snapshot.lineages),
-        "root model": len(roots),
-        "certificate": len(snapshot.certificates),
-        "record": len(snapshot.records),
-    }
-    things = ", ".join(counted(count, what) for what, count in tally.items() if count) or "nothing yet"
-    checked = f"{bytes_text(snapshot.size_bytes)} in {seconds:.1f} s: {things}"
-    if found:
-        click.echo(f"DAMAGED: {counted(len(found), 'thing')}, to be fixed from the top. {checked}")
         return 1
-    click.echo(f"all is as recorded. {checked}")
+    click.echo(f"OK: all outputs match their records. {checked}")
     return 0
 
 
+def check_cache(findings: Findings) -> int:
+    """Compare every object of DVC's cache with the MD5 in its name; DVC itself trusts a read-only one. Returns their
+    number."""
+    objects = {path: path.stat().st_size for path in cache_dir(Path.cwd()).glob("??/*") if len(path.name) >= 30}
+
+    def md5(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+    for path, found in map_largest_first(md5, objects).items():
+        if found != f"{path.parent.name}{path.name.removesuffix('.dir')}":
+            shown = os.path.relpath(path)
+            findings.add(shown, "does not have the MD5 that it is named by", fix=f"rm -f {shlex.quote(shown)}")
+    return len(objects)
+
+
+def check_outputs(
+    findings: Findings, records: Mapping[Path, Provenance], digests: Mapping[str, str], *, cached: bool
+) -> int:
+    """Compare data/ with dvc.lock, by DVC with an empty database, so that it reads every file. Returns the number of
+    outputs that are not here.
+
+    cached: whether DVC's cache has any object.
+    """
+    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
+    with TemporaryDirectory() as empty:
+        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise UserError(
+            f"dvc data status failed: {ended.stderr.strip()}\n"
+            "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
+        )
+    status = json.loads(ended.stdout)
+    changes = status.get("uncommitted", {})
+    deleted = [path.rstrip("/") for path in changes.get("deleted", [])]
+    absent = [path for path in deleted if path in findings.makers]
+    changed: dict[str, list[str]] = {}
+    renamed = [path for names in changes.get("renamed", []) for path in names.values()]
+    for entry in (*changes.get("modified", []), *changes.get("added", []), *renamed, *deleted):
+        output = findings.output_of(path := entry.rstrip("/"))
+        if output and output not in absent:
+            changed.setdefault(output, []).extend([path.removeprefix(f"{output}/")] if path != output else [])
+    unlocked = [record for record in records.values() if _is_newer(record, findings, changed, digests)]
+    for output, files in changed.items():
+        stage, place = findings.makers[output], shlex.quote(output)
+        problem = "differs from dvc.lock" + (f" in {some(files)}" if files else "")
+        fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
+        if any(record.stage == stage for record in unlocked):
+            problem, fix = "is newer than dvc.lock: dvc ended before it recorded it", f"dvc repro {stage}"
+        findings.add(output, problem, fix=fix)
+    for output in dict.fromkeys(findings.output_of(path.rstrip("/")) for path in status.get("not_in_cache", [])):
+        if output and cached and output not in absent and output not in changed:
+            stage = findings.makers[output]
+            fix = f"dvc commit -f {stage}  # or, if its code or inputs were changed since: dvc repro {stage}"
+            findings.add(output, "is not complete in DVC's cache", fix=fix)
+    return len(absent)
+
+
+def check_lineages(findings: Findings) -> dict[Path, Lineage]:
+    """Compare each model folder with its lineage, and with the folders that it was made from. Returns the intact."""
+    lineages: dict[Path, Lineage] = {}
+    for path in _data_files(f"**/{LINEAGE_FILE}"):
+        try:
+            lineages[path.parent] = verified_lineage(path.parent, fix="")
+        except UserError as error:
+            findings.add(path.parent, _problem(error))
+    for folder, lineage in lineages.items():
+        for role, parent in lineage.parents.items():
+            parent_dir = Path(os.path.normpath(folder / parent.path))
+            now, was = lineages.get(parent_dir), parent.lineage
+            if not (parent_dir / LINEAGE_FILE).exists():
+                output = findings.output_of(parent_dir)
+                fix = f"dvc checkout {shlex.quote(output)} || dvc repro {findings.makers[output]}" if output else ""
+                findings.add(parent_dir, f"is missing, although it is the {role} of {folder}", fix=fix)
+            elif now is not None and now != was and parent_dir not in findings:
+                other = f"content {short(now.digest)}" if now.digest != was.digest else "another lineage"
+                findings.add(folder, f"its {role} {parent_dir} had content {short(was.digest)}, and now has {other}")
+    return lineages
+
+
+def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> None:
+    """Each merged or built model has a certificate without problems, about its content."""
+    for folder, lineage in lineages.items():
+        if lineage.kind not in ("merged", "built") or folder in findings:
+            continue
+        path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
+        try:
+            if lineage.kind == "merged":
+                merge = read_certificate(path, lineage.name)
+                certified, problems = merge.merged_digest, merge.problems()
+            else:
+                build = read_build_certificate(path)
+                certified, problems = build.built_digest, build.problems()
+        except UserError as error:
+            findings.add(path, _problem(error))
+            continue
+        if problems:
+            findings.add(path, f"certifies a failure: {'; '.join(problems)}")
+        if certified != lineage.digest:
+            findings.add(path, f"certifies content {short(certified)}, but {folder} holds {short(lineage.digest)}")
+
+
+def check_records(findings: Findings, records: Mapping[Path, Provenance], digests: Mapping[str, str]) -> None:
+    """Outputs have the content that the record of their stage says, and so has what it read that no stage makes."""
+    for path, record in records.items():
+        for output, digest in record.outputs.items():
+            now = digests.get(output, digest)
+            if now != digest and output not in findings:
+                findings.add(path, f"records {output} with content {short(digest)}, which now has {short(now)}")
+        for source, digest in record.inputs.items():
+            if findings.output_of(source) is None and digests.get(source, digest) != digest:
+                fix = f"dvc repro {record.stage}  # or, if it was not changed on purpose, put back what it was"
+                findings.add(source, f"is not what {record.stage} read", fix=fix)
+
+
 def report_published(folder: Path, key: Path | None) -> int:
-    """Check a published folder, and print by whom and of what it was made."""
+    """Check a published folder, and print who signed it and how it was made; returns the exit code."""
     from stages.kit.publishing.check import check_published  # imports huggingface_hub
     from stages.kit.publishing.origins import lineage_lines
 
@@ -95,9 +255,7 @@ def report_published(folder: Path, key: Path | None) -> int:
     checked = check_published(folder, key)
     if checked.problems:
         click.echo(printable("\n".join(checked.problems)))
-        click.echo(
-            f"DAMAGED: {counted(len(checked.problems), 'file')} of {folder}; fetch it anew, or ask its publisher"
-        )
+        click.echo(f"DAMAGED: {counted(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
     assert checked.model is not None
     for made in checked.statements:
@@ -105,29 +263,74 @@ def report_published(folder: Path, key: Path | None) -> int:
     for line in lineage_lines(checked.model):
         click.echo(printable(line))
     whose = "the publisher's key" if key else "the key in the folder, which is the publisher's if its fingerprint is"
-    click.echo(f"all is as it was signed, by {whose}: {checked.key}")
+    click.echo(f"OK: everything is as it was signed, by {whose}: {checked.key}")
     return 0
 
 
-def report_rerun(again: Rerun) -> int:
-    comparison = again.comparison
-    num_files = len(comparison.equal) + len(comparison.measured) + len(comparison.different)
-    size = f"{counted(num_files, 'file')}, {bytes_text(comparison.size_bytes)}"
-    if not comparison.different:
-        but = f"; but for times and memory: {', '.join(comparison.measured)}" if comparison.measured else ""
-        click.echo(f"{again.stage} came out the same again, byte for byte: {size}{but}")
-        return 0
-    click.echo(f"{again.stage} came out DIFFERENT: {len(comparison.different)} of {size}; the workspace's comes first")
-    for name, where in comparison.different.items():
-        click.echo(f"  {name}: {where}")
-    if comparison.same_trace:
-        click.echo("the training itself took the same course, step by step")
-    for what in again.unlike:
-        click.echo(f"the two runs were not alike: {what}")
-    if not again.unlike:
-        click.echo("the two runs were alike in all that is recorded of them")
-    click.echo("whether the workspace still holds what its run left, says: make verify")
-    return 1
+def _read_records(findings: Findings) -> dict[Path, Provenance]:
+    """The records of provenance that can be read, by file."""
+    records = {}
+    for path in _data_files(f"{Path(PROVENANCE_DIR).name}/**/*.json"):
+        try:
+            records[path] = read_provenance(path)
+        except UserError as error:
+            findings.add(path, _problem(error))
+    return records
+
+
+def _digests(records: Mapping[Path, Provenance], lineages: Mapping[Path, Lineage]) -> dict[str, str]:
+    """The content of each path that a record names, if it is here; a model folder's only if it is intact."""
+    digests = {}
+    for path in {path for record in records.values() for path in (*record.outputs, *record.inputs)}:
+        with suppress(UserError, OSError):
+            if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
+                digests[path] = content_digest(Path(path))
+    return digests
+
+
+def _is_newer(
+    record: Provenance, findings: Findings, changed: Mapping[str, list[str]], digests: Mapping[str, str]
+) -> bool:
+    """Whether a stage ended well, and dvc was killed before it wrote dvc.lock: the stage's record is not the one of
+    dvc.lock, nor are its outputs, and they agree."""
+    outputs = [output for output in changed if findings.makers[output] == record.stage]
+    has_record = any(output.startswith(f"{PROVENANCE_DIR}/") for output in outputs)
+    return has_record and len(outputs) > 1 and all(digests.get(path) == each for path, each in record.outputs.items())
+
+
+def _data_files(pattern: str) -> list[Path]:
+    """Files below data/, without those that a killed stage was writing."""
+    return sorted(path for path in DATA_DIR.glob(pattern) if not any(part.startswith(".") for part in path.parts))
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder}/")
+
+
+def _problem(error: UserError) -> str:
+    """The message without the command that fixes it."""
+    return " ".join(error.message.split("; rebuild it with")[0].split())
+
+
+def _in_order(stages: list[DeclaredStage]) -> list[DeclaredStage]:
+    """Each stage after those whose outputs it reads."""
+    makers = {out: stage.name for stage in stages for out in stage.outs}
+    graph = {
+        stage.name: {makers[out] for out in makers for dep in stage.inputs("data") if _is_within(dep, out)}
+        for stage in stages
+    }
+    by_name = {stage.name: stage for stage in stages}
+    return [by_name[name] for name in TopologicalSorter(graph).static_order()]
+
+
+def _refuse_beside_dvc() -> None:
+    """Raise UserError while DVC runs stages here: what it has not recorded yet would look damaged."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            runs_stages = {"repro", "run"} & {*words} and "dvc" in [Path(word).name for word in words]
+            if runs_stages and Path(process.cwd()) == Path.cwd():
+                raise UserError(f"dvc is running here (pid {process.pid}); try again when it has ended")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Runs a stage again with the same launcher, code and inputs, in a temporary workspace, and compares the outputs."""
+"""Run a stage again with the same launcher, code and inputs, in a temporary workspace, and compare its outputs."""
 
 from __future__ import annotations
 
-import fcntl
+import filecmp
+import json
 import os
 import shutil
 import signal
@@ -10,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import click
 from ruamel.yaml import YAML
 
 from stages.core.documents import nearest
 from stages.core.dvc_cache import cache_dir
-from stages.core.errors import UserError, listed
+from stages.core.errors import UserError, counted, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.signals import handling
@@ -26,70 +28,119 @@ from stages.kit.launcher.needs import source_of
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.launcher.process import forwarded_signals
 from stages.kit.launcher.provenance_recorder import SEEN_BY_STAGES
-from tools.verify.differences import Comparison, compare_outputs
 
-RERUN_DIR = Path(".bakeoff/verify")
-"""In the workspace: on the file system of the inputs, so that they can be linked."""
+MEASURED = {
+    "training.json": ("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),
+    "metrics.json": ("samples_per_second", "memory_measured_gib", "memory_error"),
+    # A stage's memory, below data/report/TASK/memory. A certificate of the same name has none of these keys.
+    **dict.fromkeys(("train.json", "merge.json", "build.json", "evaluate.json"), ("before_load", "after_load", "end")),
+    "model.sig": ("dsseEnvelope",),  # a signature has a random part
+}
+"""The keys of JSON files, by file name, that may differ between two runs of a stage: times, memory, signatures."""
 
 _MISLEADING = ("DVC_ROOT", "PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH")
 """Variables of the caller that would lead the launcher to another workspace."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rerun:
-    stage: str
-    comparison: Comparison
-    """The workspace's outputs first, those of the new run second."""
-    unlike: tuple[str, ...]
-    """What differs between the records of the two runs, and may be the reason for a difference."""
+def rerun(workspace_dir: Path, name: str) -> int:
+    """Run a stage (train@r1-llm-only) again and print which of its outputs differ; returns the exit code.
 
-
-def rerun(workspace_dir: Path, name: str) -> Rerun:
-    """Run the stage of that name (train@r1-llm-only) again, and compare its outputs with those in the workspace.
-
-    Raises UserError where there is no such stage, where its inputs or outputs are missing, or where it fails.
+    Raises UserError for an unknown stage, for missing inputs or outputs, and if the stage fails.
     """
-    stage = find_stage(workspace_dir, name)
+    stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
+    if name not in stages:
+        raise UserError(
+            f"dvc.yaml has no stage {name}{nearest(name, stages)}; there are: {', '.join(stages) or 'none'}"
+        )
+    stage = stages[name]
     missing = [path for path in (*stage.inputs("data"), *stage.written) if not (workspace_dir / path).exists()]
     if missing:
         raise UserError(
             f"{name} cannot be compared: of its inputs and outputs these are not here:\n{listed(missing)}\n"
             f"bring them with: dvc checkout; or make them with: dvc repro {name}"
         )
-    before = _record(workspace_dir, stage)  # refused now where it is damaged, not after hours
+    before = _record(workspace_dir, stage)  # refused now if it is damaged, not after hours
     # Signals that ask to end raise KeyboardInterrupt, as Ctrl-C does, so that temporary files are removed.
     with handling(signal.default_int_handler), temporary_workspace(workspace_dir, stage) as folder:
-        code = _launch(folder, stage)
-        if code != 0:
-            raise UserError(f"{name} failed when it was run again, with exit code {code}; its own message is above")
-        names = ("the workspace", "what came out now")
-        comparison = compare_outputs(workspace_dir, folder, stage.written, names=names)
-        return Rerun(stage=name, comparison=comparison, unlike=tuple(unlike(before, _record(folder, stage))))
+        if code := _launch(folder, stage):
+            raise UserError(f"{name} failed when it ran again, with exit code {code}; its own message is above")
+        different = unequal_files(workspace_dir, folder, stage.written)
+        reasons = unlike(before, _record(folder, stage))
+    if not different:
+        click.echo(f"OK: {name} came out the same again, byte for byte, apart from measured times and memory")
+        return 0
+    click.echo(f"{name} came out DIFFERENT in {counted(len(different), 'file')}:")
+    for path, where in different.items():
+        click.echo(f"  {path}: {where}")
+    click.echo(f"the records of the two runs differ in: {', '.join(reasons) or 'nothing'}")
+    click.echo("make verify says whether the workspace still holds what its own run left")
+    return 1
 
 
-def find_stage(workspace_dir: Path, name: str) -> DeclaredStage:
-    """Raises UserError where dvc.yaml has none of that name."""
-    stages = {stage.name: stage for stage in declared_stages(workspace_dir)}
-    if name not in stages:
-        known = ", ".join(stages) or "none"
-        raise UserError(f"dvc.yaml has no stage {name}{nearest(name, stages)}; there are: {known}")
-    return stages[name]
+def unequal_files(ours: Path, theirs: Path, outputs: tuple[str, ...]) -> dict[str, str]:
+    """The files of the outputs that differ between two workspaces by more than MEASURED, each with its first
+    difference."""
+    different = {}
+    for name in sorted({name for folder in (ours, theirs) for output in outputs for name in _files(folder, output)}):
+        one, other = ours / name, theirs / name
+        if not (one.is_file() and other.is_file()):
+            different[name] = f"is only in {ours if one.is_file() else theirs}"
+        elif not filecmp.cmp(one, other, shallow=False) and (where := _first_difference(one, other)):
+            different[name] = where
+    return different
+
+
+def _first_difference(one: Path, other: Path) -> str:
+    """Empty if two unequal files differ only in measured values."""
+    if one.name in MEASURED:
+        with suppress(ValueError, AttributeError):
+            contents = [json.loads(path.read_text(encoding="utf-8")) for path in (one, other)]
+            keys = [key for key in {**contents[0], **contents[1]} if key not in MEASURED[one.name]]
+            differing = [key for key in keys if repr(_value(contents[0], key)) != repr(_value(contents[1], key))]
+            return f"differs in {', '.join(differing)}" if differing else ""
+    with one.open("rb") as ours, other.open("rb") as theirs:
+        position = 0
+        while (chunk := ours.read(2**20)) == (against := theirs.read(2**20)):
+            position += len(chunk)
+    pairs = enumerate(zip(chunk, against, strict=False))
+    position += next((index for index, (a, b) in pairs if a != b), min(len(chunk), len(against)))
+    return f"differs from byte {position:,} of {one.stat().st_size:,}"
+
+
+def _value(content: dict[str, Any], key: str) -> Any:
+    return content.get(key, "(missing)")
+
+
+def _files(workspace_dir: Path, output: str) -> list[str]:
+    place = workspace_dir / output
+    files = place.rglob("*") if place.is_dir() else [place]
+    return [file.relative_to(workspace_dir).as_posix() for file in files if file.is_file()]
+
+
+def unlike(before: Provenance | None, now: Provenance | None) -> list[str]:
+    """The names of what differs between the records of two runs of a stage."""
+    if before is None or now is None:
+        return ["everything that a record has, as the workspace has none of this stage"]
+    facts = ("code", "params", "plan", "inputs", "lock", "image_digest", "environment", "machine", "engine", "device")
+    return [fact for fact in facts if getattr(before, fact) != getattr(now, fact)]
 
 
 @contextmanager
 def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[Path]:
-    """A workspace with the code, the settings and the stage's inputs, removed in the end.
+    """A workspace below .bakeoff with the code, the settings and the stage's inputs, removed at the end.
 
-    Inputs are hard links where possible: stages replace files, and never write into one.
+    Inputs are hard links if possible: stages replace files, and never write into one.
     """
     params = load_params(workspace_dir / "params.yaml")
     kind, name = stage.command.split()[1], stage.name.partition("@")[2]
     source = source_of(kind, name, params).partition("folder:")[2]
-    with _temporary_folder(workspace_dir / RERUN_DIR, stage.name) as root:
+    parent_dir = workspace_dir / ".bakeoff/verify"
+    parent_dir.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=parent_dir, prefix=f"{stage.name}-", ignore_cleanup_errors=True) as root:
         # The name of a relative source is part of the result, so `../photographs` has to lead there from here too.
         is_relative = source != "" and not Path(source).is_absolute()
         levels_up = os.path.normpath(source).split("/").count("..") if is_relative else 0
-        folder = root.joinpath(*("up" for _ in range(levels_up)), "workspace")
+        folder = Path(root).joinpath(*("up" for _ in range(levels_up)), "workspace")
         for path in (*SEEN_BY_STAGES, *stage.inputs("data")):
             _copy(workspace_dir / path, folder / path, link=path.startswith("data"))
         if is_relative and not os.path.lexists(place := Path(os.path.normpath(folder / source))):
@@ -112,63 +163,8 @@ def temporary_workspace(workspace_dir: Path, stage: DeclaredStage) -> Iterator[P
         yield folder
 
 
-@contextmanager
-def _temporary_folder(parent_dir: Path, name: str) -> Iterator[Path]:
-    """A locked folder, removed in the end. Folders of killed runs, which nobody locks any more, are removed first."""
-    parent_dir.mkdir(parents=True, exist_ok=True)
-    for lock_path in parent_dir.glob("*/.lock"):
-        with suppress(BlockingIOError, FileNotFoundError), lock_path.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_path.parent, ignore_errors=True)
-    with (
-        TemporaryDirectory(dir=parent_dir, prefix=f"{name}-", ignore_cleanup_errors=True) as root,
-        Path(root, ".locking").open("a") as lock,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(root, ".locking").rename(Path(root, ".lock"))  # so that nobody sees it unlocked
-        yield Path(root)
-
-
-def unlike(before: Provenance | None, now: Provenance | None) -> Iterator[str]:
-    """What differs between the records of two runs of a stage."""
-    if before is None or now is None:
-        yield "there is no record of how the workspace's own came about"
-        return
-    facts = {
-        "the code of the stage": (before.code, now.code),
-        "settings": (before.params, now.params),
-        "the plan": (before.plan, now.plan),
-        **{path: (before.inputs.get(path), digest) for path, digest in now.inputs.items()},
-        "locked packages": (before.lock, now.lock),
-        "the image": (before.image_digest, now.image_digest),
-        "variables of the environment": (before.environment, now.environment),
-        "the machine": (before.machine, now.machine),
-        f"{before.engine} against {now.engine}": (before.engine, now.engine),
-        f"{before.device} against {now.device}": (before.device, now.device),
-    }
-    yield from (what for what, (one, other) in facts.items() if one != other)
-
-
-def _launch(folder: Path, stage: DeclaredStage) -> int:
-    """Run the stage with its launcher; returns its exit code. Signals to this process go to the stage."""
-    environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
-    # The launcher ends with this process, as it does with dvc.
-    environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
-    command = [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]]
-    with forwarded_signals() as signals:
-        # Of its own process group: a Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-        signals.forward_to(process.send_signal)
-        return process.wait()
-
-
-def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
-    path = workspace_dir / (stage.provenance or "")
-    return read_provenance(path) if path.is_file() else None
-
-
 def _copy(source: Path, place: Path, *, link: bool) -> None:
-    """A file or folder; nothing where the source is missing. link: by hard links, where the file system has them."""
+    """Copy a file or folder, if it exists. link: by hard links, if the file system has them."""
 
     def copy_file(file: str, target: str) -> None:
         if link:
@@ -183,3 +179,21 @@ def _copy(source: Path, place: Path, *, link: bool) -> None:
         shutil.copytree(source, place, copy_function=copy_file, ignore=ignored, dirs_exist_ok=True)
     elif source.exists():
         copy_file(str(source), str(place))
+
+
+def _launch(folder: Path, stage: DeclaredStage) -> int:
+    """Run the stage with its launcher; returns its exit code. Signals to this process go to the stage."""
+    environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
+    # The launcher ends with this process, as it does with dvc.
+    environment |= {"DVC_STAGE": stage.name, "BAKEOFF_CALLER": str(os.getpid())}
+    command = [sys.executable, "-m", "stages.kit.launcher.launch", *stage.command.split()[1:]]
+    with forwarded_signals() as signals:
+        # In a process group of its own: a Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        signals.forward_to(process.send_signal)
+        return process.wait()
+
+
+def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
+    path = workspace_dir / (stage.provenance or "")
+    return read_provenance(path) if path.is_file() else None

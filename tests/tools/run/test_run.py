@@ -12,8 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.kit.launcher.small_checkout import CALLER, copy_code, small_checkout
-from tools.faults.judge import require_clean_end
-from tools.faults.workspaces import Ended, Workspace, copy_folder
+from tests.workspaces import Ended, Workspace, copy_folder, require_clean_end
 
 pytestmark = pytest.mark.pipeline
 

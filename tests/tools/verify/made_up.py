@@ -1,6 +1,6 @@
-"""A pipeline whose stages take no time: a base, a model that was trained on it, and the two merged.
+"""A pipeline whose stages take no time: a base, a model that was trained on it, and the merge of both.
 
-python -m tests.tools.verify.made_up STAGE NAME      as its dvc.yaml calls it
+python -m tests.tools.verify.made_up STAGE NAME      how its dvc.yaml calls it
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_workspace(workspace: Path) -> Path:
 
 
 def run(workspace: Path, command: str) -> None:
-    """Run a line as a person types it."""
+    """Run a shell command."""
     shell = ["bash", "-c", command]
     done = subprocess.run(shell, cwd=workspace, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,240 @@
+"""Workspaces in which tests run commands as a person would type them, and a small pipeline that ran in one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ruamel.yaml import YAML
+
+from tests import ROOT
+from tools.verify.rerun import unequal_files
+
+RECIPE = "r1-llm-only"
+CHAIN = (
+    "check",
+    "base@vlm",
+    "prepare@nutrition-tables",
+    *(f"{kind}@{RECIPE}" for kind in ("plan", "train", "merge", "evaluate")),
+)
+TARGET = CHAIN[-1]
+LIMIT_S = 300
+"""For a command on one stage of it, which takes some ten seconds: a longer one hangs."""
+GRACE_S = 150
+"""For processes to end after their command: more than a stage has to save its work."""
+
+Meanwhile = Callable[["subprocess.Popen[bytes]"], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A command that was run."""
+
+    command: str
+    code: int | None
+    """None: it had not ended by the limit, and was killed."""
+    output: str
+    left_running: tuple[str, ...]
+    """Processes of the workspace that did not end in time, and were killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """A copy of the pipeline in which commands run."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    limit_s: float = LIMIT_S
+    """For one command."""
+
+    def dvc(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
+        return self.python("-m", "dvc", *arguments, meanwhile=meanwhile)
+
+    def python(self, *arguments: str, meanwhile: Meanwhile | None = None) -> Ended:
+        """Run a command to its end. meanwhile: called with the process once it has started."""
+        hung = threading.Event()
+
+        def end() -> None:
+            hung.set()
+            self.kill_all()
+
+        log_path = self.folder.with_name(f"{self.folder.name}.log")
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [self.environment["PYTHON"], *arguments],
+                cwd=self.folder,
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            deadline = threading.Timer(self.limit_s, end)
+            deadline.start()
+            try:
+                if meanwhile is not None:
+                    meanwhile(process)
+                process.wait()
+            finally:
+                deadline.cancel()
+                deadline.join()
+                left = self.wait_for_processes(0 if hung.is_set() or process.poll() is None else GRACE_S)
+        return Ended(
+            command=" ".join(arguments).removeprefix("-m "),
+            code=None if hung.is_set() else process.returncode,
+            output=log_path.read_text(encoding="utf-8", errors="replace"),
+            left_running=left,
+        )
+
+    def wait_for_processes(self, seconds: float) -> tuple[str, ...]:
+        """Wait until no process works in the workspace; those that still do are killed and returned."""
+        until = time.monotonic() + seconds
+        while (running := list(self.processes())) and time.monotonic() < until:
+            time.sleep(0.05)
+        names = []
+        for process in running:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                names.append(" ".join(process.cmdline()[-3:]))
+                process.kill()
+        psutil.wait_procs(running)
+        return tuple(names)
+
+    def kill_all(self) -> None:
+        """All processes at once, as in a power failure: none learns of another's end."""
+        running = list(self.processes())
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in running:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+    def processes(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(self.folder):
+                    yield process
+            except (psutil.Error, OSError):  # it has ended, or is another account's
+                continue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The pipeline after an undisturbed run. Nothing writes to it again."""
+
+    root: Path
+    environment: Mapping[str, str]
+
+    @property
+    def finished_dir(self) -> Path:
+        return self.root / "finished"
+
+    def before_dir(self, stage: str) -> Path:
+        return self.root / "before" / stage
+
+
+def build_reference(root: Path) -> Reference:
+    """Run CHAIN, stage by stage, in a clone of this checkout that also has what is not committed."""
+    environment = make_environment(root)
+    workspace = workspace_in(root / "workspace", environment)
+    clone_checkout(workspace.folder)
+    yaml, path = YAML(), workspace.folder / "params.yaml"
+    raw = yaml.load(path)
+    raw["profile"] = "tiny"
+    raw["tracking"]["wandb"] = False
+    tiny = raw["profiles"]["tiny"]  # few samples and steps, each second step saved
+    tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 16, "val": 4}
+    tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+    tiny["memory"]["micro_batch"] = 2
+    tiny["evaluation"].update(batch_size=4, max_new_tokens=8)
+    raw["checkpoints"].update(every_minutes=None, every_steps=2)
+    raw["recipes"][RECIPE].update(effective_batch=4, epochs=2)
+    yaml.dump(raw, path)
+    for name in CHAIN:
+        copy_folder(workspace.folder, root / "before" / name)
+        ended = workspace.dvc("repro", name)
+        assert ended.code == 0, ended.output
+    workspace.folder.rename(root / "finished")
+    return Reference(root=root, environment=environment)
+
+
+def workspace_in(folder: Path, environment: Mapping[str, str]) -> Workspace:
+    """A workspace with a folder of its own for temporary files, beside it; DVC's state of files lies within."""
+    scratch_dir = folder.with_name(f"{folder.name}.tmp")
+    scratch_dir.mkdir(parents=True, exist_ok=True)
+    own = {"DVC_SITE_CACHE_DIR": str(folder / ".dvc/tmp/site"), "TMPDIR": str(scratch_dir)}
+    return Workspace(folder=folder, environment={**environment, **own})
+
+
+def make_environment(root: Path) -> dict[str, str]:
+    """The environment of every command: this Python, and no configuration of DVC but the workspace's."""
+    no_config_dir = root / "no-config"
+    no_config_dir.mkdir(parents=True)
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+        "HOME": os.environ.get("HOME", str(root)),
+        "LANG": "C.UTF-8",
+        "PYTHON": sys.executable,
+        "VIRTUAL_ENV": sys.prefix,
+        "BAKEOFF_ENGINE": "process",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+        "DVC_GLOBAL_CONFIG_DIR": str(no_config_dir),
+        "DVC_SYSTEM_CONFIG_DIR": str(no_config_dir),
+        "DVC_NO_ANALYTICS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def clone_checkout(folder: Path) -> None:
+    """Clone this checkout, with its changed and untracked files."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    git("clone", "--quiet", "--shared", str(ROOT), str(folder))
+    changed = git("diff", "--name-only", "--no-renames", "-z", "HEAD")
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard")
+    for name in filter(None, (changed + untracked).split("\0")):
+        place = folder / name
+        place.unlink(missing_ok=True)
+        if (ROOT / name).is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place)
+
+
+def copy_folder(source: Path, folder: Path) -> None:
+    """Hard links within it stay hard links, and none leads back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["cp", "-a", f"{source}/.", str(folder)], check=True)
+
+
+def require_clean_end(ended: Ended) -> None:
+    """It came to an end, without a traceback, and left no process running."""
+    assert ended.code is not None, f"{ended.command} hung"
+    assert not ended.left_running, f"{ended.command} left running: {ended.left_running}"
+    assert "Traceback (most recent call last):\n" not in ended.output, ended.output
+
+
+def require_same_end(folder: Path, reference: Path, outputs: Iterable[str]) -> None:
+    """Every output has the bytes of the reference, times and memory aside, and nothing else was left behind."""
+    assert not unequal_files(reference, folder, tuple(outputs))
+    strays = _files(folder) - _files(reference)
+    # A launcher that waited for a job left its lock; until a training is merged, its checkpoints are there.
+    assert [name for name in sorted(strays) if Path(name).name != "waiter" and "/step-" not in name] == []
+
+
+def _files(folder: Path) -> set[str]:
+    """Files, and folders that are hidden or partial, where nothing may be left behind."""
+    return {
+        path.relative_to(folder).as_posix()
+        for top in ("data", ".bakeoff/checkpoints")
+        for path in (folder / top).rglob("*")
+        if path.is_file() or path.name.startswith(".") or "partial" in path.name
+    }
