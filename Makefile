@@ -144,8 +144,8 @@ test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(one_thread) $(python) -m pytest $(in_parallel) $(ARGS)
 
 # What neither trains nor starts containers, DVC or many processes.
-quick := core tasks $(addprefix kit/,data evaluation planning reporting statistics) \
-	$(addsuffix .py,test_compare test_docs test_imports test_locks test_pipeline)
+quick := core tasks $(addprefix kit/,data evaluation planning reporting) \
+	$(addsuffix .py,kit/test_statistics test_compare test_docs test_imports test_locks test_pipeline)
 
 .PHONY: test-quick
 test-quick: setup-dev ## Run the tests that take no training, for the inner loop

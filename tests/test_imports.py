@@ -22,7 +22,7 @@ FAST = (
             "launcher",
             "publishing",
             "reporting",
-            "statistics/intervals",
+            "statistics",
             "memory_use",
             "mixture/certificate",
             "models/certificate",

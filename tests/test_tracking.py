@@ -19,7 +19,7 @@ from stages.core.lineage import read_lineage
 from stages.core.params.load import load_params
 from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.tracking import track_comparison
-from stages.kit.statistics.intervals import Interval
+from stages.kit.statistics import Interval
 from tests import ROOT
 from tests.test_stages import done, small_params, write_params
 

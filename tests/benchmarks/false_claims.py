@@ -22,8 +22,7 @@ from functools import partial
 import click
 import numpy as np
 
-from stages.kit.statistics.differences import as_family, difference, holm
-from stages.kit.statistics.intervals import Floats, Statistic, corpus_f1, perplexity, sample_mean
+from stages.kit.statistics import Floats, Statistic, as_family, corpus_f1, difference, holm, perplexity, sample_mean
 
 SAMPLES = (7, 20, 50, 128)
 SEEDS = (1, 2, 3, 5)

@@ -16,7 +16,7 @@ from stages.kit.reporting.contenders import read_task_run
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.task_report import TaskReport
-from stages.kit.statistics.differences import Score, score
+from stages.kit.statistics import Score, score
 from tools.compare.conditions import conditions
 from tools.compare.experiments import Experiment
 

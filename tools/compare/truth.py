@@ -24,8 +24,7 @@ from stages.kit.reporting.comparison import evidence_of
 from stages.kit.reporting.contenders import read_task_run
 from stages.kit.reporting.runs import different_models, refuse_different_samples
 from stages.kit.reporting.task_report import TaskReport
-from stages.kit.statistics.differences import difference
-from stages.kit.statistics.intervals import LEVEL, Floats
+from stages.kit.statistics import LEVEL, Floats, difference
 from tools.compare.__main__ import comparable, left_out_words
 
 LEAST = 4

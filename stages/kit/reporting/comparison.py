@@ -11,8 +11,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.kit.reporting.runs import Run, evaluation_stage
 from stages.kit.reporting.task_report import UNAVAILABLE, Metric, Question, TaskReport
-from stages.kit.statistics.differences import Difference, Score, as_family, difference, score
-from stages.kit.statistics.intervals import Floats, Interval
+from stages.kit.statistics import Difference, Floats, Interval, Score, as_family, difference, score
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stages.kit.reporting.comparison import Comparison, Insight, p_words
 from stages.kit.reporting.tables import Column, Row, Table
-from stages.kit.statistics.differences import MAX_SEEDS, POWER
-from stages.kit.statistics.intervals import LEVEL
+from stages.kit.statistics import LEVEL, MAX_SEEDS, POWER
 
 EVIDENCE = (
     "The interval and p belong to a question alone; corrected p counts that all of them were asked. Ahead and behind "

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stages.kit.reporting.runs import Curve
-from stages.kit.statistics.intervals import Floats, Interval
+from stages.kit.statistics import Floats, Interval
 
 PALETTE = {
     "card": "#ffffff",

@@ -24,7 +24,7 @@ from stages.kit.memory_use import StageMemory
 from stages.kit.models.certificate import MergeCertificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
-from stages.kit.statistics.intervals import Floats
+from stages.kit.statistics import Floats
 from stages.kit.training.record import TrainingRecord, read_record
 
 PICTURE_KINDS = ("best", "worst", "random")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from stages.core.params.schema import Params
-from stages.kit.statistics.intervals import Statistic, sample_mean
+from stages.kit.statistics import Statistic, sample_mean
 
 UNAVAILABLE = "unavailable"
 """In metrics.json, of a figure that could not be computed: never 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.kit.reporting.task_report import Metric, Question, TaskReport
-from stages.kit.statistics.intervals import corpus_f1
+from stages.kit.statistics import corpus_f1
 
 REPORT = TaskReport(
     task="amr",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stages.core.errors import UserError
 from stages.core.params.schema import TEXT_METRICS, DatasetParams, TextMetric
 from stages.kit.reporting.task_report import Metric, Question, TaskReport
-from stages.kit.statistics.intervals import perplexity
+from stages.kit.statistics import perplexity
 
 _JSON_VALID = Metric(
     key="json_valid",

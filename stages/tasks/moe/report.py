@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.kit.reporting.task_report import Metric, Question, TaskReport
-from stages.kit.statistics.intervals import perplexity
+from stages.kit.statistics import perplexity
 
 
 def _perplexity(domain: str, name: str) -> Metric:

@@ -19,8 +19,7 @@ from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import ABSENT, cell_text
 from stages.kit.reporting.task_report import UNAVAILABLE, Metric, Question, TaskReport
 from stages.kit.reporting.texts import comparison_table, flat_metrics
-from stages.kit.statistics.differences import difference
-from stages.kit.statistics.intervals import Floats, Interval
+from stages.kit.statistics import Floats, Interval, difference
 
 REPORT = TaskReport(
     task="a-task",

@@ -11,7 +11,7 @@ import pytest
 from stages.kit.reporting import plots
 from stages.kit.reporting.plots import IntervalRow
 from stages.kit.reporting.runs import Curve
-from stages.kit.statistics.intervals import Interval
+from stages.kit.statistics import Interval
 from tests import ROOT
 
 CURVES = {

@@ -21,7 +21,7 @@ from stages.kit.reporting.tables import (
     seconds_text,
     terminal_table,
 )
-from stages.kit.statistics.intervals import Interval
+from stages.kit.statistics import Interval
 
 COLUMNS = (Column("model", "Model"), Column("score", "Score", ".2f"), Column("score", "95% interval", ".2f"))
 TABLE = Table(

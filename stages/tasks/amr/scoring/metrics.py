@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from stages.kit.statistics.intervals import bootstrap, corpus_f1
+from stages.kit.statistics import bootstrap, corpus_f1
 from stages.tasks.amr.samples.graphs import Node, canonical, penman_line
 from stages.tasks.amr.samples.records import Record
 from stages.tasks.amr.samples.targets import decode, repaired

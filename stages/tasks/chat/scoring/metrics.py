@@ -13,7 +13,7 @@ import sacrebleu
 from stages.core.params.schema import TextMetric
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.overlap import rouge, token_f1
-from stages.kit.statistics.intervals import figures, perplexity
+from stages.kit.statistics import figures, perplexity
 from stages.tasks.chat.samples.fields import field_accuracy, parsed
 from stages.tasks.chat.samples.questions import conversation
 from stages.tasks.chat.samples.records import Record

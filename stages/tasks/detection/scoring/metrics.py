@@ -23,7 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from stages.kit.statistics.intervals import figures
+from stages.kit.statistics import figures
 from stages.tasks.detection.samples.boxes import Decoded, codec_of, decode_boxes
 from stages.tasks.detection.samples.records import Box, DetectionRecord
 

@@ -16,7 +16,7 @@ import sacrebleu
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.overlap import rouge
-from stages.kit.statistics.intervals import figures, perplexity
+from stages.kit.statistics import figures, perplexity
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.scoring.bleurt import load_bleurt

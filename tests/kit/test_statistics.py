@@ -1,3 +1,5 @@
+"""Intervals, tests and corrections, against scipy and by simulation."""
+
 from __future__ import annotations
 
 import math
@@ -6,11 +8,25 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy.special import stdtrit
 
-from stages.kit.statistics import differences
-from stages.kit.statistics.differences import Difference, as_family, difference, holm, score
-from stages.kit.statistics.intervals import Floats, Interval, corpus_f1, perplexity
+from stages.kit import statistics
+from stages.kit.statistics import (
+    Difference,
+    Floats,
+    Interval,
+    as_family,
+    bootstrap,
+    corpus_f1,
+    difference,
+    figures,
+    holm,
+    perplexity,
+    score,
+)
 
 
 def ious(rng: np.random.Generator, recipes: int, seeds: int, samples: int, *, between_seeds: float = 0.04) -> Floats:
@@ -35,17 +51,17 @@ def found(interval: Interval | None) -> Interval:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_of_reports_in_which_nothing_differs_one_in_twenty_at_most_claims_something(seeds: int) -> None:
+def test_null_reports_claim_a_difference_in_at_most_one_of_twenty(seeds: int) -> None:
     rng, reports, claims = np.random.default_rng(seeds), 300, 0
     for _ in range(reports):
-        # Where models are compared, one training's luck is a true difference between them.
+        # The luck of one training is a true difference between two models.
         scores = ious(rng, 4, seeds, 30, between_seeds=0.04 if seeds > 1 else 0)
         pairs = [difference(scores[one], scores[other], resamples=500) for one in range(4) for other in range(one)]
         claims += any(pair.verdict in ("better", "worse") for pair in as_family(pairs))
     assert claims / reports <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / reports)
 
 
-def test_unequal_numbers_of_seeds_that_lie_differently_far_apart_claim_no_more() -> None:
+def test_null_reports_with_unequal_seeds_claim_no_more() -> None:
     rng, reports, claims = np.random.default_rng(1), 300, 0
     for _ in range(reports):
         few, many = ious(rng, 2, 2, 60, between_seeds=0.06), ious(rng, 2, 5, 60, between_seeds=0.01)
@@ -70,8 +86,7 @@ def test_a_true_difference_between_recipes_is_found() -> None:
     assert (shown.win_rate, shown.trainings, shown.samples) == (1.0, (5, 5), 100)
 
 
-def test_over_seeds_alone_it_is_welchs_t_test() -> None:
-    """Where every sample of a training scores the same, samples add nothing."""
+def test_without_spread_between_samples_it_is_welchs_t_test() -> None:
     rng = np.random.default_rng(5)
     ours, theirs = rng.normal(0.7, 0.02, 4), rng.normal(0.6, 0.05, 4)
     shown = difference(np.repeat(ours[:, None], 20, 1), np.repeat(theirs[:, None], 20, 1))
@@ -81,14 +96,14 @@ def test_over_seeds_alone_it_is_welchs_t_test() -> None:
     assert (found(shown.interval).low, found(shown.interval).high) == pytest.approx((interval.low, interval.high))
 
 
-def test_one_training_beside_several_is_a_model_that_no_seed_changes() -> None:
+def test_one_training_beside_several_is_a_fixed_model() -> None:
     ours = np.repeat(np.array([0.70, 0.74, 0.72])[:, None], 20, 1)
     shown = difference(ours, np.full((1, 20), 0.5))
     assert shown.p_value == pytest.approx(scipy.stats.ttest_1samp(ours[:, 0], 0.5).pvalue)
     assert shown.of_recipes
 
 
-def test_where_seeds_agree_by_chance_many_samples_do_not_make_up_for_few_of_them() -> None:
+def test_many_samples_do_not_make_up_for_few_seeds_that_agree() -> None:
     """The quasi F ratio alone would trust the 500 samples."""
     rng = np.random.default_rng(6)
     base = rng.normal(0.6, 0.1, 500)
@@ -127,14 +142,14 @@ def test_two_models_are_compared_by_the_swap_test_of_scipy() -> None:
     assert difference(ours[None], theirs[None]).p_value == pytest.approx(expected.pvalue)
 
 
-def test_many_samples_are_swapped_at_random_to_about_the_p_value_of_the_t_test() -> None:
+def test_random_swaps_give_about_the_p_value_of_the_t_test() -> None:
     rng = np.random.default_rng(9)
     ours, theirs = rng.normal(0.03, 0.1, (1, 200)), rng.normal(0, 0.1, (1, 200))
     expected = scipy.stats.ttest_rel(ours[0], theirs[0]).pvalue
     assert difference(ours, theirs).p_value == pytest.approx(expected, abs=0.005)
 
 
-def test_pairing_narrows_the_interval_where_the_samples_are_shared() -> None:
+def test_pairing_narrows_the_interval() -> None:
     rng = np.random.default_rng(10)
     hardness = rng.normal(0, 0.2, 60)
     ours, theirs = 0.62 + hardness + rng.normal(0, 0.02, 60), 0.60 + hardness + rng.normal(0, 0.02, 60)
@@ -146,7 +161,7 @@ def test_pairing_narrows_the_interval_where_the_samples_are_shared() -> None:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize(("samples", "verdict"), [(1, "too few samples"), (5, "too few samples"), (6, "better")])
-def test_below_six_samples_not_even_unanimity_is_evidence(seeds: int, samples: int, verdict: str) -> None:
+def test_fewer_than_six_samples_show_nothing(seeds: int, samples: int, verdict: str) -> None:
     ours = np.tile(np.linspace(0.8, 0.9, samples), (seeds, 1))
     shown = difference(ours, np.zeros((seeds, samples)))
     assert shown.verdict == verdict
@@ -161,7 +176,7 @@ def test_equal_scores_show_no_difference() -> None:
 
 
 @pytest.mark.parametrize(("higher_is_better", "verdict"), [(True, "better"), (False, "worse")])
-def test_which_way_is_better_turns_the_verdict_and_not_the_difference(higher_is_better: bool, verdict: str) -> None:
+def test_lower_is_better_turns_only_the_verdict(higher_is_better: bool, verdict: str) -> None:
     ours, theirs = np.linspace(2, 3, 20)[None], np.linspace(1, 2, 20)[None]
     shown = difference(ours, theirs, higher_is_better=higher_is_better)
     assert shown.mean == pytest.approx(1)
@@ -205,7 +220,7 @@ def test_the_detectable_difference_is_found_in_about_80_percent_of_reports(seeds
     assert 0.68 <= power <= 0.92
 
 
-def test_more_seeds_show_a_difference_unless_the_samples_are_too_few() -> None:
+def test_seeds_needed() -> None:
     scores = ious(np.random.default_rng(13), 2, 3, 400)
     shown = difference(scores[0] - scores[0].mean() + scores[1].mean() + 0.04, scores[1])
     needed = shown.seeds_needed()
@@ -219,7 +234,7 @@ def test_more_seeds_show_a_difference_unless_the_samples_are_too_few() -> None:
     assert difference(scores[0, :1], scores[1, :1]).seeds_needed() is None, "one training shows no spread between seeds"
 
 
-def test_a_score_over_seeds_says_how_far_they_lie_apart() -> None:
+def test_a_score_over_seeds_has_their_spread() -> None:
     trainings = np.array([[0.5] * 10, [0.6] * 10, [0.7] * 10])
     shown = score(trainings)
     assert (shown.mean, shown.between_seeds) == pytest.approx((0.6, 0.1))
@@ -235,7 +250,7 @@ def test_same_scores_give_the_same_result() -> None:
     assert difference(*scores) == difference(*scores)
 
 
-def test_nonsense_is_refused() -> None:
+def test_scores_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="not the same samples"):
         difference(np.zeros((1, 3)), np.zeros((1, 2)))
     with pytest.raises(ValueError, match="at least one sample"):
@@ -244,15 +259,100 @@ def test_nonsense_is_refused() -> None:
         difference(np.array([[0.1, np.nan, 0.2]]), np.zeros((1, 3)))
 
 
-def test_far_critical_values_have_a_detectable_difference_too() -> None:
-    """Less than one degree of freedom, as the variance of few samples and two seeds may leave: scipy's inverse does not
-    end there. Where both can be computed they agree."""
+def test_noncentrality_for_far_critical_values() -> None:
+    """Below one degree of freedom scipy's inverse does not end. If both can be computed, they agree."""
     for freedom in (0.41, 0.39):
         critical = float(stdtrit(freedom, 1 - 0.025 / 11))
-        found = differences._noncentrality(freedom, critical)
+        found = statistics._noncentrality(freedom, critical)
         draws = np.random.default_rng(0)
         scales = np.sqrt(draws.chisquare(freedom, 200_000) / freedom)
         exceeded = (draws.normal(found, 1, 200_000) / scales) > critical
-        assert float(exceeded.mean()) == pytest.approx(differences.POWER, abs=0.01)
-    by_scipy, by_limit = differences._noncentrality(1, 99.9), differences._noncentrality(1, 100.1)
+        assert float(exceeded.mean()) == pytest.approx(statistics.POWER, abs=0.01)
+    by_scipy, by_limit = statistics._noncentrality(1, 99.9), statistics._noncentrality(1, 100.1)
     assert by_limit / by_scipy == pytest.approx(100.1 / 99.9, rel=1e-3)
+
+
+def width(interval: Interval | None) -> float:
+    return found(interval).high - found(interval).low
+
+
+def iou_like(rng: np.random.Generator, num_samples: int) -> np.ndarray:
+    """Mostly good boxes and 12 % misses; the mean is 0.88 x 0.8."""
+    scores = rng.beta(8, 2, num_samples)
+    scores[rng.random(num_samples) < 0.12] = 0
+    return scores
+
+
+def test_the_interval_covers_the_true_mean_in_about_95_percent_of_data_sets() -> None:
+    rng, truth, trials = np.random.default_rng(1), 0.88 * 0.8, 500
+    covered = sum(truth in found(bootstrap(iou_like(rng, 50), resamples=1000)) for _ in range(trials))
+    assert 0.925 <= covered / trials <= 0.975  # two and a half standard errors of the simulation
+
+
+def test_few_samples_widen_the_interval_as_students_t_does() -> None:
+    values = np.random.default_rng(4).normal(size=8)
+    plain = scipy.stats.bootstrap([values], np.mean, method="percentile", rng=np.random.default_rng(0))
+    ratio = width(bootstrap(values)) / np.diff(plain.confidence_interval)[0]
+    expected = scipy.stats.t.ppf(0.975, 7) / scipy.stats.norm.ppf(0.975) * np.sqrt(8 / 7)
+    assert ratio == pytest.approx(expected, rel=0.08)
+
+
+def test_many_samples_give_the_plain_percentile_interval() -> None:
+    values = iou_like(np.random.default_rng(5), 2000)
+    plain = scipy.stats.bootstrap([values], np.mean, method="percentile", rng=np.random.default_rng(0))
+    interval = found(bootstrap(values))
+    assert (interval.low, interval.high) == pytest.approx(tuple(plain.confidence_interval), abs=8e-4)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_missing_values_are_refused(broken: float) -> None:
+    with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite, the first at row 1"):
+        bootstrap([0.1, broken, 0.2])
+
+
+def test_same_arguments_give_the_same_interval() -> None:
+    values = iou_like(np.random.default_rng(8), 40)
+    assert bootstrap(values) == bootstrap(values)
+    assert bootstrap(values) != bootstrap(values, resamples=9_999)
+    assert bootstrap([0.25] * 10) == Interval(0.25, 0.25)
+    assert bootstrap(values[:1]) is None
+
+
+def test_chunks_bound_the_memory_and_agree_with_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iou_like(np.random.default_rng(9), 40)
+    whole = found(bootstrap(values))
+    monkeypatch.setattr(statistics, "CHUNK_VALUES", 500)
+    pieces = found(bootstrap(values))
+    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), abs=0.01)
+
+
+def test_figures_are_the_mean_and_its_interval() -> None:
+    values = iou_like(np.random.default_rng(11), 40)
+    interval = found(bootstrap(values))
+    ends = {"iou_low": interval.low, "iou_high": interval.high}
+    assert figures("iou", values) == {"iou": float(values.mean()), **ends}
+    assert figures("iou", values[:1]) == {"iou": float(values[0])}
+
+
+@given(arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1)))
+@settings(max_examples=50, deadline=None)
+def test_the_interval_is_ordered_and_within_the_values(values: np.ndarray) -> None:
+    interval = found(bootstrap(values, resamples=200))
+    assert values.min() - 1e-12 <= interval.low <= interval.high <= values.max() + 1e-12
+
+
+def test_a_corpus_f1_is_a_ratio_of_sums_and_not_a_mean_of_ratios() -> None:
+    counts = np.array([[1.0, 1, 1], [0, 9, 9], [0, 0, 2]])
+    assert corpus_f1(counts.mean(axis=0)) == pytest.approx(2 * 1 / (10 + 12))
+    assert corpus_f1(np.stack([counts, counts]).mean(axis=1)).shape == (2,)
+    assert corpus_f1(np.zeros((2, 3))).tolist() == [0, 0]
+
+
+def test_perplexity_counts_each_domain_the_same() -> None:
+    samples = np.array([[2.0, 1, 0, 0], [2, 3, 0, 0], [0, 0, 60, 20]])  # nats and tokens of two domains
+    one, other = np.exp(4 / 4), np.exp(60 / 20)
+    assert perplexity(samples[:2, :2].mean(axis=0)) == pytest.approx(one)
+    assert perplexity(samples.mean(axis=0)) == pytest.approx(np.sqrt(one * other))
+    assert perplexity(samples[:2].mean(axis=0)) == pytest.approx(one), "a domain without tokens must not count"
+    assert perplexity(np.zeros((2, 4))).tolist() == [1, 1]
+    assert perplexity(np.stack([samples, samples]).mean(axis=1)).shape == (2,)
