@@ -1,6 +1,6 @@
 """Check params.yaml as a whole, before DVC removes or writes anything at a path that a name from it is part of.
 
-Reads   params.yaml
+Reads   params.yaml; the tasks, for the settings of their datasets
 Writes  data/checked.txt, which is always the same
 Run     docker/run check
 """
@@ -16,6 +16,7 @@ from stages.core.documents import nearest, refusal
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.publish import publish_text
+from stages.tasks import load_task, reader_problems
 
 TASKS_DIR = Path(__file__).parent / "tasks"
 
@@ -23,8 +24,9 @@ TASKS_DIR = Path(__file__).parent / "tasks"
 @click.command(help=__doc__)
 def main() -> None:
     path = Path("params.yaml")
-    if unknown := unknown_tasks(load_params(path)):
-        raise refusal(path, unknown)
+    params = load_params(path)
+    if found := unknown_tasks(params) or refused_readers(params):
+        raise refusal(path, found)
     publish_text("params.yaml is without mistakes.\n", Path("data/checked.txt"))
 
 
@@ -42,6 +44,15 @@ def unknown_tasks(params: Params) -> dict[str, str]:
         for name, user in users.items()
         if user.task not in known
     }
+
+
+def refused_readers(params: Params) -> dict[str, str]:
+    """Problems by dotted path: settings of datasets, of all profiles, that their tasks do not have."""
+    found: dict[str, str] = {}
+    for profile, settings in params.profiles.items():
+        for name, dataset in settings.datasets.items():
+            found |= reader_problems(load_task(dataset.task, "sources"), dataset, f"profiles.{profile}.datasets.{name}")
+    return found
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import UserError
+from stages.core.documents import refusal
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.tasks import load_task
+from stages.tasks import load_task, reader_of, reader_problems
 
 log = logging.getLogger("stages")
 
@@ -28,15 +28,21 @@ def main(dataset: str) -> None:
     configure_logging(f"prepare {dataset}")
     params = load_params()
     chosen = params.dataset(dataset)
-    prepare = load_task(chosen.task, "sources").prepare
-    if unknown := sorted(chosen.selection().keys() - signature(prepare).parameters.keys()):
-        raise UserError(f"dataset {dataset}: task {chosen.task} knows no {', '.join(unknown)}; leave it out")
-    stats = prepare(
+    path = f"profiles.{params.profile}.datasets.{dataset}"
+    sources = load_task(chosen.task, "sources")
+    found = reader_problems(sources, chosen, path)
+    if chosen.mix and "mix" not in signature(sources.prepare).parameters:
+        found[f"{path}.mix"] = f"datasets of the task {chosen.task} cannot be mixed"
+    if found:
+        raise refusal(Path("params.yaml"), found)
+    stats = sources.prepare(
         chosen.source,
+        limit=chosen.limit,
         selection=params.data.selection,
         skip_invalid=params.data.skip_invalid,
         out_dir=Path("data/prepared") / dataset,
-        **chosen.selection(),
+        **({"mix": chosen.mix} if chosen.mix else {}),
+        **({"reader": reader_of(sources, chosen)} if chosen.reader else {}),
     )
     log.info("dataset %s from %s", dataset, stats["source"])
     for split, counts in stats["splits"].items():

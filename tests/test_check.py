@@ -25,3 +25,21 @@ def test_the_shipped_file_is_without_mistakes_and_an_unknown_task_is_named(
     assert refused.exit_code == 1
     assert "baselines.base-vlm.task: no task is called 'nosuch'; there are amr, chat, detection, moe" in refused.output
     assert "profiles.tiny.datasets.visempar.task: no task is called 'amrr' (did you mean 'amr'?)" in refused.output
+
+
+def test_settings_of_a_dataset_are_checked_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    datasets["nutrition-tables"]["reader"] = {"columns": {"ordr": "xywh"}, "max_image_pixels": 0}
+    datasets["visempar"]["reader"] = {"group": "x"}
+    datasets["conversations"]["reader"] = {"metrics": ["bleu"], "grup": "x"}
+    write_params(raw)
+    refused = CliRunner().invoke(stages.check.main)
+    assert refused.exit_code == 1
+    here = "profiles.tiny.datasets"
+    assert f"{here}.nutrition-tables.reader.columns.ordr: unknown key (did you mean 'order'?)" in refused.output
+    assert f"{here}.nutrition-tables.reader.max_image_pixels: input should be greater" in refused.output
+    assert f"{here}.visempar.reader.group: unknown key" in refused.output
+    assert f"{here}.conversations.reader.metrics.0: input should be" in refused.output
+    assert f"{here}.conversations.reader.grup: unknown key (did you mean 'group'?)" in refused.output

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def needed_code(stage: DeclaredStage) -> set[str]:
     """The files that the stage imports, and those that set its environment."""
     module = f"stages.{entry_point(stage)}"
     needed = set(import_closure(module) | import_closure("stages.core.environment"))
-    for used in task_modules(module):
-        task = next(match[1] for dep in stage.deps if (match := re.match(rf"stages/tasks/([^/]+)/{used}", dep)))
+    tasks = {match[1] for dep in stage.deps if (match := re.match(r"stages/tasks/([^/]+)/", dep))}
+    if "stages/tasks" in stage.deps:
+        tasks = {path.parent.name for path in (ROOT / "stages/tasks").glob("*/__init__.py")}
+    for task, used in product(tasks, task_modules(module)):
         needed |= import_closure(f"stages.tasks.{task}.{used}")
     return needed
 

@@ -66,6 +66,12 @@ def read_yaml(kind: type[T], path: Path) -> T:
     return TypeAdapter(kind).validate_json(text, strict=True)
 
 
+def parse(kind: type[T], value: Any) -> T:
+    """A value out of a YAML file as a dataclass. Raises ValidationError where it does not fit."""
+    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
+
 def _refuse_depth_and_anchors(content: bytes) -> None:
     """Raises Unreadable for an anchor or an alias, and RecursionError for what is nested too deep: libyaml's composer
     calls itself for each list in a list, until the process is killed.

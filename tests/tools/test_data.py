@@ -5,7 +5,8 @@ from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
 from stages.core.params.schema import DatasetParams
-from stages.tasks.detection.sources import prepare
+from stages.tasks import reader_of
+from stages.tasks.detection import sources
 from tests import ROOT
 from tests.tasks.detection.sources.written import PHOTOS, WRITERS
 from tools.data.__main__ import chosen_examples, main
@@ -45,10 +46,10 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     assert "no class has the number 9" in text
 
     entry = YAML(typ="safe").load(ended.stdout.split("params.yaml:")[1])["nutrition-tables"]
-    assert entry["category"] == ["Nährwerte", "cup", "red lid"]
+    assert entry["reader"]["category"] == ["Nährwerte", "cup", "red lid"]
     (workspace / "photos/train/labels/a.txt").write_text("0 0.5 0.5 0.1 0.1\n")
-    chosen = DatasetParams(**{**entry, "category": tuple(entry["category"])})
-    stats = prepare(chosen.source, out_dir=workspace / "prepared", **chosen.selection())
+    chosen = DatasetParams(**entry)
+    stats = sources.prepare(chosen.source, out_dir=workspace / "prepared", reader=reader_of(sources, chosen))
     assert stats["splits"]["train"]["records"] == 3
 
 
@@ -57,7 +58,8 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     yaml, path = YAML(), workspace / "params.yaml"
     params = yaml.load(path)
     params["profiles"]["tiny"]["datasets"]["nutrition-tables"] = {
-        "task": "detection", "source": "folder:photos", "category": ["cup", "Nährwerte"], "label": {"cup": "<b>mug</b>"}
+        "task": "detection", "source": "folder:photos",
+        "reader": {"category": ["cup", "Nährwerte"], "label": {"cup": "<b>mug</b>"}},
     }  # fmt: skip
     yaml.dump(params, path)
     ended = run("--dataset", "nutrition-tables")

@@ -26,15 +26,15 @@ from stages.core.documents import cut
 from stages.core.errors import UserError, counted, listed, printable
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.core.params.schema import DataForm, Params
+from stages.core.params.schema import Params
 from stages.core.publish import publish_text
 from stages.kit.reporting.page import Picture, inline_picture
-from stages.tasks.detection import samples
+from stages.tasks import reader_of
+from stages.tasks.detection import samples, sources
 from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.pictures import draw_truth
-from stages.tasks.detection.sources import prepare
-from stages.tasks.detection.sources.rows import Asked
+from stages.tasks.detection.sources.rows import DataForm, Reader
 from tools.plan.available_inputs import available_base, trainable_recipes
 
 SHOWN = 12
@@ -61,15 +61,16 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         )
     if source is not None:
         source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
-        settings: dict[str, Any] = {"format": form, "category": None, "empty_pictures": True}
+        limit, reader = None, Reader(format=form, category=None, empty_images=True)
     else:
         chosen = params.dataset(name)
         if chosen.task != "detection" or chosen.source == "mix":
             raise UserError(f"dataset {name} has no pictures with boxes of its own")
-        source, settings = chosen.source, chosen.selection()
+        source, limit, reader = chosen.source, chosen.limit, reader_of(sources, chosen)
     with tempfile.TemporaryDirectory() as folder:
-        stats = prepare(source, out_dir=Path(folder) / "prepared", skip_invalid=True, **settings)
-        splits = {split: read_split(Path(folder) / "prepared", split) for split in stats["splits"]}
+        prepared_dir = Path(folder) / "prepared"
+        stats = sources.prepare(source, out_dir=prepared_dir, skip_invalid=True, limit=limit, reader=reader)
+        splits = {split: read_split(prepared_dir, split) for split in stats["splits"]}
     lines = [("source", source), *figures(stats, splits), *token_lengths(params, name, splits)]
     problems = [
         f"{each['file']}{_where(each)}: {each['problem']}"
@@ -83,7 +84,7 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         click.echo(printable(listed(problems)))
     page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
     click.echo(f"\npictures with their boxes  {page}")
-    if settings.get("category", "") is None:
+    if reader.category is None:
         click.echo(
             f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, splits)}", nl=False
         )
@@ -95,7 +96,7 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRec
         yield "validation", stats["validation"]
     for split, records in splits.items():
         found = stats["splits"][split]
-        empty, invalid = found["empty_pictures"], found["invalid_rows"]
+        empty, invalid = found["empty_images"], found["invalid_rows"]
         yield f"{split}: pictures", f"{len(records):,}, {empty:,} without a box; {counted(invalid, 'invalid one')}"
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
@@ -167,17 +168,17 @@ def _picture(record: DetectionRecord) -> Picture:
 def proposal(name: str, source: str, form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> str:
     """The entry of params.yaml that asks for every category."""
     records = [record for some in splits.values() for record in some]
-    entry: dict[str, Any] = {"task": "detection", "source": source}
+    reader: dict[str, Any] = {}
     if form is not None:
-        entry["format"] = form
+        reader["format"] = form
     categories = sorted({name for record in records for name in record.categories})
-    entry |= {"category": categories, "prompt": Asked(category=tuple(categories)).question()}
+    reader |= {"category": categories, "prompt": Reader(category=tuple(categories)).question()}
     if any(not record.boxes for record in records):
-        entry["empty_pictures"] = True
+        reader["empty_images"] = True
     out, yaml = io.StringIO(), YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 10_000
-    yaml.dump({name: entry}, out)
+    yaml.dump({name: {"task": "detection", "source": source, "reader": reader}}, out)
     return "".join(f"      {line}\n" for line in out.getvalue().splitlines())
 
 

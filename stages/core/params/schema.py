@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -18,13 +18,7 @@ Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
-DataForm = Literal["parquet", "coco", "yolo", "voc"]
-BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
-BoxUnit = Literal["share", "pixels"]
 NonMlp = Literal["base", "average"]
-TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
-TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
-"""Metrics of a dataset that names none."""
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 
@@ -60,10 +54,10 @@ Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
 """Name of a partition or an account; several partitions, apart by commas."""
 
-_strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
     count: Annotated[int, Field(ge=1, le=256)] = 1
@@ -83,7 +77,7 @@ class DeviceParams:
         return replace(self, count=1, nodes=1)
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LimitParams:
     """Of a split, at most so many samples: always the same ones, chosen by their content; null for all."""
 
@@ -91,24 +85,7 @@ class LimitParams:
     val: Positive | None = None
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
-class ColumnParams:
-    """Columns of parquet files with pictures and boxes; `outer.inner` is a field of a struct, or of a list of them."""
-
-    image_id: Text | None = None
-    """Null: a picture is called by its file and row."""
-    image: Text = "image"
-    """The bytes of a picture, or a struct with `bytes`."""
-    boxes: Text = "objects.bbox"
-    category: Text = "objects.category"
-    """Names, or the numbers of those that the dataset's own description in the file has (ClassLabel of datasets)."""
-    order: BoxOrder = "xywh"
-    """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
-    unit: BoxUnit = "pixels"
-    """Or shares of the picture's width and height."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DatasetParams:
     task: Name
     """The task whose `sources` package reads it."""
@@ -119,50 +96,18 @@ class DatasetParams:
     mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
     """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
     most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
-
-    format: DataForm | None = None
-    """Form of a folder of pictures with boxes. Null: what is in the folder decides, where it leaves no doubt."""
-    columns: ColumnParams | None = None
-    """Columns of parquet files that have others than Open Food Facts' (docs/data.md)."""
-    category: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Categories of boxes that are asked for: one, and others that start with it count as it; or a list of them, by
-    their whole names. Null: the task's own."""
-    label: dict[Text, Text] | None = None
-    """Name of a category of boxes in answers, where it is not its own."""
-    prompt: Text | None = None
-    """Question about each picture. Null: the task's own, which names the labels."""
-    answer: Literal["native", "json"] | None = None
-    """How an answer writes boxes: as the model's family does (null too), or as JSON, in thousandths of the picture."""
-    scored_boxes: Literal["first", "all"] | None = None
-    """Whether a picture's IoU is of the first box, as in the original experiment, or of all. Null: the first, and with
-    a list of categories all."""
-    empty_pictures: bool | None = None
-    """Whether a picture without a box that is asked for is a sample, to be answered by `none`; else it is invalid."""
-    group: Text | None = None
-    """Column of a chat dataset by whose value conversations belong together, such as a customer or a document: all of a
-    group are in one split. Null: only conversations that ask the same belong together."""
-    metrics: Annotated[tuple[TextMetric, ...], Field(min_length=1)] | None = None
-    """How answers of a chat dataset are scored (docs/chat.md); models are ranked by the first. Null: the task's own."""
-    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] | None = None
-    """A picture with more is an invalid row, seen before it is decoded, which takes some nine bytes a pixel. Null: the
-    task's own. Pillow refuses any above the highest."""
-
-    def selection(self) -> dict[str, Any]:
-        """What is set of what not every task knows."""
-        known_to_all = ("task", "source")
-        names = (field.name for field in fields(self) if field.name not in known_to_all)
-        chosen = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in chosen.items() if value is not None}
+    reader: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task that reads it: see the class Reader in stages/tasks/TASK/sources."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImageParams:
     min_pixels: Positive
     max_pixels: Positive
     """A picture is resized to between these many pixels, its shape kept."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryParams:
     precision: Literal["fp32", "fp16", "bf16"]
     """Of the arithmetic and of frozen weights. Trained weights are always kept in fp32."""
@@ -192,7 +137,7 @@ class MemoryParams:
     `fill` is `auto`, and where there is room takes the fastest settings that fit."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
     batch_size: Positive | Literal["auto"]
     """Answers at once; auto: as many as the longest question's prediction says the device has room for."""
@@ -207,7 +152,7 @@ class EvaluationParams:
     """Validation samples that a model trained in 4 bits answers before and after its merge, to show what that costs."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileParams:
     description: str
     device: DeviceParams
@@ -225,7 +170,7 @@ class ProfileParams:
     """Where its stages run: on this machine, or each as a job of Slurm. BAKEOFF_PLACE comes first."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoraParams:
     rank: Positive
     """Adapter width."""
@@ -236,7 +181,7 @@ class LoraParams:
     """By part, ends of module names, whole dotted components: `attn.proj` does not match `o_proj`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PartsParams:
     vision: Literal["frozen", "full", "lora"] = "frozen"
     projector: Literal["frozen", "full", "lora"] = "frozen"
@@ -248,7 +193,7 @@ class PartsParams:
         return tuple(part for part in PARTS if getattr(self, part) in wanted)
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecipeParams:
     task: Name
     base: Annotated[str, Field(pattern=r"^((bases|builds)/[^/]{1,100}|runs/[^/]{1,100}/merged)$")]
@@ -295,7 +240,7 @@ class RecipeParams:
         return name if kind == "builds" else None
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExpertParams:
     recipe: Name
     """Its merged model is the expert."""
@@ -303,7 +248,7 @@ class ExpertParams:
     """The samples that are to be this expert's, as the task names them; null where the task knows no domains."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BuildParams:
     """A mixture of experts made from dense models that recipes trained from one base."""
 
@@ -332,7 +277,7 @@ class BuildParams:
         return tuple(expert.domain for expert in self.experts if expert.domain is not None)
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BaselineParams:
     """A base, or what was built from several models, evaluated as it is: a row to compare with."""
 
@@ -342,7 +287,7 @@ class BaselineParams:
     answer_format: Name | None = None
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PredictionsParams:
     """What a trained model is to say of inputs whose truth nobody knows."""
 
@@ -353,7 +298,7 @@ class PredictionsParams:
     """A file below data/."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataParams:
     skip_invalid: bool = False
     """Leave invalid records out, counted and listed, where they would otherwise stop the run."""
@@ -362,14 +307,14 @@ class DataParams:
     Which ones, their content alone decides."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrackingParams:
     wandb: bool = False
     wandb_mode: Literal["offline", "online"] = "offline"
     wandb_project: str = "bakeoff"
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelParams:
     """Model folders that stages leave."""
 
@@ -384,7 +329,7 @@ class ModelParams:
     experiment: for many experiments on a large base, of which few are kept."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointParams:
     """When a training is saved, to go on from there if it is interrupted. No result depends on it."""
 
@@ -397,7 +342,7 @@ class CheckpointParams:
     """How many are kept of a recipe. While one is written there is one more."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class JobParams:
     """Resources that a job asks Slurm for, beside the GPUs and processor cores, which follow from the profile."""
 
@@ -412,7 +357,7 @@ class JobParams:
     """More of sbatch's long options, e.g. `--constraint=a100`; they win over those of the fields above."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SlurmParams:
     """Jobs of Slurm. No result depends on them."""
 
@@ -425,7 +370,7 @@ class SlurmParams:
     own limit."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_strict)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Params:
     profile: Name
     seed: Seed = 42

@@ -7,10 +7,14 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stages.core.documents import shown
 from stages.core.errors import UserError
+
+TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
+TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")
+"""Metrics of a dataset that names none."""
 
 _TOKEN = re.compile(r"<\|[^<>|\s]{1,60}\|>")
 """As Qwen, and most families since, write their special tokens: <|im_end|>, <|image_pad|>."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stages.core.errors import UserError
-from stages.core.params.schema import TEXT_METRICS, DatasetParams, TextMetric
+from stages.core.params.schema import DatasetParams
+from stages.kit.data.texts import TEXT_METRICS, TextMetric
 from stages.kit.reporting.task_report import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
 
@@ -95,7 +96,7 @@ _WORDS = {
 
 def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
     """The report of runs on these datasets. Raises UserError where they name different metrics."""
-    chosen = {name: dataset.metrics or TEXT_METRICS for name, dataset in datasets.items()}
+    chosen = {name: tuple(dataset.reader.get("metrics", TEXT_METRICS)) for name, dataset in datasets.items()}
     if len(set(chosen.values())) > 1:
         said = "; ".join(f"{name}: {', '.join(metrics)}" for name, metrics in chosen.items())
         raise UserError(f"the datasets of the task chat name different metrics ({said}); give them the same ones")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.schema import LimitParams, made_by
+from stages.core.params.schema import made_by
 from stages.kit.planning.plan import resolve_plan
 from tests.core.params.files import SHIPPED_RAW, load, refusal
 
@@ -41,10 +41,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_is_changed_here_is_right_unchanged(tmp_path: Any) -> None:
-    params = load(changed({f"{TINY}.datasets.one.limit": {"train": 5}}), tmp_path)
-    assert params.dataset("one").selection() == {"limit": LimitParams(train=5, val=None)}
-    assert params.dataset("both").selection() == {"mix": {"one": 4, "other": None}}
-    assert params.dataset("nutrition-tables").selection() == {}
+    params = load(changed({}), tmp_path)
     assert params.subject("base-mixture").base == params.subject("after").base == "builds/mixture"
     assert (params.recipe("after").base_build(), params.recipe("after").base_recipe()) == ("mixture", None)
     assert params.recipe("r3-two-stage").base_build() is None

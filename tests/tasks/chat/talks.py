@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.core.params.schema import TextMetric
+from stages.kit.data.texts import TextMetric
 from stages.tasks.chat.samples.records import Message, Picture, Record
 from tests.kit.data.pictures import picture
 

@@ -1,14 +1,15 @@
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.schema import TEXT_METRICS, DatasetParams, TextMetric
+from stages.core.params.schema import DatasetParams
+from stages.kit.data.texts import TEXT_METRICS, TextMetric
 from stages.tasks.chat.report import report_for
 from stages.tasks.chat.scoring import PREDICTIONS
 from stages.tasks.chat.scoring.metrics import COLUMNS
 
 
 def dataset(*metrics: TextMetric) -> DatasetParams:
-    return DatasetParams(task="chat", source="folder:x", metrics=metrics or None)
+    return DatasetParams(task="chat", source="folder:x", reader={"metrics": metrics} if metrics else {})
 
 
 @pytest.mark.parametrize("metric", COLUMNS)

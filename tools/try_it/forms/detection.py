@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
-from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
+from stages.kit.data.images import parse_image
+from stages.tasks import reader_of
+from stages.tasks.detection import sources
 from stages.tasks.detection.samples import conversation, read_split
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
 from stages.tasks.detection.samples.records import DetectionRecord
@@ -28,7 +30,7 @@ class Form:
         data = params.subject(subject.run).data
         self.asked = read_split(Path("data/prepared") / data, "val")[0]
         """A sample of the run's data: what is asked of every picture, and how it is to be answered."""
-        self.max_pixels = params.dataset(data).max_image_pixels or MAX_IMAGE_PIXELS
+        self.max_pixels = reader_of(sources, params.dataset(data)).max_image_pixels
 
     def question(self, *given: str) -> Conversation:
         (path,) = given

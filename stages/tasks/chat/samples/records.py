@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, get_args
 import pyarrow as pa
 
 from stages.core.documents import shown
-from stages.core.params.schema import TextMetric
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import PICTURES, PreparedRow, read_prepared, to_row
-from stages.kit.data.texts import same_text
+from stages.kit.data.texts import TextMetric, same_text
 
 SCHEMA = pa.schema(
     [

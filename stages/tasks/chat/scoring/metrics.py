@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import sacrebleu
 
-from stages.core.params.schema import TextMetric
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.overlap import rouge, token_f1
 from stages.kit.statistics import figures, perplexity
 from stages.tasks.chat.samples.fields import field_accuracy, parsed

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import TEXT_METRICS, LimitParams, TextMetric
+from stages.core.params.schema import STRICT, LimitParams, Text
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
 from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
-from stages.kit.data.texts import json_lines, read_text
+from stages.kit.data.texts import TEXT_METRICS, TextMetric, json_lines, read_text
 from stages.tasks.chat.samples.fields import parsed
 from stages.tasks.chat.samples.records import IMAGES, SCHEMA, Record
 from stages.tasks.chat.sources.messages import Talk, pictures_of, talk_of
@@ -31,6 +34,19 @@ HELD_OUT = 0.1
 Samples = Iterable[Sample[Record]]
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Reader:
+    """Settings of a chat dataset."""
+
+    group: Text | None = None
+    """Column whose value groups conversations, such as a customer or a document; all of a group are in one split. Null:
+    only conversations that ask the same are a group."""
+    metrics: Annotated[tuple[TextMetric, ...], Field(min_length=1)] = TEXT_METRICS
+    """How answers are scored (docs/chat.md); models are ranked by the first."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
+    """A conversation with a larger image is invalid, and refused before the image is decoded."""
+
+
 def prepare(
     source: str,
     *,
@@ -38,9 +54,7 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     limit: LimitParams | None = None,
-    group: str | None = None,
-    metrics: Sequence[TextMetric] = TEXT_METRICS,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
     """Validate conversations and write them, whole or not at all, to `out_dir`.
 
@@ -49,20 +63,21 @@ def prepare(
     skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
     selection: share of the training groups to set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
-    group, metrics: as DatasetParams has them. Conversations that ask the same are of one group, with all of theirs.
-    max_image_pixels: a conversation with a larger picture is invalid.
+    reader: settings of the dataset.
     Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
     by split, beside what write_prepared says, `files`, `groups`, `most_messages`, `longest_question` and
     `longest_answer` in characters, and where there are any, `pictures`.
     Raises UserError also where a folder holds files of both kinds.
     """
-    parse = partial(_sample, group=group, as_json="json" in metrics, max_pixels=max_image_pixels)
+    reader = reader or Reader()
+    group, metrics = reader.group, reader.metrics
+    parse = partial(_sample, group=group, as_json="json" in metrics, max_pixels=reader.max_image_pixels)
     found = _from_files(source, parse)
     found.splits = splits = _in_groups(found.splits)
     pictured = any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples)
 
     def scored(split: str, record: Record) -> Record:
-        return record if split == "train" else replace(record, metrics=tuple(metrics))
+        return record if split == "train" else replace(record, metrics=metrics)
 
     def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
         pictures = {"pictures": sum(len(record.pictures) for record in records)} if pictured else {}

@@ -139,7 +139,7 @@ def score(
         "map_score_policy": SCORE_POLICY,
     }
     if empty := [right for right, truth in zip(valid, truths, strict=True) if not truth]:
-        metrics |= {"empty_pictures": len(empty), "empty_pictures_right": sum(empty) / len(empty)}
+        metrics |= {"empty_images": len(empty), "empty_images_right": sum(empty) / len(empty)}
     rows = [
         {
             "image_id": record.image_id,

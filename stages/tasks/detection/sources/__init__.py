@@ -1,5 +1,6 @@
 """Where detection data comes from: the hub, or a folder."""
 
 from stages.tasks.detection.sources.preparation import prepare
+from stages.tasks.detection.sources.rows import Reader
 
-__all__ = ["prepare"]
+__all__ = ["Reader", "prepare"]

@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from stages.core.documents import cut, nearest
 from stages.core.errors import UserError, counted
-from stages.core.params.schema import ColumnParams, DataForm, LimitParams
-from stages.kit.data.images import MAX_IMAGE_PIXELS
+from stages.core.params.schema import LimitParams
 from stages.kit.data.preparation import Sample, Source, write_prepared
 from stages.kit.data.sources import parquet_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
-from stages.tasks.detection.samples.records import SCHEMA, TARGET, AnswerForm, DetectionRecord, ScoredBoxes
+from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord
 from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample
 from stages.tasks.detection.sources.folders.forms import understand
-from stages.tasks.detection.sources.rows import Asked, parse_row
+from stages.tasks.detection.sources.rows import Reader, parse_row
 
 log = logging.getLogger("stages")
 
@@ -32,15 +31,7 @@ def prepare(
     skip_invalid: bool = False,
     selection: float = 0.0,
     limit: LimitParams | None = None,
-    format: DataForm | None = None,  # noqa: A002 - as params.yaml calls it
-    columns: ColumnParams | None = None,
-    category: str | tuple[str, ...] | None = TARGET,
-    label: Mapping[str, str] | None = None,
-    prompt: str | None = None,
-    answer: AnswerForm = "native",
-    scored_boxes: ScoredBoxes | None = None,
-    empty_pictures: bool = False,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
     """Validate a dataset and write it, whole or not at all, to `out_dir`.
 
@@ -48,31 +39,21 @@ def prepare(
     skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
     selection: share of the training images to set aside.
     limit: at most so many samples of a split; which ones, their content alone decides.
-    format, columns: of a folder, as DatasetParams has them.
-    category: of the boxes that are asked for, None for all; label: what answers call them; prompt: how they are asked
-    for; answer, scored_boxes, empty_pictures: as DatasetParams has them. All are kept with each record.
-    max_image_pixels: a row with a larger picture is invalid.
+    reader: settings of the dataset. What it asks for, and how, is kept with each record.
     Returns what stats.json holds: `source` and `revision` as resolved, and by split, beside what write_prepared says,
     `boxes`, `boxes_per_image`, `categories` and `largest_image` [width, height].
     """
-    asked = Asked(
-        category=category,
-        names=label or {},
-        prompt=prompt,
-        answer=answer,
-        scored_boxes=scored_boxes,
-        empty_pictures=empty_pictures,
-    )
-    _require_answerable(asked)
+    reader = reader or Reader()
+    _require_answerable(reader)
     folder, resolved, revision = parquet_folder(source)
-    understood = understand(folder, "parquet" if revision else format, columns)
+    understood = understand(folder, "parquet" if revision else reader.format, reader.columns)
 
     def parsed(rows: Iterable[RawSample]) -> Iterator[Sample[DetectionRecord]]:
         for place, row in rows:
             if isinstance(row, list):
                 yield place, row
             else:
-                yield place, parse_row(row, asked=asked, form=understood.boxes, max_image_pixels=max_image_pixels)
+                yield place, parse_row(row, reader=reader, form=understood.boxes)
 
     stats = write_prepared(
         Source(
@@ -95,17 +76,17 @@ def prepare(
     return stats
 
 
-def _require_answerable(asked: Asked) -> None:
+def _require_answerable(reader: Reader) -> None:
     """Raises UserError where a label or the prompt cannot be asked for, or could not be told from the answer's form."""
-    if problem := markup_problem(*asked.labels(), asked.question()):
+    if problem := markup_problem(*reader.labels(), reader.question()):
         raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
-    known = (asked.category,) if isinstance(asked.category, str) else asked.category or ()
-    if strange := [name for name in asked.names if name not in known]:
+    known = (reader.category,) if isinstance(reader.category, str) else reader.category or ()
+    if strange := [name for name in reader.label if name not in known]:
         raise UserError(
             f"the dataset's label in params.yaml: {strange[0]!r} is not asked for{nearest(strange[0], known)}"
         )
-    family = codec_of(asked.answer, "qwen2_vl")
-    for label in asked.labels():
+    family = codec_of(reader.answer, "qwen2_vl")
+    for label in reader.labels():
         answer = encode_boxes([(0.25, 0.25, 0.75, 0.75)], family=family, label=label)
         if decode_boxes(answer, family=family).labels != (label,):
             raise UserError(f"the label {label!r} does not come back out of an answer that names it; take another")
@@ -122,7 +103,7 @@ def _summary(split: str, records: Sequence[DetectionRecord]) -> dict[str, Any]:
     return {
         "boxes": sum(len(record.boxes) for record in records),
         "boxes_per_image": {str(count): images for count, images in sorted(boxes_per_image.items())},
-        "empty_pictures": sum(not record.target_boxes() for record in records),
+        "empty_images": sum(not record.target_boxes() for record in records),
         "categories": dict(sorted(Counter(name for record in records for name in record.categories).items())),
         "largest_image": list(max(((record.width, record.height) for record in records), key=math.prod)),
     }

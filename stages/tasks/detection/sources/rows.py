@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from stages.core.documents import cut, shown
-from stages.core.params.schema import BoxOrder, BoxUnit
+from stages.core.params.schema import STRICT, Text
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples.records import PROMPT, TARGET, AnswerForm, Box, DetectionRecord, ScoredBoxes
+
+DataForm = Literal["parquet", "coco", "yolo", "voc"]
+BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
+BoxUnit = Literal["share", "pixels"]
 
 REQUIRED = ("image_id", "image.bytes", "objects.bbox", "objects.category_name")
 """Columns of the Open Food Facts schema; its width, height and meta are not used."""
@@ -63,30 +69,58 @@ class BoxForm:
 OPEN_FOOD_FACTS = BoxForm()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked of every picture of a dataset, and how an answer looks."""
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Columns:
+    """Columns of parquet files with images and boxes; `outer.inner` is a field of a struct, or of a list of structs."""
 
-    category: str | tuple[str, ...] | None = TARGET
-    """One category, and those that start with it count as it; several, by their whole names; None for all."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """What an answer calls a category, where it is not its own name."""
-    prompt: str | None = None
+    image_id: Text | None = None
+    """Null: an image is named by its file and row."""
+    image: Text = "image"
+    """The bytes of an image, or a struct with `bytes`."""
+    boxes: Text = "objects.bbox"
+    category: Text = "objects.category"
+    """Names, or numbers whose names the dataset's description in the file has (ClassLabel of datasets)."""
+    order: BoxOrder = "xywh"
+    """y_min, x_min, y_max, x_max; x_min, y_min, x_max, y_max; x_min, y_min, width, height; or with the centre first."""
+    unit: BoxUnit = "pixels"
+    """Or shares of the image's width and height."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Reader:
+    """Settings of a detection dataset: how it is read, what the model is asked, and how it answers."""
+
+    format: DataForm | None = None
+    """Form of a folder of images with boxes. Null: the files decide, if they have signs of one form only."""
+    columns: Columns | None = None
+    """Columns of parquet files, if they are not Open Food Facts' (docs/data.md)."""
+    category: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = TARGET
+    """Categories that are asked for: one name, and every category that starts with it counts; a list of whole names; or
+    null for all categories."""
+    label: dict[Text, Text] = Field(default_factory=dict)
+    """Name of a category in answers, if it is not its own."""
+    prompt: Text | None = None
+    """Question about each image. Null: the task's own, which names the labels."""
     answer: AnswerForm = "native"
+    """How an answer writes boxes: as the model's family does, or as JSON, in thousandths of the image."""
     scored_boxes: ScoredBoxes | None = None
-    empty_pictures: bool = False
-    """Whether a picture without such a box is a sample, whose answer is that there is none."""
+    """Whether an image's IoU is of its first box or of all. Null: the first; with a list of categories all."""
+    empty_images: bool = False
+    """Whether an image without a box that is asked for is a sample, whose answer is `none`; else it is invalid."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = MAX_IMAGE_PIXELS
+    """An image with more is an invalid row, refused before it is decoded (nine bytes a pixel). Pillow's limit is the
+    maximum."""
 
-    def label(self, name: str) -> str | None:
+    def label_of(self, name: str) -> str | None:
         """What an answer calls a box of this category; None where it is not asked for."""
         if isinstance(self.category, str):
-            return self.names.get(self.category, self.category) if name.startswith(self.category) else None
-        return self.names.get(name, name) if self.category is None or name in self.category else None
+            return self.label.get(self.category, self.category) if name.startswith(self.category) else None
+        return self.label.get(name, name) if self.category is None or name in self.category else None
 
     def labels(self) -> tuple[str, ...]:
         """All that are asked for."""
         one = (self.category,) if isinstance(self.category, str) else self.category or ()
-        return tuple(dict.fromkeys(self.names.get(name, name) for name in one))
+        return tuple(dict.fromkeys(self.label.get(name, name) for name in one))
 
     def question(self) -> str:
         """The prompt; the task's own names the labels."""
@@ -104,42 +138,41 @@ class Asked:
 
     def missing(self, names: Sequence[str]) -> str | None:
         """What is wrong where none of the boxes is asked for."""
-        if self.empty_pictures or any(self.label(name) for name in names):
+        if self.empty_images or any(self.label_of(name) for name in names):
             return None
         found = cut(", ".join(sorted(set(names))))
         one = f"of a category that starts with {self.category}"
         wanted = one if isinstance(self.category, str) else f"of {', '.join(self.category or ())}"
         what = f"no box {wanted}; found {found}" if names else "no boxes"
-        return f"{what}; with empty_pictures: true it is a sample that has none"
+        return f"{what}; with empty_images: true it is a sample that has none"
 
 
 def parse_row(
     row: Mapping[str, Any],
     *,
-    asked: Asked | None = None,
+    reader: Reader | None = None,
     form: BoxForm = OPEN_FOOD_FACTS,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionRecord | list[str]:
-    """Check one raw row. max_image_pixels: of a picture that is decoded.
+    """Check one raw row.
 
     Returns the record, or every problem that keeps the row from being one.
     """
-    asked = asked or Asked()
-    image, image_problems = parse_image(row, max_image_pixels)
+    reader = reader or Reader()
+    image, image_problems = parse_image(row, reader.max_image_pixels)
     size = (image["width"], image["height"]) if image else None
     found, object_problems = _parse_objects(row, form, size)
     problems = [*row.get("problems", ()), *image_problems, *_size_problems(row.get("size"), size), *object_problems]
     names = tuple(name for _, name in found)
-    if not problems and (problem := asked.missing(names)):
+    if not problems and (problem := reader.missing(names)):
         problems.append(": ".join(filter(None, (problem, row.get("none_because")))))
     if problems:
         return problems
     return DetectionRecord(
         **image,
-        **asked.fields(),
+        **reader.fields(),
         boxes=tuple(box for box, _ in found),
         categories=names,
-        labels=tuple(map(asked.label, names)),
+        labels=tuple(map(reader.label_of, names)),
     )
 
 

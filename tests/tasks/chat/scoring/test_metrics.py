@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core.params.schema import TextMetric
 from stages.kit.data.parquet import read_rows, write_rows
+from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.tasks.chat.samples.fields import field_accuracy, parsed
 from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score, summary

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import conversation, read_split
 from stages.tasks.chat.samples.records import order_problems, picture_problems
-from stages.tasks.chat.sources import prepare
+from stages.tasks.chat.sources import Reader, prepare
 from stages.tasks.chat.sources.messages import Talk, talk_of
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.pictures import picture
@@ -71,11 +71,17 @@ def test_any_object_is_a_conversation_or_has_its_problems_named(line: Any) -> No
         assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
 
 
+READER = Reader(group="who", metrics=("json", "chrf"))
+
+
 def judge(folder: Path, *, skip_invalid: bool) -> None:
     out = folder.parent / "out"
     try:
         stats = prepare(
-            f"folder:{folder}", out_dir=out, group="who", metrics=["json", "chrf"], skip_invalid=skip_invalid
+            f"folder:{folder}",
+            out_dir=out,
+            reader=READER,
+            skip_invalid=skip_invalid,
         )
     except UserError as error:
         assert all(len(line) < 1000 for line in error.message.splitlines())

@@ -11,7 +11,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.samples.records import Message, Record
-from stages.tasks.chat.sources import prepare
+from stages.tasks.chat.sources import Reader, prepare
 from tests.kit.data.pictures import RED, WHITE, patch_jpeg, picture
 from tests.tasks.chat.talks import said, talk, write_lines
 
@@ -51,7 +51,7 @@ def as_table(folder: Path, *rows: dict[str, Any], name: str = "train") -> None:
 
 
 def prepared(folder: Path, **options: Any) -> list[Record]:
-    prepare(f"folder:{folder}", out_dir=folder / "out", **options)
+    prepare(f"folder:{folder}", out_dir=folder / "out", reader=Reader(**options))
     return read_split(folder / "out", "train")
 
 

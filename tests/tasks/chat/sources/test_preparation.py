@@ -9,18 +9,18 @@ import pytest
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.samples.records import Message, Record
-from stages.tasks.chat.sources import prepare
+from stages.tasks.chat.sources import Reader, prepare
 from tests.tasks.chat.talks import said, talk, write_lines
 
 
-def prepared(folder: Path, out_dir: Path, **options: Any) -> dict[str, list[Record]]:
-    prepare(f"folder:{folder}", out_dir=out_dir, **options)
+def prepared(folder: Path, out_dir: Path, *, selection: float = 0.0, **reader: Any) -> dict[str, list[Record]]:
+    prepare(f"folder:{folder}", out_dir=out_dir, selection=selection, reader=Reader(**reader))
     return {split: read_split(out_dir, split) for split in ("train", "val")}
 
 
-def refusal(folder: Path, **options: Any) -> str:
+def refusal(folder: Path, **reader: Any) -> str:
     with pytest.raises(UserError) as error:
-        prepare(f"folder:{folder}", out_dir=folder / "out", **options)
+        prepare(f"folder:{folder}", out_dir=folder / "out", reader=Reader(**reader))
     assert not (folder / "out").exists()
     return error.value.message
 
@@ -95,9 +95,9 @@ def test_every_malformed_line_is_named_at_once_or_left_out(tmp_path: Path) -> No
     good = [{"messages": said(f"{number}?", f"{number}"), "who": number} for number in range(20)]
     lines = [json.dumps(line).replace("\\\\ud800", "\\ud800") for line, _ in WRONG[1:]]
     write_lines(tmp_path / "train.jsonl", *good, WRONG[0][0], *lines)
-    stats = prepare(f"folder:{tmp_path}", out_dir=tmp_path / "out", group="who", metrics=["json"], skip_invalid=True)[
-        "splits"
-    ]["train"]
+    stats = prepare(
+        f"folder:{tmp_path}", out_dir=tmp_path / "out", reader=Reader(group="who", metrics=("json",)), skip_invalid=True
+    )["splits"]["train"]
     assert stats["invalid_rows"] == len(WRONG)
     said_of = {fault["line"]: "" for fault in stats["invalid"]}
     for fault in stats["invalid"]:
@@ -105,7 +105,7 @@ def test_every_malformed_line_is_named_at_once_or_left_out(tmp_path: Path) -> No
     for number, (line, problem) in enumerate(WRONG, start=21):
         assert problem in said_of[number], line
     (tmp_path / "out").rename(tmp_path / "before")
-    message = refusal(tmp_path, group="who", metrics=["json"])
+    message = refusal(tmp_path, group="who", metrics=("json",))
     assert f"has {len(WRONG)} invalid samples" in message
     assert "train.jsonl line 21: not JSON" in message
 
@@ -139,7 +139,7 @@ def test_a_group_is_held_out_whole_with_all_that_asks_the_same(tmp_path: Path) -
 
 def test_metrics_are_with_what_is_validated_alone(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", *map(talk, range(40)))
-    splits = prepared(tmp_path, tmp_path / "out", metrics=["chrf"], selection=0.3)
+    splits = prepared(tmp_path, tmp_path / "out", metrics=("chrf",), selection=0.3)
     assert {each.metrics for each in splits["train"]} == {()}
     assert {each.metrics for each in (*splits["val"], *read_split(tmp_path / "out", "selection"))} == {("chrf",)}
 

@@ -71,7 +71,7 @@ def test_of_a_picture_without_a_box_the_word_none_is_right_and_nothing_else(scor
     assert [row["iou"] for row in rows] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert [row["matched_iou"] for row in rows] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert [row["valid"] for row in rows] == [True, False, False, False, False]
-    assert (metrics["empty_pictures"], metrics["empty_pictures_right"], metrics["detection_rate"]) == (4, 0.25, 0.2)
+    assert (metrics["empty_images"], metrics["empty_images_right"], metrics["detection_rate"]) == (4, 0.25, 0.2)
     alone, _ = score([empty], ["none"])
     assert (alone["mean_iou"], "map_50" in alone, "matched_mean_iou" in alone) == (1.0, False, False)
 

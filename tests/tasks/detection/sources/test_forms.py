@@ -9,20 +9,20 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.tasks.detection.samples.records import DetectionRecord, read_split
-from stages.tasks.detection.sources import prepare
+from stages.tasks.detection.sources import Reader, prepare
 from stages.tasks.detection.sources.folders.files import split_of
 from tests.kit.data.pictures import patch_jpeg, picture
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc
 
-ASKED: dict[str, Any] = {"category": CLASSES, "label": {"red lid": "lid"}, "empty_pictures": True}
+ASKED: dict[str, Any] = {"category": tuple(CLASSES), "label": {"red lid": "lid"}, "empty_images": True}
 
 
 def records(tmp_path: Path, form: str, photos: Photos = PHOTOS, **settings: Any) -> dict[str, list[DetectionRecord]]:
     folder = tmp_path / form
     if not folder.exists():
         WRITERS[form](folder, photos)
-    columns = {"columns": COLUMNS} if form == "parquet" else {}
-    prepare(f"folder:{folder}", out_dir=tmp_path / f"prepared-{form}", **{**columns, **ASKED, **settings})
+    reader = Reader(**({"columns": COLUMNS} if form == "parquet" else {}) | ASKED | settings)
+    prepare(f"folder:{folder}", out_dir=tmp_path / f"prepared-{form}", reader=reader)
     return {split: read_split(tmp_path / f"prepared-{form}", split) for split in ("train", "val")}
 
 
@@ -87,13 +87,13 @@ def test_what_no_form_may_hold_is_refused_alike(tmp_path: Path, form: str) -> No
         "none.png": Photo(name="none.png", encoded=picture((1, 2, 5))),
     }
     WRITERS[form](tmp_path / form, {"train": [*PHOTOS["train"], *wrong.values()], "val": PHOTOS["val"]})
-    message = refusal(tmp_path, form, empty_pictures=False)
+    message = refusal(tmp_path, form, empty_images=False)
     expected = [
         "exceeds limit",
         "unreadable image: ",
         "lies outside",
         "zero area",
-        "no boxes; with empty_pictures: true",
+        "no boxes; with empty_images: true",
     ]
     assert [problem for problem in expected if problem not in message] == []
     place = {
@@ -168,13 +168,13 @@ def test_what_is_wrong_with_yolo_is_named_by_line(tmp_path: Path) -> None:
     )
     (labels / "stray.txt").write_text("")
     (labels / "empty.txt").unlink()
-    message = refusal(tmp_path, "yolo", empty_pictures=False)
+    message = refusal(tmp_path, "yolo", empty_images=False)
     for problem in (
         "train/labels/a.txt: line 3: no class has the number 7; there are 3",
         "train/labels/a.txt: line 4 is '0 0.5 0.5 nan 0.1', 5 fields; expected five numbers",
         "train/labels/a.txt: line 5 is '0 0.1 0.1 0.2 0.2 0.3 0.3', 7 fields of an outline; export boxes",
         "train/labels/stray.txt: there is no picture called so",
-        "train/images/empty.png: no boxes; with empty_pictures: true it is a sample that has none: there is no train/",
+        "train/images/empty.png: no boxes; with empty_images: true it is a sample that has none: there is no train/",
     ):
         assert problem in message
     (tmp_path / "yolo/classes.txt").write_text("cup\n")
@@ -228,7 +228,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
     photos = [Photo(name=f"{n}.png", encoded=picture((n, n, 0)), boxes=[((0, 0, 0.5, 1), "cup")]) for n in range(10)]
     write_voc(tmp_path / "voc", {"all": photos})
-    found = records(tmp_path, "voc", category="cup", label=None)
+    found = records(tmp_path, "voc", category="cup", label={})
     assert (len(found["train"]), len(found["val"])) == (8, 2)
     assert found["train"][0].scored_boxes == "first", "of one category that is no list"
 
@@ -250,7 +250,7 @@ def test_a_split_is_a_word_of_the_path_the_nearest_first(path: str, split: str |
 
 def test_what_nobody_would_be_asked_is_not_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "no picture to train on has a box of cpu, which is asked for; found Nährwerte, cup, red lid" in (
-        refusal(tmp_path, "coco", category=("cup", "cpu"), label=None)
+        refusal(tmp_path, "coco", category=("cup", "cpu"), label={})
     )
     assert "'red lit' is not asked for (did you mean 'red lid'?)" in refusal(tmp_path, "coco", label={"red lit": "lid"})
     assert "does not come back out of an answer" in refusal(tmp_path, "coco", label={"cup": "{cup}"}, answer="json")

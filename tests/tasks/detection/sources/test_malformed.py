@@ -3,8 +3,8 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.kit.data.texts import UnreadableText
 from stages.tasks.detection.samples.records import read_split
-from stages.tasks.detection.sources import prepare
+from stages.tasks.detection.sources import Reader, prepare
 from stages.tasks.detection.sources.folders.voc import parse_voc
 from tests.damage import TEXTS, VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS
@@ -57,6 +57,8 @@ PIECES = {
     "coco": ["[", "]", "{", "}", ",", '"id"', "1e999", "-", "null", "NaN", "9" * 5000],
 }
 
+READER = Reader(category=tuple(CLASSES), empty_images=True)
+
 
 class Damaged:
     """A folder that is written whole before each accident."""
@@ -77,16 +79,13 @@ class Damaged:
             (damaged / path).parent.mkdir(parents=True, exist_ok=True)
             (damaged / path).write_bytes(content)
         change(damaged)
-        settings: dict[str, Any] = {"columns": COLUMNS} if self.form == "parquet" else {}
+        columns = COLUMNS if self.form == "parquet" else None
         try:
             stats = prepare(
                 f"folder:{damaged}",
                 out_dir=out,
-                format=self.form,  # type: ignore[arg-type]
-                category=CLASSES,
-                empty_pictures=True,
                 skip_invalid=skip_invalid,
-                **settings,
+                reader=replace(READER, format=self.form, columns=columns),  # type: ignore[arg-type]
             )
         except UserError as error:
             assert error.message.isprintable() or "\n" in error.message
@@ -199,7 +198,11 @@ def test_a_file_without_end_is_refused_soon(tmp_path: Path, form: str, name: str
     WRITERS[form](tmp_path / form, PHOTOS)
     (tmp_path / form / name).write_text(content)
     with pytest.raises(UserError) as refused:
-        prepare(f"folder:{tmp_path / form}", out_dir=tmp_path / "out", category=CLASSES, empty_pictures=True)
+        prepare(
+            f"folder:{tmp_path / form}",
+            out_dir=tmp_path / "out",
+            reader=Reader(category=tuple(CLASSES), empty_images=True),
+        )
     assert len(refused.value.message) < 3000
 
 
@@ -211,4 +214,8 @@ def test_a_description_of_columns_that_says_nothing_of_them_is_refused(tmp_path:
     path = tmp_path / "data/train-00000-of-00001.parquet"
     pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": description}), path)
     with pytest.raises(UserError, match=r"the description of its columns \(huggingface\) cannot be read"):
-        prepare(f"folder:{tmp_path}", out_dir=tmp_path / "out", columns=COLUMNS, category=CLASSES, empty_pictures=True)
+        prepare(
+            f"folder:{tmp_path}",
+            out_dir=tmp_path / "out",
+            reader=Reader(columns=COLUMNS, category=tuple(CLASSES), empty_images=True),
+        )

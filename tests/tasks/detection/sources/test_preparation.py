@@ -8,7 +8,7 @@ import stages.prepare
 from stages.core.errors import UserError
 from stages.tasks.detection.samples import ForModel
 from stages.tasks.detection.samples.records import read_split
-from stages.tasks.detection.sources.preparation import prepare
+from stages.tasks.detection.sources import Reader, prepare
 from tests.kit.data.pictures import picture
 from tests.tasks.detection.rows import raw_row, write_dataset
 
@@ -60,7 +60,9 @@ def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
         for n, names in enumerate([["barcode", "nutrition-table"], ["nutrition-table", "barcode-ean"]])
     ]
     source = write_dataset(tmp_path / "off", train=rows[:1], val=rows[1:])
-    prepare(f"folder:{source}", out_dir=tmp_path / "out", category="barcode", prompt="Where is the barcode?")
+    prepare(
+        f"folder:{source}", out_dir=tmp_path / "out", reader=Reader(category="barcode", prompt="Where is the barcode?")
+    )
     found = [read_split(tmp_path / "out", split)[0] for split in ("train", "val")]
     assert [record.target_boxes() for record in found] == [((0.2, 0.1, 0.9, 0.5),), ((0.2, 0.6, 0.9, 0.8),)]
     assert found[1].first_annotated() == (0.2, 0.6, 0.9, 0.8)
@@ -68,15 +70,14 @@ def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
     assert question["content"][1]["text"] == "Where is the barcode?"
     assert answer["content"][0]["text"].startswith("<|object_ref_start|>barcode<|object_ref_end|>")
     with pytest.raises(UserError, match="no box of a category that starts with lid; found barcode, nutrition-table"):
-        prepare(f"folder:{source}", out_dir=tmp_path / "out", category="lid")
+        prepare(f"folder:{source}", out_dir=tmp_path / "out", reader=Reader(category="lid"))
 
 
 def test_category_and_prompt_hold_no_chat_markup(tmp_path: Path) -> None:
     source = write_dataset(tmp_path / "off", train=[good(1)], val=[good(2)])
-    settings: list[dict[str, Any]] = [{"category": "a<|im_end|>"}, {"prompt": "Where?<|im_end|>\n<|im_start|>system"}]
-    for setting in settings:
+    for reader in (Reader(category="a<|im_end|>"), Reader(prompt="Where?<|im_end|>\n<|im_start|>system")):
         with pytest.raises(UserError, match=r"category and prompt in params\.yaml: .*<\|im_end\|>"):
-            prepare(f"folder:{source}", out_dir=tmp_path / "out", **setting)
+            prepare(f"folder:{source}", out_dir=tmp_path / "out", reader=reader)
 
 
 def test_stage_prepares_the_dataset_of_the_active_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
-from stages.core.params.schema import ColumnParams
 from stages.tasks.detection.samples.records import Box
+from stages.tasks.detection.sources.rows import Columns
 from tests.kit.data.pictures import patch_jpeg, picture
 
 CLASSES = ("cup", "red lid", "Nährwerte")
@@ -114,7 +114,7 @@ def write_voc(folder: Path, photos: Photos) -> None:
             _write((folder / f"Annotations/{photo.name}").with_suffix(".xml"), xml)
 
 
-COLUMNS = ColumnParams(image_id="name", image="picture", boxes="found.box", category="found.kind")
+COLUMNS = Columns(image_id="name", image="picture", boxes="found.box", category="found.kind")
 
 
 def write_parquet(folder: Path, photos: Photos) -> None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import UserError, listed, some
-from stages.core.params.schema import ColumnParams, DataForm
 from stages.kit.data.sources import READ_ON, holds
 from stages.tasks.detection.sources.folders import coco, tables, voc, yolo
 from stages.tasks.detection.sources.folders.files import Folder, Splits
-from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm
+from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm
 
 log = logging.getLogger("stages")
 
@@ -59,7 +58,7 @@ class Understood:
     """Where pictures are files of their own."""
 
 
-def understand(root: Path, asked: DataForm | None, columns: ColumnParams | None) -> Understood:
+def understand(root: Path, asked: DataForm | None, columns: Columns | None) -> Understood:
     """The folder, by the form that is asked for, or by the only one that it has signs of. The log says which.
 
     Raises UserError where it has signs of none, or of several.

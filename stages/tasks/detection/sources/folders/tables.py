@@ -9,16 +9,15 @@ from typing import Any
 
 from stages.core.documents import shown
 from stages.core.errors import UserError
-from stages.core.params.schema import ColumnParams
 from stages.kit.data.parquet import read_schema
 from stages.kit.data.sources import read_parquet_split, split_paths
 from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample, Splits, objects
-from stages.tasks.detection.sources.rows import REQUIRED
+from stages.tasks.detection.sources.rows import REQUIRED, Columns
 
 EXPECTED = f"parquet files with the columns {', '.join(REQUIRED)}"
 
 
-def read_tables(folder: Path, columns: ColumnParams | None) -> Splits:
+def read_tables(folder: Path, columns: Columns | None) -> Splits:
     """The files of `train` and `val`, or of what the hub calls its validation split.
 
     Raises UserError where the files of a split or one of their columns are missing.
@@ -38,7 +37,7 @@ def read_tables(folder: Path, columns: ColumnParams | None) -> Splits:
 
 
 def _samples(
-    folder: Path, split: str, required: Sequence[str], expected: str, columns: ColumnParams | None
+    folder: Path, split: str, required: Sequence[str], expected: str, columns: Columns | None
 ) -> Iterator[RawSample]:
     names: dict[str, list[str] | None] = {}
     for place, row in read_parquet_split(folder, split, required=required, form=expected):
@@ -50,7 +49,7 @@ def _samples(
         yield place, _row(row, str(place), columns, names[place.file])
 
 
-def _row(row: Mapping[str, Any], place: str, columns: ColumnParams, names: list[str] | None) -> dict[str, Any]:
+def _row(row: Mapping[str, Any], place: str, columns: Columns, names: list[str] | None) -> dict[str, Any]:
     image, image_id = _at(row, columns.image), _at(row, columns.image_id) if columns.image_id else place
     boxes, categories = _at(row, columns.boxes), _at(row, columns.category)
     problems: list[str] = []
