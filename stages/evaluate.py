@@ -22,9 +22,8 @@ from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.publish import publish_json, publish_text, published
 from stages.kit.data.parquet import write_rows
-from stages.kit.evaluation.answering import load_answerer
-from stages.kit.evaluation.examples import write_examples
-from stages.kit.evaluation.scored import score_answers
+from stages.kit.evaluation.answer import load_answerer
+from stages.kit.evaluation.score import score_answers, write_examples
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE
 from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
 from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
@@ -76,7 +75,7 @@ def main(name: str, attempt: int) -> None:
     answerer = load_answerer(model_dir, profile, samples, questions, answer_format=answer_format, attempt=attempt)
     if theirs:
         certificate, answers = certified(theirs, answerer)
-    scored = score_answers(answerer, records, questions, samples, scoring, answer_format=answer_format, answers=answers)
+    scored = score_answers(answerer, records, questions, scoring, answer_format=answer_format, answers=answers)
     metrics = scored.metrics
     metrics |= {
         "samples_per_second": round(len(records) / (theirs.answers.seconds if theirs else scored.answer_s), 3),

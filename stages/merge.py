@@ -1,56 +1,41 @@
-"""Merge what was trained into its base, and certify the result by reloading it from disk.
+"""Merge trained weights into their base, and certify the result by reloading it from disk.
 
-An adapter that was trained on weights in 4 bits is merged into the unquantized ones. Both models then answer some
+An adapter that was trained on 4-bit weights is merged into the unquantized ones. Both models then answer some
 validation samples, and the certificate records what the difference costs.
 
 Reads   data/runs/RECIPE/trained/ and the base, which must be the one that its lineage names; the prepared data;
         data/runs/RECIPE/training/training.json
 Writes  data/runs/RECIPE/merged/     a standard Hugging Face folder, lineage.json; without the weights, once certified,
-                                     where models.keep_merged is false and nothing starts from them
+                                     if models.keep_merged is false and nothing starts from them
         data/runs/RECIPE/merge.json  the certificate
-        data/report/TASK/memory/RECIPE/merge.json  what the process held
+        data/report/TASK/memory/RECIPE/merge.json  the process memory
 Run     docker/run merge r1-llm-only
 
-Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt with half the batch.
+Exits with code 79 on out-of-memory; the launcher restarts it with half the batch.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
-from math import isfinite
-from operator import eq
 from pathlib import Path
+from typing import Any
 
 import click
-from peft import PeftModel
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError
-from stages.core.lineage import combined_digest, require_base, short, write_lineage
+from stages.core.lineage import require_base, short, write_lineage
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
 from stages.core.publish import publish_json, published
-from stages.kit.evaluation.answering import Answerer, batch_size_for
-from stages.kit.evaluation.generation import completion_of
-from stages.kit.evaluation.scored import Scored, score_answers
+from stages.kit.evaluation.answer import Answerer, batch_size_for
+from stages.kit.evaluation.score import score_answers
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
-from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
-from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
 from stages.kit.models.folders import remove_weights
-from stages.kit.models.load import gpus_in_use, load_model, meta_model, see_only
-from stages.kit.models.merge import (
-    changed_modules,
-    merge_trained,
-    probe_logits,
-    relative_deviation,
-    same_inputs,
-    weight_digests,
-)
+from stages.kit.models.load import gpus_in_use, load_model, see_only
+from stages.kit.models.merge import certify, quantization_cost, write_merged
 from stages.kit.models.prompts import load_processor, takes
-from stages.kit.models.shards import MAX_SHARD_SIZE
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.record import read_record
 from stages.tasks import load_task
@@ -65,12 +50,11 @@ log = logging.getLogger("stages")
 def main(recipe: str, attempt: int) -> None:
     configure_logging(f"merge {recipe}")
     plan, params = read_plan(recipe), load_params()
-    settings = params.active.evaluation
-    device = plan.device.one()
-    see_only(device)
-    run_dir, base_dir = Path("data/runs") / recipe, Path(plan.base_dir)
+    see_only(device := plan.device.one())
+    base_dir, run_dir = Path(plan.base_dir), Path("data/runs") / recipe
+    trained_dir = run_dir / "trained"
     trained_lineage, base_lineage = require_base(
-        run_dir / "trained",
+        trained_dir,
         base_dir,
         fix=f"dvc repro -f -s train@{recipe}",
         fix_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
@@ -79,87 +63,40 @@ def main(recipe: str, attempt: int) -> None:
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
     probes = [probe for probe in samples.probes(plan.answer_format) if takes(processor, probe)]
-    load = partial(load_model, device=device, precision=plan.precision)
-
     memory = MemoryLog(gpus_in_use(device))
-    base = load(base_dir)
-    memory.loaded()
-    before, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
-    adapted = load_trained(base, run_dir / "trained").eval()
-    adapted_logits = probe_logits(adapted, processor, probes)
+
+    def load(folder: Path, quantization: str = "none") -> PreTrainedModel:
+        model = load_model(folder, device=device, precision=plan.precision, quantization=quantization).eval()
+        memory.loaded()
+        return model
 
     with published(run_dir / "merged") as merged_dir:
-        merge_trained(adapted).save_pretrained(merged_dir, safe_serialization=True, max_shard_size=MAX_SHARD_SIZE)
-        processor.save_pretrained(merged_dir)
-        del base, adapted
-
-        merged = load(merged_dir).eval()
-        memory.loaded()
-        merged_logits = probe_logits(merged, processor, probes)
-        deviation = relative_deviation(merged_logits, adapted_logits, base_logits)
-        digests = weight_digests(merged)
-        changed = changed_modules(before, digests)
-        expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
-        processor_parity = same_inputs(load_processor(merged_dir, None), processor, probes)
+        unmerged = write_merged(base_dir, trained_dir, merged_dir, processor, probes, load=load)
+        merged = load(merged_dir)
         if not params.leaves_weights(recipe):
             remove_weights(merged_dir)
-        lineage = write_lineage(
-            merged_dir,
-            kind="merged",
-            name=recipe,
-            parents={"base": (base_dir, base_lineage), "trained": (run_dir / "trained", trained_lineage)},
+        parents = {"base": (base_dir, base_lineage), "trained": (trained_dir, trained_lineage)}
+        lineage = write_lineage(merged_dir, kind="merged", name=recipe, parents=parents)
+        certificate, logits = certify(
+            merged, merged_dir, lineage.digest, unmerged, plan, processor, probes, trained_quantization=quantization
         )
-        certificate = MergeCertificate(
-            recipe=recipe,
-            merged_digest=lineage.digest,
-            weights_digest=combined_digest(digests),
-            logit_deviation=deviation,
-            tolerance=TOLERANCE[plan.precision],
-            probes=len(probes),
-            changed_modules=len(changed),
-            unexpected_modules=sorted(changed - expected),
-            unchanged_modules=sorted(expected - changed),
-            processor_parity=processor_parity,
-            precision=plan.precision,
-            trained_quantization=quantization,
-        )
-        if problems := certificate.problems():
-            raise UserError(f"the merge of {recipe} is not what was trained: {'; '.join(problems)}")
         if quantization != "none":
+            settings = params.active.evaluation
             records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
-            questions = [
-                samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
-            ]
+            form: dict[str, Any] = {"answer_format": plan.answer_format}
+            questions = [samples.conversation(record, answered=False, **form) for record in records]
             batch_size = batch_size_for(questions, base_dir, params.active, attempt=attempt)
+            limits: dict[str, Any] = {"batch_size": batch_size, "settings": settings, "memory": memory}
 
-            def scored(model: PreTrainedModel) -> Scored:
-                answerer = Answerer(
-                    model=model,
-                    processor=processor,
-                    complete=completion_of(samples, plan.answer_format),
-                    batch_size=batch_size,
-                    settings=settings,
-                    memory=memory,
-                )
-                return score_answers(answerer, records, questions, samples, scoring, answer_format=plan.answer_format)
+            def answer(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
+                answerer = Answerer.of(model, processor, samples, **form, **limits)
+                scored = score_answers(answerer, records, questions, scoring, **form)
+                return scored.answers, scored.metrics
 
-            after_merge = scored(merged)
-            del merged
-            base = load(base_dir, quantization=quantization).eval()
-            base_logits = probe_logits(base, processor, probes)
-            trained = load_trained(base, run_dir / "trained").eval()
-            assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
-            trained_logits = probe_logits(trained, processor, probes)
-            quantization_deviation = relative_deviation(merged_logits, trained_logits, base_logits)
-            before_merge = scored(trained.get_base_model())
-            cost = QuantizationCost(
-                logit_deviation=quantization_deviation if isfinite(quantization_deviation) else None,
-                samples=len(records),
-                batch_size=batch_size,
-                same_answers=sum(map(eq, after_merge.answers, before_merge.answers)),
-                trained=before_merge.metrics,
-                merged=after_merge.metrics,
-            )
+            ours = (logits, *answer(merged))
+            del merged  # the next model needs its memory
+            base = load(base_dir, quantization)
+            cost = quantization_cost(base, trained_dir, processor, probes, ours, answer=answer, batch_size=batch_size)
             certificate = replace(certificate, quantization_cost=cost)
             log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
@@ -167,7 +104,8 @@ def main(recipe: str, attempt: int) -> None:
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
     log.info(
         "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",
-        *(recipe, short(lineage.digest), len(changed), deviation, certificate.tolerance),
+        *(recipe, short(lineage.digest), certificate.changed_modules, certificate.logit_deviation),
+        certificate.tolerance,
     )
 
 

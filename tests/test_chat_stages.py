@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.evaluation import scored
+from stages.kit.evaluation import likelihood
 from tests import ROOT
 from tests.test_stages import done, refused, write_params
 
@@ -99,7 +99,7 @@ def test_other_metrics_change_no_training_data_and_ask_for_no_more_than_they_nee
 ) -> None:
     prepared = Path("data/prepared/conversations")
     before = {name: (prepared / name).read_bytes() for name in ("train.parquet", "val.parquet")}
-    monkeypatch.setattr(scored, "routing", lambda *_, **__: pytest.fail("no score of chat tells of routers"))
+    monkeypatch.setattr(likelihood, "routing", lambda *_, **__: pytest.fail("no score of chat tells of routers"))
     raw = YAML(typ="safe").load(Path("params.yaml"))
     for metric, other in (("perplexity", "exact"), ("exact", "perplexity")):
         raw["profiles"]["tiny"]["datasets"]["conversations"]["metrics"] = [metric]

@@ -25,7 +25,7 @@ import stages.merge
 import stages.train
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.core.params.load import load_params
-from stages.kit.evaluation import generation
+from stages.kit.evaluation import answer
 from stages.kit.launcher import launch
 from stages.kit.launcher.attempts import run_down_the_ladder
 from stages.kit.launcher.stage_run import Ended, StageRun
@@ -123,7 +123,7 @@ def at_step(number: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(generation, "decoded", too_much)
+    patch.setattr(answer, "decoded", too_much)
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:

@@ -221,7 +221,7 @@ def test_what_a_merge_out_of_4_bits_costs_is_seen_by_its_answers(
 ) -> None:
     """A merged model that answers other things than the trained one did must not look the same."""
     answers = iter([["as merged"] * 5, ["as trained"] * 4 + ["as merged"]])
-    monkeypatch.setattr("stages.kit.evaluation.answering.generate_answers", lambda *_, **__: next(answers))
+    monkeypatch.setattr("stages.kit.evaluation.answer.generate_answers", lambda *_, **__: next(answers))
     done("merge", "r1-llm-only")
     cost = read_certificate(workspace / "data/runs/r1-llm-only/merge.json", "r1-llm-only").quantization_cost
     assert cost is not None
@@ -478,7 +478,7 @@ def test_a_large_merged_model_is_the_same_in_several_files(workspace: Path, monk
     run_dir = Path("data/runs/r2-vision-only")
     assert weight_files(run_dir / "merged") == {"model.safetensors"}
     certified = read_certificate(run_dir / "merge.json", "r2-vision-only")
-    monkeypatch.setattr("stages.merge.MAX_SHARD_SIZE", "300KB")
+    monkeypatch.setattr("stages.kit.models.merge.MAX_SHARD_SIZE", "300KB")
     done("merge", "r2-vision-only")
     assert len(weight_files(run_dir / "merged")) > 1
     again = read_certificate(run_dir / "merge.json", "r2-vision-only")

@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 from stages.core.lineage import file_digest, folder_digest
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, LimitParams, Params
-from stages.kit.evaluation.generation import completion_of, generate_answers
+from stages.kit.evaluation.answer import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import lora_config

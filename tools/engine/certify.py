@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stages.core.params.load import load_params
 from stages.core.publish import publish_json
-from stages.kit.evaluation.answering import load_answerer
+from stages.kit.evaluation.answer import load_answerer
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, Certificate, read_certificate
 from stages.kit.evaluation.vllm.certify import Subject, answered, asked, certified, subject_of
 from stages.kit.evaluation.vllm.environment import Environment

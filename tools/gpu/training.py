@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.memory.answers import Inference
 from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration

@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answer import generate_answers
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import reading_order
 from stages.tasks.detection.scoring.metrics import pairwise_iou

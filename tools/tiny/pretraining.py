@@ -22,7 +22,7 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 from stages.core.logs import configure_logging
 from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answer import generate_answers
 from stages.kit.training.collators import ConversationCollator
 from stages.kit.training.seed import seed_everything
 from tools.tiny.architecture import save_model

@@ -107,7 +107,7 @@ def load_models(subject: Subject, *, with_base: bool) -> list[LoadedModel]:
 
     Raises UserError where a model's files are not as recorded.
     """
-    from stages.kit.evaluation.answering import load_answerer
+    from stages.kit.evaluation.answer import load_answerer
 
     params, run = subject.params, subject.run
     folders = {run: certified_model(params, run)}

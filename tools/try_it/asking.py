@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from stages.core.params.schema import Params
-    from stages.kit.evaluation.answering import Answerer
+    from stages.kit.evaluation.answer import Answerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Form(Protocol):
 
 def answer(model: LoadedModel, question: Conversation) -> str:
     """What the model writes. Raises UserError for a question that is longer than the model can read."""
-    from stages.kit.evaluation.generation import room_for_questions
+    from stages.kit.evaluation.answer import room_for_questions
     from stages.kit.models.prompts import encode
 
     answerer = model.answerer

@@ -1,4 +1,4 @@
-"""How likely a model finds answers that are given to it."""
+"""Likelihood of given answers under a model, and the routing of their tokens in a mixture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.batches import longest_first, prepared_ahead
+from stages.kit.evaluation.answer import longest_first, prepared_ahead
+from stages.kit.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
 from stages.kit.models.prompts import Processor, encode
 
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256
-"""Tokens whose logits are held at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
+"""Tokens whose logits are in memory at once: 150 MiB in fp32 for a vocabulary of 152 thousand."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class AnswerLikelihood:
     sum_logprob: float
     """Natural logarithm of the probability of the whole answer, the end of its turn included."""
     num_tokens: int
-    """Of the answer, the end of its turn included."""
+    """Tokens of the answer, the end of its turn included."""
 
 
 @torch.inference_mode()
@@ -37,38 +38,92 @@ def answer_log_likelihoods(
     batch_size: int,
     max_length: int | None = None,
 ) -> list[AnswerLikelihood]:
-    """How likely the model, in `eval` mode, finds the assistant's words in each answered conversation, in order.
+    """Likelihood of the answers in each answered conversation, in order. model: in `eval` mode.
 
-    max_length: tokens of a conversation, to which a text of it that may be cut is cut; its answer never is.
-    The same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the model's
-    precision, and only for tokens of the answers, LOGIT_ROWS at a time.
+    max_length: limit of a conversation in tokens; its shortenable text is cut for it, its answer never is.
+    Results are the same in batches as one by one, but for rounding. Log-probabilities are computed in fp32 whatever the
+    model's precision, and only for tokens of the answers, LOGIT_ROWS at a time.
     """
 
     def prepare(indices: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        asked = [conversations[index] for index in indices]
-        inputs = encode(processor, asked, padding_side="right", max_length=max_length, mark_answers=True)
+        batch = [conversations[index] for index in indices]
+        inputs = encode(processor, batch, padding_side="right", max_length=max_length, mark_answers=True)
         return inputs, inputs.pop("answers")
 
     likelihoods: dict[int, AnswerLikelihood] = {}
     started = time.monotonic()
-    for indices, (inputs, counted) in prepared_ahead(longest_first(conversations, batch_size), prepare):
+    for indices, (inputs, in_answer) in prepared_ahead(longest_first(conversations, batch_size), prepare):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        sums = _sums(model, inputs, counted.to(model.device))
-        for index, total, tokens in zip(indices, sums, counted.sum(dim=1).tolist(), strict=True):
+        sums = _sums(model, inputs, in_answer.to(model.device))
+        for index, total, tokens in zip(indices, sums, in_answer.sum(dim=1).tolist(), strict=True):
             likelihoods[index] = AnswerLikelihood(total, tokens)
         rate = len(likelihoods) / (time.monotonic() - started)
-        log.info("weighed %d/%d answers  %.1f answers/s", len(likelihoods), len(conversations), rate)
+        log.info("scored %d/%d completions  %.1f/s", len(likelihoods), len(conversations), rate)
     return [likelihoods[index] for index in range(len(conversations))]
 
 
-def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], counted: torch.Tensor) -> list[float]:
-    """The log-probabilities of the counted tokens, summed by row. counted: (B, T)."""
+def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: torch.Tensor) -> list[float]:
+    """Log-probabilities of the answers' tokens, summed by row. in_answer: (B, T) bool."""
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, width)
-    rows, columns = counted[:, 1:].nonzero(as_tuple=True)  # what stands at t is predicted at t - 1
-    sums = torch.zeros(len(counted), dtype=torch.float64, device=counted.device)
+    rows, columns = in_answer[:, 1:].nonzero(as_tuple=True)  # token t is predicted at t - 1
+    sums = torch.zeros(len(in_answer), dtype=torch.float64, device=in_answer.device)
     for row, column in zip(rows.split(LOGIT_ROWS), columns.split(LOGIT_ROWS), strict=True):
         logits = model.get_output_embeddings()(hidden[row, column]).float()  # (rows, vocabulary)
         tokens = inputs["input_ids"][row, column + 1]
         chosen = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         sums.index_add_(0, row, chosen.double())
     return sums.tolist()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Routing of one conversation, averaged over its tokens and the layers with a router."""
+
+    load: tuple[float, ...]
+    """Share of the routing weight by expert; they add up to 1. A token's weight goes to its top-k experts only."""
+    entropy: float
+    """Mean entropy of the routers' probabilities over all experts, divided by its maximum: 0 for a router that is sure
+    of one expert, 1 for one that rates all alike."""
+
+
+@torch.inference_mode()
+def routing(
+    model: PreTrainedModel,
+    processor: Processor,
+    conversations: Sequence[Conversation],
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+) -> list[Routing] | None:
+    """Routing of each conversation, in order; None for a model without routers. model: in `eval` mode.
+
+    max_length: see `answer_log_likelihoods`. Padding does not count.
+    """
+    routers = routers_of(model)
+    if not routers:
+        return None
+
+    def prepare(indices: list[int]) -> dict[str, torch.Tensor]:
+        batch = [conversations[index] for index in indices]
+        return encode(processor, batch, padding_side="right", max_length=max_length)
+
+    found: dict[int, Routing] = {}
+    for indices, inputs in prepared_ahead(longest_first(conversations, batch_size), prepare):
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        with outputs_of(routers) as outputs:
+            model.base_model(**inputs, use_cache=False)
+        found |= zip(indices, _by_row(outputs, inputs["attention_mask"]), strict=True)
+    return [found[index] for index in range(len(conversations))]
+
+
+def _by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[Routing]:
+    """mask: (B, T)."""
+    loads = router_loads(outputs).unflatten(1, mask.shape)
+    entropies = router_entropies(outputs).unflatten(1, mask.shape)
+    return [
+        Routing(
+            load=tuple(loads[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
+            entropy=entropies[:, row, is_text].double().mean().item(),
+        )
+        for row, is_text in enumerate(mask.bool())
+    ]

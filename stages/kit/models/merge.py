@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from operator import eq
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -18,16 +22,116 @@ from stages.core.lineage import combined_digest, read_lineage, require_base, sho
 from stages.core.params.schema import DeviceParams
 from stages.core.threads import map_largest_first
 from stages.kit.data.conversation import Conversation
-from stages.kit.models.adapters import load_trained
-from stages.kit.models.certificate import read_certificate
+from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
+from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost, read_certificate
 from stages.kit.models.folders import has_weights
-from stages.kit.models.load import load_model
-from stages.kit.models.prompts import Processor, encode
+from stages.kit.models.load import load_model, meta_model
+from stages.kit.models.prompts import Processor, encode, load_processor
+
+if TYPE_CHECKING:
+    from stages.kit.planning.plan import Plan
 
 MAX_SHARD_SIZE = "2GB"
 """Limit of one file of weights; a larger tensor is a shard of its own."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmerged:
+    """A base without and with its trained weights, to compare the merged model with."""
+
+    digests: Mapping[str, str]
+    """Digest of the base's parameters by name."""
+    base_logits: torch.Tensor
+    """(tokens of all probes, vocabulary)"""
+    trained_logits: torch.Tensor
+
+
+def write_merged(
+    base_dir: Path,
+    trained_dir: Path,
+    folder: Path,
+    processor: Processor,
+    probes: Sequence[Conversation],
+    *,
+    load: Callable[[Path], PreTrainedModel],
+) -> Unmerged:
+    """Merge trained weights into their base, and write a standard Hugging Face folder. No model stays in memory."""
+    base = load(base_dir)
+    digests, base_logits = weight_digests(base), probe_logits(base.eval(), processor, probes)
+    trained = load_trained(base, trained_dir).eval()
+    trained_logits = probe_logits(trained, processor, probes)
+    merge_trained(trained).save_pretrained(folder, safe_serialization=True, max_shard_size=MAX_SHARD_SIZE)
+    processor.save_pretrained(folder)
+    return Unmerged(digests=digests, base_logits=base_logits, trained_logits=trained_logits)
+
+
+def certify(
+    merged: PreTrainedModel,
+    folder: Path,
+    digest: str,
+    unmerged: Unmerged,
+    plan: Plan,
+    processor: Processor,
+    probes: Sequence[Conversation],
+    *,
+    trained_quantization: str,
+) -> tuple[MergeCertificate, torch.Tensor]:
+    """The certificate of a merged model that was reloaded from its folder, and its logits on the probes.
+
+    digest: of the folder. Raises UserError if the model is not what was trained.
+    """
+    logits, digests = probe_logits(merged, processor, probes), weight_digests(merged)
+    changed = changed_modules(unmerged.digests, digests)
+    expected = trained_modules(apply_recipe(meta_model(merged.config), plan.parts, plan.lora, plan.full_targets))
+    certificate = MergeCertificate(
+        recipe=plan.recipe,
+        merged_digest=digest,
+        weights_digest=combined_digest(digests),
+        logit_deviation=relative_deviation(logits, unmerged.trained_logits, unmerged.base_logits),
+        tolerance=TOLERANCE[plan.precision],
+        probes=len(probes),
+        changed_modules=len(changed),
+        unexpected_modules=sorted(changed - expected),
+        unchanged_modules=sorted(expected - changed),
+        processor_parity=same_inputs(load_processor(folder, None), processor, probes),
+        precision=plan.precision,
+        trained_quantization=trained_quantization,
+    )
+    if problems := certificate.problems():
+        raise UserError(f"the merge of {plan.recipe} is not what was trained: {'; '.join(problems)}")
+    return certificate, logits
+
+
+def quantization_cost(
+    base: PreTrainedModel,
+    trained_dir: Path,
+    processor: Processor,
+    probes: Sequence[Conversation],
+    merged: tuple[torch.Tensor, list[str], dict[str, Any]],
+    *,
+    answer: Callable[[PreTrainedModel], tuple[list[str], dict[str, Any]]],
+    batch_size: int,
+) -> QuantizationCost:
+    """Compare a merged model with its adapter on the quantized base that it was trained on.
+
+    merged: logits on the probes, answers to some samples, and their metrics. answer: gives the latter two of a model.
+    """
+    merged_logits, merged_answers, merged_metrics = merged
+    base_logits = probe_logits(base, processor, probes)
+    trained = load_trained(base, trained_dir).eval()
+    assert isinstance(trained, PeftModel), "weights in 4 bits are trained by adapters alone"
+    deviation = relative_deviation(merged_logits, probe_logits(trained, processor, probes), base_logits)
+    answers, metrics = answer(trained.get_base_model())
+    return QuantizationCost(
+        logit_deviation=deviation if isfinite(deviation) else None,
+        samples=len(answers),
+        batch_size=batch_size,
+        same_answers=sum(map(eq, merged_answers, answers)),
+        trained=metrics,
+        merged=merged_metrics,
+    )
 
 
 def merge_trained(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import PreparedRow
-from stages.kit.evaluation.answering import batch_size_for, load_answerer
+from stages.kit.evaluation.answer import batch_size_for, load_answerer
 from stages.kit.memory.answers import Inference
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import predict_answers

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.batches import longest_first, prepared_ahead
+from stages.kit.evaluation.answer import longest_first, prepared_ahead
 
 
 def question(text: str, *sizes: tuple[int, int]) -> Conversation:

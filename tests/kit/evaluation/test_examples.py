@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from stages.kit.evaluation.examples import EXAMPLES, write_examples
+from stages.kit.evaluation.score import EXAMPLES, write_examples
 from stages.tasks.amr import scoring as amr
 from stages.tasks.detection import scoring as detection
 from stages.tasks.moe import scoring as moe

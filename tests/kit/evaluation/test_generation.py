@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answer import generate_answers
 from stages.kit.models.load import load_model
 from stages.kit.models.prompts import Processor, encode, load_processor, tokenizer_of
 from stages.kit.planning.ladder import read_at_once

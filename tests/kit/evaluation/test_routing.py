@@ -6,7 +6,7 @@ import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.routing import routing
+from stages.kit.evaluation.likelihood import routing
 
 
 def asked(text: str) -> Conversation:

@@ -17,8 +17,7 @@ from PIL import Image
 
 from stages import evaluate
 from stages.core.errors import OUT_OF_MEMORY
-from stages.kit.evaluation.answering import load_answerer
-from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.evaluation.answer import answered_tokens, load_answerer
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, read_certificate
 from stages.kit.evaluation.vllm.certify import SAMPLES

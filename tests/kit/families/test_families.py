@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import decoded, end_tokens
+from stages.kit.evaluation.answer import decoded, end_tokens
 from stages.kit.families import FAMILIES, family_of, require_precision
 from stages.kit.models.adapters import apply_recipe, part_of, trained_modules
 from stages.kit.models.kernels import PACKED

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.models.load import auto_class
 from stages.kit.planning.ladder import read_at_once

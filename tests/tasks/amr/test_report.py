@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from stages.kit.data.parquet import write_rows
-from stages.kit.evaluation.examples import write_examples
+from stages.kit.evaluation.score import write_examples
 from stages.kit.reporting.comparison import Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples

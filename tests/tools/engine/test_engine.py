@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import answered_tokens
+from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.certificate import TOLERANCE, Compared, compared, require_alike
 from stages.kit.evaluation.vllm.questions import Answer, View, view

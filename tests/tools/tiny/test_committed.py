@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.generation import generate_answers
+from stages.kit.evaluation.answer import generate_answers
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.prompts import load_processor
 from tests import ROOT

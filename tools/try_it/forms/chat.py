@@ -10,7 +10,7 @@ from stages.kit.data.texts import markup_problem
 from tools.try_it.asking import Field, Shown, Subject, required_text, said
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.answering import Answerer
+    from stages.kit.evaluation.answer import Answerer
 
 
 class Form:

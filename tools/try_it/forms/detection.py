@@ -18,7 +18,7 @@ from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_boxe
 from tools.try_it.asking import Field, Shown, Subject
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.answering import Answerer
+    from stages.kit.evaluation.answer import Answerer
 
 
 class Form:

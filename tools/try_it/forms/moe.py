@@ -12,7 +12,7 @@ from stages.tasks.moe.samples.records import Record
 from tools.try_it.asking import Field, Shown, Subject, required_text
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.answering import Answerer
+    from stages.kit.evaluation.answer import Answerer
 
 
 class Form:

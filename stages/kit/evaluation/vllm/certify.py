@@ -21,8 +21,7 @@ from transformers import GenerationConfig
 from stages.core.errors import OutOfMemory, UserError, counted
 from stages.core.params.schema import ProfileParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.answering import Answerer
-from stages.kit.evaluation.generation import decoded, end_tokens, room_for_questions
+from stages.kit.evaluation.answer import Answerer, decoded, end_tokens, room_for_questions
 from stages.kit.evaluation.vllm.certificate import TOLERANCE, Certificate, compared, mean_deviation, require_alike
 from stages.kit.evaluation.vllm.environment import Environment, installed
 from stages.kit.evaluation.vllm.questions import (

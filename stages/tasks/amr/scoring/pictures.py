@@ -7,13 +7,13 @@ from typing import Any
 
 from PIL import Image
 
-from stages.kit.evaluation.examples import (
+from stages.kit.evaluation.score import (
     INK,
     PREDICTION_INK,
     TRUTH_INK,
     Lines,
     first_lines,
-    text_picture,
+    text_image,
     wrapped,
 )
 from stages.tasks.amr.samples.graphs import penman_lines, read_graph
@@ -34,7 +34,7 @@ def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
     lines += [(line, INK) for line in wrapped(row["sentence"])]
     lines += [("", INK), *((line, TRUTH_INK) for line in _graph_lines(row["truth"]))]
     lines += [("", INK), *((line, PREDICTION_INK) for line in _predicted_lines(row))]
-    return text_picture(lines)
+    return text_image(lines)
 
 
 def _figure(row: Mapping[str, Any]) -> str:

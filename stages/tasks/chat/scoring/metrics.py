@@ -12,7 +12,7 @@ import sacrebleu
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import TextMetric
-from stages.kit.evaluation.overlap import rouge, token_f1
+from stages.kit.evaluation.score import rouge, token_f1
 from stages.kit.statistics import figures, perplexity
 from stages.tasks.chat.samples.fields import field_accuracy, parsed
 from stages.tasks.chat.samples.questions import conversation

@@ -15,15 +15,14 @@ import pyarrow as pa
 import sacrebleu
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.evaluation.overlap import rouge
+from stages.kit.evaluation.score import rouge
 from stages.kit.statistics import figures, perplexity
 from stages.tasks.moe.samples.questions import answered_with
 from stages.tasks.moe.samples.records import DOMAINS, Record
 from stages.tasks.moe.scoring.bleurt import load_bleurt
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.likelihood import AnswerLikelihood
-    from stages.kit.evaluation.routing import Routing
+    from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 _CHOICES = ("mc1", "mc2")

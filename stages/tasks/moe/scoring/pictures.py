@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from stages.kit.evaluation.examples import draw_answer
+from stages.kit.evaluation.score import draw_answer
 from stages.tasks.moe.samples.records import Record
 
 

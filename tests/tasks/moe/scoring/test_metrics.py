@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
-from stages.kit.evaluation.likelihood import AnswerLikelihood
-from stages.kit.evaluation.overlap import rouge
-from stages.kit.evaluation.routing import Routing
+from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
+from stages.kit.evaluation.score import rouge
 from stages.tasks.moe.samples.records import Record
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, draw_prediction, score, summary
 from stages.tasks.moe.scoring.bleurt import load_bleurt
