@@ -98,15 +98,10 @@ try: setup ## Ask a trained model and its base on a page in the browser, after m
 	@$(offline) $(python) -m tools.try_it $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
 		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
-.PHONY: certify
-certify: setup ## Have vLLM answer samples too, and refuse it where it answers otherwise, after make setup EXTRAS=vllm (RUN=, SAMPLES=32)
-	@$(if $(RUN),,$(error which run? make certify RUN=r4-joint))
-	@$(offline) $(python) -m tools.engine certify '$(RUN)' $(if $(SAMPLES),--samples $(SAMPLES))
-
 .PHONY: serve
-serve: setup ## Serve a run's merged model by vLLM on this machine alone, once it is certified (RUN=, PORT=8000, SAMPLES=32)
+serve: setup ## Serve a run that vLLM has evaluated with a certificate, on this machine alone, after make setup EXTRAS=vllm (RUN=, PORT=8000)
 	@$(if $(RUN),,$(error which run? make serve RUN=r4-joint))
-	@$(offline) $(python) -m tools.engine serve '$(RUN)' $(if $(PORT),--port $(PORT)) $(if $(SAMPLES),--samples $(SAMPLES))
+	@$(offline) $(python) -m tools.serve '$(RUN)' $(if $(PORT),--port $(PORT))
 
 .PHONY: verify
 verify: setup ## Check that all files are what was recorded of them; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
@@ -154,7 +149,7 @@ test-quick: setup-dev ## Run the tests that take no training, for the inner loop
 .PHONY: test-vllm
 test-vllm: ## Test vLLM itself on a CPU: equal answers, and a model that it is refused for
 	@docker/setup dev vllm
-	@$(offline) $(python) -m pytest -m vllm -n 0 tests/tools/engine $(ARGS)
+	@$(offline) $(python) -m pytest -m vllm -n 0 tests/kit/evaluation $(ARGS)
 
 .PHONY: gpu
 gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)

@@ -24,8 +24,7 @@ from stages.core.publish import publish_json, publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
 from stages.kit.evaluation.score import score_answers, write_examples
-from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE
-from stages.kit.evaluation.vllm.certify import ask_vllm, certified, subject_of
+from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, VllmEngine
 from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.plan import read_plan
@@ -57,28 +56,24 @@ def main(name: str, attempt: int) -> None:
     questions = [samples.conversation(record, answered=False, answer_format=answer_format) for record in records]
     run_dir = Path("data/runs") / name
     run_dir.mkdir(parents=True, exist_ok=True)
-    theirs = certificate = answers = None
+    engine = completions = certificate = answers = None
     if profile.evaluation.engine == "vllm":  # it has ended before our own model takes the device
-        theirs = ask_vllm(
-            subject_of(
-                name,
-                model_dir,
-                lineage.digest,
-                profile,
-                samples,
-                questions,
-                answer_format=answer_format,
-                attempt=attempt,
-            ),
-            run_dir,
+        engine = VllmEngine(
+            name=name,
+            model_dir=model_dir,
+            model_digest=lineage.digest,
+            profile=profile,
+            questions=questions,
+            attempt=attempt,
         )
+        completions = engine.answer(run_dir)
     answerer = load_answerer(model_dir, profile, samples, questions, answer_format=answer_format, attempt=attempt)
-    if theirs:
-        certificate, answers = certified(theirs, answerer)
+    if engine and completions:
+        certificate, answers = engine.certify(completions, answerer)
     scored = score_answers(answerer, records, questions, scoring, answer_format=answer_format, answers=answers)
     metrics = scored.metrics
     metrics |= {
-        "samples_per_second": round(len(records) / (theirs.answers.seconds if theirs else scored.answer_s), 3),
+        "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),
         "batch_size": answerer.batch_size,
         "attempt": attempt,
         **({} if params.scored == "val" else {"split": params.scored}),

