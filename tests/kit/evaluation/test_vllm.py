@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,17 +216,12 @@ def test_only_certified_weights_are_served(own_answers: dict[str, Any], monkeypa
     (words,) = started
     assert words[1:3] == [str(environment.WORKER), "serve"]
     assert "--host 127.0.0.1 --port 8001 --chat-template-content-format openai" in " ".join(words)
-    certificate = read_certificate(CARD / CERTIFICATE_FILE)
-    assert certificate
+    certificate = json.loads((CARD / CERTIFICATE_FILE).read_text())
     for change in ({"model": "0" * 64}, {"engine": "vLLM 1"}, {"device": "NVIDIA A10G"}, {"precision": "bf16"}):
-        (CARD / CERTIFICATE_FILE).write_text(json.dumps(serve_form(replace(certificate, **change))))
+        (CARD / CERTIFICATE_FILE).write_text(json.dumps(certificate | change))
         refused = CliRunner().invoke(serve.main, [NAME])
         assert (refused.exit_code, len(started)) == (1, 1)
         assert f"is for {' '.join(*change.items())}" in refused.output
-
-
-def serve_form(certificate: Any) -> dict[str, Any]:
-    return {**vars(certificate), "tolerance": vars(certificate.tolerance)}
 
 
 @pytest.mark.pipeline
