@@ -31,7 +31,7 @@ from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import beside_measured, read_memory_record
 from stages.kit.reporting.cards import cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
-from stages.kit.training.record import read_record
+from stages.kit.training.records import read_record
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

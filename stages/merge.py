@@ -37,7 +37,7 @@ from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.merge import certify, quantization_cost, write_merged
 from stages.kit.models.prompts import load_processor, takes
 from stages.kit.planning.plan import read_plan
-from stages.kit.training.record import read_record
+from stages.kit.training.records import read_record
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

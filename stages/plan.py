@@ -29,8 +29,7 @@ from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.plan import resolve_plan, write_plan
 from stages.kit.planning.prediction import write_memory_record
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.rehearsal import largest_batch
+from stages.kit.training.batches import ConversationCollator
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -50,10 +49,10 @@ def main(recipe: str) -> None:
     samples.check(config.model_type, wanted.answer_format)
     require_precision(config.model_type, plan.precision)
     processor = load_processor(Path(plan.base_dir), plan.images)
-    collator = ConversationCollator.of_plan(plan, processor, records, samples)
-    log.info("%s", collator.lengths_said())
+    collator = ConversationCollator.for_plan(plan, processor, records, samples)
+    log.info("%s", collator.length_summary())
     require_takes(processor, Path(plan.data_dir))
-    predict = MemoryPredictor(config=config, processor=processor, batch_of=partial(largest_batch, collator))
+    predict = MemoryPredictor(config=config, processor=processor, batch_of=collator.largest_batch)
 
     plan, chosen = predict.planned(plan, memory)
     for line in chosen:

@@ -1,41 +1,33 @@
-"""Train one recipe, exactly as its plan says, and keep what was trained.
+"""Train one recipe as its plan says, and write what was trained.
 
 Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
         data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves in DVCLive's form
-        data/report/TASK/memory/RECIPE/train.json  what the process held
-Keeps   .bakeoff/checkpoints/RECIPE/, until what it trained is merged; the same command goes on from there
-        .bakeoff/features/, of pictures by frozen vision towers, for the trainings to come
+        data/report/TASK/memory/RECIPE/train.json  memory that the process used
+Keeps   .bakeoff/checkpoints/RECIPE/, until the result is merged; the same command resumes from there
+        .bakeoff/features/, of images by frozen vision towers, for later trainings
 Run     docker/run train r1-llm-only
 
-Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt one rung further down.
-Asked to end, it saves after the step under way and ends as if killed by the signal.
+Exits with code 79 on out-of-memory; the launcher restarts it one step down the fallback ladder.
+On a signal to end, it saves after the current step and exits with 128 + the signal.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
-import tempfile
 from pathlib import Path
 
 import click
 from peft import PeftModel
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
-from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
+from stages.core.errors import UserError
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import made_by
-from stages.core.parent_death import end_with_own_parent
 from stages.core.publish import publish_json, published
-from stages.core.signals import ENDING, GRACE_S, handled_signals
 from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
@@ -45,17 +37,14 @@ from stages.kit.models.load import balanced_gpus, gpus_in_use, load_config, load
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import lowered, settings
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
+from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.features import features_dir, kept_features, use_features
-from stages.kit.training.fingerprint import identity_of
-from stages.kit.training.fused_loss import prepare_kernels
-from stages.kit.training.peak import PeakMemory
-from stages.kit.training.progress import LiveMetrics, MetricFiles, progress_callback
-from stages.kit.training.record import TrainingRecord, write_trace
-from stages.kit.training.resumable import train_to_the_end
-from stages.kit.training.seed import seed_everything
-from stages.kit.training.tracking import trainer_settings
+from stages.kit.training.features import frozen_features
+from stages.kit.training.kernels import prepare_kernels
+from stages.kit.training.processes import is_first_process, is_worker, run_workers
+from stages.kit.training.progress import Curves, progress_callback
+from stages.kit.training.records import TrainingRecord, tracking_arguments, write_trace
+from stages.kit.training.resume import identity_of, seed_everything, train_to_the_end
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -69,11 +58,9 @@ def main(recipe: str, attempt: int) -> None:
     plan = lowered(read_plan(recipe), attempt)
     if plan is None:
         raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
-    if plan.placement in DATA_PARALLEL and "LOCAL_RANK" not in os.environ:
-        run_one_process_a_device(plan, attempt)
+    if plan.placement in DATA_PARALLEL and not is_worker():
+        run_workers(plan.device, ["stages.train", recipe, "--attempt", str(attempt)])
         return
-    if "LOCAL_RANK" in os.environ:
-        end_with_own_parent()
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
     if attempt:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
@@ -81,72 +68,65 @@ def main(recipe: str, attempt: int) -> None:
     if plan.expandable_segments and plan.device.kind == "cuda":
         expand_segments()
     seed_everything(plan.seed)
-    base_lineage = read_base(plan.base_dir)
-    log.info("base %s, content %s", plan.base_dir, short(base_lineage.digest))
+    train(plan, attempt)
 
-    # What a person may have to fix is looked at before the weights, which can take minutes to load.
-    params = load_params()
-    reporting = trainer_settings(params.tracking, recipe)
+
+def train(plan: Plan, attempt: int) -> None:
+    """In each process of the training; the first one writes the results."""
+    params, first = load_params(), is_first_process()
+    # Below the repository also if DVC runs an experiment in a clone that it throws away.
+    repository, run_dir = Path(os.environ.get("DVC_ROOT", ".")), Path("data/runs") / plan.recipe
+    base = read_base(plan.base_dir)
+    tracking = tracking_arguments(params.tracking, plan.recipe)
+    # What a person may have to fix is checked before the weights, which can take minutes to load.
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
-    collator = ConversationCollator.of_plan(plan, processor, records, samples)
-    log.info("%s", collator.lengths_said())
-    identity = identity_of(plan, attempt=attempt, base=base_lineage, data_path=Path(plan.data_dir, "train.parquet"))
-    # Below the repository also when DVC runs an experiment in a clone that it throws away.
-    repository = Path(os.environ.get("DVC_ROOT", "."))
+    collator = ConversationCollator.for_plan(plan, processor, records, samples)
+    log.info("%s", collator.length_summary())
+    identity = identity_of(plan, attempt=attempt, base=base, data_path=Path(plan.data_dir, "train.parquet"))
 
     prepare_kernels(plan)
     memory = MemoryLog(gpus_in_use(plan.device, plan.placement))
-    model = load_for_training(plan)
+    model = load(plan)
     memory.loaded()
     log.info("%s", TrainableCounts(**plan.trainable))
-
-    run_dir = Path("data/runs") / recipe
     with (
         kept_checkpoints(
-            checkpoints_dir(repository, recipe), identity, keep=params.checkpoints.keep, owner=is_first_process()
+            checkpoints_dir(repository, plan.recipe), identity, keep=params.checkpoints.keep, owner=first
         ) as checkpoints,
-        kept_features(features_dir(repository), plan, identity) as features,
         fused_kernels(model, used=plan.fused_kernels),
-        published(run_dir / "training", keep=is_first_process()) as training_dir,
-        published(run_dir / "trained", keep=is_first_process()) as trained_dir,
-        tempfile.TemporaryDirectory() as scratch,
+        published(run_dir / "training", keep=first) as training_dir,
+        published(run_dir / "trained", keep=first) as trained_dir,
     ):
-        callbacks: list[TrainerCallback] = [progress_callback()]
-        if is_first_process():
-            callbacks.append(LiveMetrics(MetricFiles(training_dir)))
+        callbacks = [progress_callback(), *([Curves(training_dir)] if first else [])]
         trainer = make_trainer(
-            plan,
-            model=model,
-            processor=processor,
-            collator=collator,
-            callbacks=callbacks,
-            scratch_dir=Path(scratch),
-            **reporting,
+            plan, model=model, processor=processor, collator=collator, callbacks=callbacks, **tracking
         )
-        if features is not None:
-            use_features(trainer, collator, features, limit_gb=params.active.memory.features_gb)
-        trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
-        peak = PeakMemory.of(plan.device, on_cpu=trainer.rehearsal.cpu_peak_bytes)
-        record = TrainingRecord.of(
-            plan,
-            trainer.state,
-            attempt=attempt,
-            seconds=trainer.seconds,
-            peak=peak,
-        )
+        features_gb = params.active.memory.features_gb
+        with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb):
+            trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
         trained = trainer.accelerator.unwrap_model(trainer.model)
-        tensors = trained_tensors(trained)
-        if is_first_process():
-            save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
-            lineage = write_lineage(
-                trained_dir, kind="trained", name=recipe, parents={"base": (Path(plan.base_dir), base_lineage)}
+        tensors = trained_tensors(trained)  # gathered from all processes
+        if first:
+            record = TrainingRecord.of(
+                plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
             )
+            save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
+            parents = {"base": (Path(plan.base_dir), base)}
+            lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
             publish_json(record, training_dir / "training.json")
             write_trace(trace, training_dir / "trace.csv")
-            write_stage_memory(memory.finish("train", recipe), task=plan.task)
-            log.info("trained %s, content %s: %s", recipe, short(lineage.digest), record.summary())
+            write_stage_memory(memory.finish("train", plan.recipe), task=plan.task)
+            log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
+
+
+def load(plan: Plan) -> PreTrainedModel | PeftModel:
+    """The base with the recipe's adapters on it, placed as planned."""
+    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
+    if plan.placement == "sharded":
+        shard(model, plan, process_mesh(plan))
+    return model
 
 
 def load_base(plan: Plan) -> PreTrainedModel:
@@ -162,50 +142,13 @@ def load_base(plan: Plan) -> PreTrainedModel:
     )
 
 
-def load_for_training(plan: Plan) -> PreTrainedModel | PeftModel:
-    model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
-    if plan.placement == "sharded":
-        shard(model, plan, process_mesh(plan))
-    return model
-
-
-def run_one_process_a_device(plan: Plan, attempt: int) -> None:
-    """Placements ddp and sharded: run torchrun, one worker a device; the workers come back to `main` with their rank.
-
-    Over several nodes this runs on each of them, and whoever starts it there says by torchrun's own variables which
-    node it is and where the first one is. Raises UserError where nobody did, OutOfMemory where a worker did. Where the
-    kernel killed one, this ends as a killed process does; also where they were asked to end, once they have saved.
-    """
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_S)  # torchrun's own, 30 s, may not suffice to save
-    asked = ",".join(number.name for number in handled_signals())
-    if plan.device.nodes > 1 and not {"PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"} <= os.environ.keys():
-        raise UserError(f"a training over {plan.device.nodes} nodes is started on each of them: BAKEOFF_PLACE=slurm")
-    nodes = ["--standalone"] if plan.device.nodes == 1 else [f"--nnodes={plan.device.nodes}"]
-    worker = ["stages.train", plan.recipe, "--attempt", str(attempt)]
-    try:
-        torchrun([*nodes, f"--nproc-per-node={plan.device.count}", "--signals-to-handle", asked, "-m", *worker])
-    except SignalException as request:
-        sys.exit(128 + request.sigval)
-    except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        if OUT_OF_MEMORY in codes:
-            raise OutOfMemory("a process of the training ran out of memory") from None
-        if -signal.SIGKILL in codes:
-            sys.exit(128 + signal.SIGKILL)
-        if ended_by := codes & {128 + number for number in ENDING}:
-            sys.exit(max(ended_by))
-        raise
-
-
 def read_base(base_dir: str) -> Lineage:
-    """The base's lineage. The first process compares it with the files, and where they differ ends, and the others with
+    """The base's lineage. The first process compares it with the files; if they differ, it ends, and the others with
     it. Raises UserError."""
     read = verified_lineage if is_first_process() else read_lineage
-    return read(Path(base_dir), fix=f"dvc repro -f -s {made_by(base_dir.removeprefix('data/'))}")
-
-
-def is_first_process() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    lineage = read(Path(base_dir), fix=f"dvc repro -f -s {made_by(base_dir.removeprefix('data/'))}")
+    log.info("base %s, content %s", base_dir, short(lineage.digest))
+    return lineage
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from stages.core.provenance import Machine, Provenance
 from stages.kit.memory_use import MemoryReading
 from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
 from stages.kit.models.certificate import MergeCertificate
-from stages.kit.training.record import TrainingRecord
+from stages.kit.training.records import TrainingRecord
 
 PROVENANCE = Provenance(
     stage="train@r1",

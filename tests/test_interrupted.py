@@ -98,15 +98,15 @@ def test_it_ends_with_the_bytes_of_one_that_nobody_disturbed(prepared: Path, tmp
     asked.send_signal(signal.SIGUSR1)
     _, said = asked.communicate()
     assert asked.returncode == 128 + signal.SIGUSR1
-    assert f"goes on from step {after_the_kill} of 12" in said
+    assert f"resuming from step {after_the_kill}/12" in said
     step = saved(repository)[-1]
-    assert f"SIGUSR1: saved at step {step} of 12; the same command goes on from there" in said
+    assert f"SIGUSR1: saved at step {step}/12; run the same command to resume" in said
     assert not list((second / "data/runs" / RECIPE).glob(".*"))
 
-    assert f"goes on from step {step} of 12" in finish(third, repository)
+    assert f"resuming from step {step}/12" in finish(third, repository)
     assert "goes on" not in finish(calm, calm)
     # A DVC that was killed before it had kept all of that removes it, and has it made again.
-    assert "goes on from step 11 of 12" in finish(again, repository)
+    assert "resuming from step 11/12" in finish(again, repository)
     assert results(third) == results(again) == results(calm)
 
 
@@ -125,5 +125,5 @@ def test_asked_to_end_torchrun_lets_its_workers_save(prepared: Path, tmp_path: P
     _, said = training.communicate()
     assert training.returncode == 128 + signal.SIGTERM, said
     step = saved(workspace)[-1]
-    assert said.count(f"SIGTERM: saved at step {step} of 12; the same command goes on from there") == 1
+    assert said.count(f"SIGTERM: saved at step {step}/12; run the same command to resume") == 1
     assert "Traceback" not in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stages.kit.training.resumable import ResumableTrainer
+from stages.kit.training.resume import ResumableTrainer
 from tests import test_build
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, small_params, write_params

@@ -18,7 +18,7 @@ from stages.core.provenance import provenance_of_run
 from stages.kit.models.certificate import require_certificate
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import beside_measured, read_memory_record
-from stages.kit.training.record import read_record
+from stages.kit.training.records import read_record
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_fit import start
 from tests.kit.planning.test_plan import PLAN

@@ -30,6 +30,7 @@ from stages.kit.launcher import launch
 from stages.kit.launcher.attempts import run_down_the_ladder
 from stages.kit.launcher.stage_run import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
+from stages.kit.training import processes
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
 from tests.test_stages import done, small_params, write_params
@@ -246,9 +247,9 @@ def test_what_ended_the_processes_of_a_training_ends_it(
         failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in enumerate(codes)}
         raise ChildFailedError("train", failures)
 
-    monkeypatch.setattr(stages.train, "torchrun", torchrun)
+    monkeypatch.setattr(processes, "torchrun", torchrun)
     plan = resolve_plan(load_params(ROOT / "params.yaml"), RECIPE, train_samples=32)
     with pytest.raises(raised) as caught:
-        stages.train.run_one_process_a_device(plan, 0)
+        processes.run_workers(plan.device, [])
     if isinstance(caught.value, SystemExit):
         assert caught.value.code == 128 + 9

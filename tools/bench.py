@@ -44,12 +44,12 @@ from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.features import kept_features, use_features
-from stages.kit.training.fused_loss import prepare_kernels
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.features import frozen_features
+from stages.kit.training.kernels import prepare_kernels
+from stages.kit.training.resume import seed_everything
 from stages.tasks import load_task
-from stages.train import load_base, load_for_training
+from stages.train import load, load_base
 from tools.gpu.device import device_to_measure
 
 TURNS = 2
@@ -126,19 +126,16 @@ class Bench:
         seed_everything(plan.seed)
         prepare_kernels(plan)
         processor = load_processor(self.base_dir, plan.images)
-        collator = ConversationCollator.of_plan(plan, processor, self.records, self.samples)
-        model = load_for_training(plan)
-        with tempfile.TemporaryDirectory() as scratch:
-            options: dict[str, Any] = {"callbacks": [], "scratch_dir": Path(scratch), "report_to": "none"}
-            trainer = make_trainer(plan, model=model, processor=processor, collator=collator, **options)
-            trainer.remove_callback(trainer.rehearsal)
-            with (
-                fused_kernels(model, used=plan.fused_kernels),
-                kept_features(features or Path(scratch), plan, {}) as folder,
-            ):
-                if folder is not None:
-                    use_features(trainer, collator, folder, limit_gb=1000)
-                yield trainer
+        collator = ConversationCollator.for_plan(plan, processor, self.records, self.samples)
+        model = load(plan)
+        trainer = make_trainer(plan, model=model, processor=processor, collator=collator, report_to="none")
+        trainer.remove_callback(trainer.rehearsal)
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            fused_kernels(model, used=plan.fused_kernels),
+            frozen_features(trainer, features or Path(scratch), {}, limit_gb=1000),
+        ):
+            yield trainer
 
     @contextmanager
     def plain_training(self) -> Iterator[SFTTrainer]:

@@ -110,7 +110,7 @@ def test_jobs_leave_the_bytes_of_processes_also_where_a_training_takes_two(
     assert ended.code == 0, ended.output
     train = ended.output.partition("> exec docker/run train")[2].partition("Running stage")[0]
     assert "goes back into the queue" in train, train
-    assert "goes on from step" in train, train
+    assert "resuming from step" in train, train
     assert len(re.findall(r"launcher: job \d+\n", ended.output)) == len(CHAIN) - 1, "all but check"
     written = [out for stage in declared_stages(workspace.folder) if stage.name in CHAIN for out in stage.written]
     require_same_end(workspace.folder, reference.finished_dir, written)
@@ -136,7 +136,7 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
         meanwhile = time_is_up(workspace) if workspace is over_nodes else None
         ended = workspace.dvc("repro", f"train@{RECIPE}", meanwhile=meanwhile)
         assert ended.code == 0, ended.output
-        assert ("goes on from step" in ended.output) == (workspace is over_nodes)
+        assert ("resuming from step" in ended.output) == (workspace is over_nodes)
         run_dir = workspace.folder / "data/runs" / RECIPE
         trained[workspace.folder] = folder_digest(run_dir / "trained"), (run_dir / "training/trace.csv").read_bytes()
     assert trained[over_nodes.folder] == trained[alone.folder]

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.models.kernels import packed_attention, refuse_wrong_kernels, takes_variable_lengths
-from stages.kit.training.compiler import compiler_problem
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.kernels import compiler_problem
+from stages.kit.training.resume import seed_everything
 from tools.gpu.device import Kind
 from tools.gpu.flops import peak_tflops
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,8 +19,8 @@ from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_config, new_model, resolve_attention
 from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.plan import Plan, Schedule, with_fused_kernels, without_padding
-from stages.kit.training.collators import packed
-from stages.kit.training.fused_loss import prepare_kernels
+from stages.kit.training.batches import packed
+from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.trainer import RecipeTrainer
 from tools.gpu.device import Kind
 from tools.gpu.pieces import Recipe, Setting
@@ -120,8 +118,8 @@ def random_trainer(
     adapted = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
     schedule = replace(plan.schedule, num_steps=num_steps, train_samples=plan.schedule.effective_batch * num_steps)
     plan = replace(plan, schedule=schedule)
-    with tempfile.TemporaryDirectory() as scratch_dir, fused_kernels(adapted, used=plan.fused_kernels):
-        yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch, Path(scratch_dir))
+    with fused_kernels(adapted, used=plan.fused_kernels):
+        yield one_batch_trainer(plan, adapted, stand_in_processor(config, None), batch)
 
 
 def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:

@@ -49,7 +49,7 @@ STEPS = {"effective_batch": 4, "epochs": 3}
 
 KILLED_AFTER_A_SAVE = """
 import os
-from stages.kit.training.resumable import ResumableTrainer
+from stages.kit.training.resume import ResumableTrainer
 
 save = ResumableTrainer._save_checkpoint
 

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.evaluation.answer import answered_tokens
+from stages.kit.internals.torch_internals import cpu_peak
 from stages.kit.memory.answers import Inference
 from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
@@ -25,10 +26,8 @@ from stages.kit.memory.predict import depth_of, predict, predict_answers, with_d
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.load import check_device, resolve_attention
 from stages.kit.planning.ladder import read_at_once
-from stages.kit.training.peak import cpu_peak
-from stages.kit.training.rehearsal import held_tensors
-from stages.kit.training.seed import seed_everything
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.resume import seed_everything
+from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
 from tools.gpu.device import Kind
 from tools.gpu.flops import model_flops, peak_tflops
 from tools.gpu.kernels import KINDS, kernels, kind_of
@@ -216,7 +215,7 @@ class StepMeter(TrainerCallback):
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            held = (*self._batch.values(), *held_tensors(self._trainer))
+            held = (*self._batch.values(), *lasting_tensors(self._trainer))
             self._cpu_peak = self._measuring.enter_context(cpu_peak(held))
 
     def _end_memory(self) -> dict[str, int]:

@@ -24,8 +24,7 @@ from stages.kit.planning.disk import DiskUse, disk_use
 from stages.kit.planning.ladder import lowered_batch_size, settings
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction, in_gib
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.rehearsal import largest_batch
+from stages.kit.training.batches import ConversationCollator
 from stages.tasks import load_task
 from tools.plan.available_inputs import AvailableBase, available_base, available_data
 from tools.plan.recipe_memory import CheaperPlan, RecipeMemory
@@ -91,7 +90,7 @@ class Previews:
             plan = resolve_plan(params, name, train_samples=len(records))
             processor = load_processor(base.processor_dir, plan.images)
             require_takes(processor, data_dir)
-            batch_of = partial(largest_batch, ConversationCollator.of_plan(plan, processor, records, samples))
+            batch_of = ConversationCollator.for_plan(plan, processor, records, samples).largest_batch
             batch = f"the largest samples of {data_dir}"
         else:
             plan = resolve_plan(params, name, train_samples=recipe.effective_batch)

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.training.collators import IGNORED, ConversationCollator
+from stages.kit.training.batches import IGNORED, ConversationCollator
 from stages.tasks.detection.samples.boxes import encode_boxes
 from stages.tasks.detection.samples.records import TARGET, Box
 from tools.tiny.scenes import OBJECTS, Scene, draw_scene

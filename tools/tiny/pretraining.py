@@ -23,8 +23,8 @@ from stages.core.logs import configure_logging
 from stages.core.publish import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import generate_answers
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.resume import seed_everything
 from tools.tiny.architecture import save_model
 
 log = logging.getLogger("stages")

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 
-def memory_changes(profiler: profile) -> Iterator[int]:
-    """Bytes that were allocated (> 0) and freed (< 0) under the profiler, in order.
+class CpuPeak:
+    size_bytes = 0
+
+
+@contextmanager
+def cpu_peak(existing: Iterable[torch.Tensor]) -> Iterator[CpuPeak]:
+    """Measure the peak memory of CPU tensors within the block; read it afterwards.
+
+    existing: tensors from before that stay throughout; those that share their storage count once.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in existing}
+    peak = CpuPeak()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield peak
+    peak.size_bytes = sum(storages.values()) + max(accumulate(_memory_changes(profiler), initial=0))
+
+
+def _memory_changes(profiler: profile) -> Iterator[int]:
+    """Bytes allocated (> 0) and freed (< 0), in order.
 
     The profiler's tables sum memory up by operator; only its raw events say what was alive at once. They include frees
     of tensors that an earlier profile saw allocated, which do not count here.

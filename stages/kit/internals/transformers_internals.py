@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,3 +58,66 @@ def num_image_tokens(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]
     """Tokens of each image by its (height, width), as vLLM counts them too."""
     counts: list[int] = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]  # noqa: SLF001
     return counts
+
+
+class CheckpointHooks(Trainer):
+    """Public names for Trainer's private hooks that save and restore a training.
+
+    Trainer decides when to save, which samples to skip, and when to restore what. The hooks of its own would write
+    whole models in their final place, and pickles.
+    """
+
+    def save_checkpoint(self) -> None:
+        """Save the step that has just ended."""
+        raise NotImplementedError
+
+    def restore_weights(self, checkpoint: Path) -> None:
+        """The first to be called. checkpoint: the folder that train() was given."""
+        raise NotImplementedError
+
+    def restore_optimizer(self) -> None:
+        """The second: optimizer, schedule and gradient scaler, which exist by then."""
+        raise NotImplementedError
+
+    def restore_progress(self) -> None:
+        """The last: random numbers and totals, once Trainer has reset its own and fetched the first samples."""
+        raise NotImplementedError
+
+    def on_grad_norm(self, grad_norm: torch.Tensor) -> None:
+        """Called after the backward passes of a step. grad_norm: (), before clipping."""
+        raise NotImplementedError
+
+    def running_totals(self) -> dict[str, Any]:
+        """Sums since the last line of the log, which a checkpoint between two lines has to keep."""
+        return {
+            "loss": self._tr_loss,
+            "logged_loss": self._total_loss_scalar,
+            "logged_step": self._globalstep_last_logged,
+        }
+
+    def set_running_totals(self, totals: Mapping[str, Any]) -> None:
+        self._tr_loss = totals["loss"].to(self.args.device)
+        self._total_loss_scalar = totals["logged_loss"]
+        self._globalstep_last_logged = totals["logged_step"]
+        self._initial_global_step = 0  # the mean loss at the end is over all steps
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.store_flos()
+        self.save_checkpoint()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self.restore_weights(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.restore_optimizer()
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """restore_optimizer has done it."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        self.restore_progress()
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        self.on_grad_norm(grad_norm)
+        return grad_norm

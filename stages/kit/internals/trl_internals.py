@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,9 +42,18 @@ class GuardedKernel:
         return launch
 
 
-@contextmanager
-def unchanged_counts(trainer: SFTTrainer) -> Iterator[None]:
-    """Restores, after the block, the sums that the trainer collects for its next line of metrics."""
-    counts = copy.deepcopy((trainer._metrics, trainer._total_train_tokens))  # noqa: SLF001
-    yield
-    trainer._metrics, trainer._total_train_tokens = counts  # noqa: SLF001
+def metric_sums(trainer: SFTTrainer) -> dict[str, Any]:
+    """SFTTrainer's sums for its next line of metrics."""
+    return {"metrics": trainer._metrics["train"], "tokens": trainer._total_train_tokens}  # noqa: SLF001
+
+
+def set_metric_sums(trainer: SFTTrainer, sums: Mapping[str, Any]) -> None:
+    trainer._metrics["train"].clear()  # noqa: SLF001
+    trainer._metrics["train"].update(sums["metrics"])  # noqa: SLF001
+    trainer._total_train_tokens = sums["tokens"]  # noqa: SLF001
+
+
+def set_token_count(trainer: SFTTrainer, tokens: int) -> None:
+    """The tokens that the training has seen so far."""
+    trainer._total_train_tokens = tokens  # noqa: SLF001
+    trainer._metrics["train"]["num_tokens"] = [tokens]  # noqa: SLF001

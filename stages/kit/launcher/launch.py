@@ -202,7 +202,7 @@ def name_open_paths(repository: Path) -> None:
 
     Whoever may write into the checkout, its .venv or its .bakeoff decides what runs there: Python imports from the
     first two, and .bakeoff/triton holds compiled kernels. A checkpoint in .bakeoff holds no code
-    (stages/kit/training/states.py), but a changed one gives other weights. docker/run makes nothing that everybody may
+    (stages/kit/training/resume.py), but a changed one gives other weights. docker/run makes nothing that everybody may
     write to, whatever the umask.
     """
 

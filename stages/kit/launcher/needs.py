@@ -53,7 +53,7 @@ def kept_dirs(stage: str, name: str, params: Params, repository: Path) -> tuple[
     """Folders that a stage writes to beside its outputs: a training, what is tracked, and publish, which may have to
     make a key; none for the other stages, and for a name that a training will refuse.
 
-    Weights & Biases keeps runs in .bakeoff/tracking, as stages/kit/training/tracking.py says.
+    Weights & Biases keeps runs in .bakeoff/tracking, as stages/kit/training/records.py says.
     """
     if stage == "publish":
         return (repository / ".bakeoff/signing",)

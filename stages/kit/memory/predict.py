@@ -30,7 +30,7 @@ from stages.kit.models.prompts import Processor
 from stages.kit.planning.ladder import read_at_once
 from stages.kit.planning.plan import DATA_PARALLEL, Plan, with_speedups
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
-from stages.kit.training.collators import FEATURES, packed
+from stages.kit.training.batches import FEATURES, packed
 
 SHALLOW = 2
 """Layers of the smallest model recorded: the first and the last one are not quite as the others."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +28,8 @@ from stages.kit.models.load import DTYPES, local, new_model, resolve_attention, 
 from stages.kit.models.prompts import Processor
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import Phase
-from stages.kit.training.collators import FEATURES
-from stages.kit.training.contract import StartContract
-from stages.kit.training.rehearsal import optimizer_states
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.batches import FEATURES
+from stages.kit.training.trainer import RecipeTrainer, StartContract, optimizer_states
 
 
 def record_step(
@@ -55,7 +51,6 @@ def record_step(
         gc.freeze()
         stack.callback(gc.unfreeze)
         stack.callback(forget_accelerator)
-        scratch_dir = stack.enter_context(tempfile.TemporaryDirectory())
         recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
         if plan.features_bytes:
             batch = from_features(batch, config, here.precision)
@@ -72,7 +67,7 @@ def record_step(
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())
             shard(model, here, stack.enter_context(pretended_processes(plan.device.total)))
-        trainer = one_batch_trainer(here, model, processor, batch, Path(scratch_dir))
+        trainer = one_batch_trainer(here, model, processor, batch)
         _label_parameters(model, recorder)
         if gpus is not None:
             spread(model, gpus, recorder)
@@ -120,7 +115,6 @@ def one_batch_trainer(
     model: PreTrainedModel | PeftModel,
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
-    scratch_dir: Path,
 ) -> RecipeTrainer:
     """The real trainer, to which every micro-batch is this one; without the start contract and the rehearsal."""
     trainer = make_trainer(
@@ -129,7 +123,6 @@ def one_batch_trainer(
         processor=processor,
         collator=lambda _: dict(batch),
         callbacks=[],
-        scratch_dir=scratch_dir,
         report_to="none",
         logging_strategy="no",
     )

@@ -15,7 +15,7 @@ from stages.core.errors import UserError
 from stages.kit.mixture.routing import RouterOutput, hooked, outputs_of, routers_of
 from stages.kit.models.load import whole
 from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import IGNORED
+from stages.kit.training.batches import IGNORED
 from stages.kit.training.trainer import RecipeTrainer
 
 

@@ -25,7 +25,7 @@ from stages.kit.models.certificate import MergeCertificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.statistics import Floats
-from stages.kit.training.record import TrainingRecord, read_record
+from stages.kit.training.records import TrainingRecord, read_record
 
 PICTURE_KINDS = ("best", "worst", "random")
 """Pictures are named KIND-anything.png."""

@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, Lineage
 from stages.core.params.schema import TrackingParams
 from stages.kit.reporting.tables import Table, csv_rows
-from stages.kit.training.tracking import run_name, set_environment
+from stages.kit.training.records import run_name, set_tracking_environment
 
 if TYPE_CHECKING:
     import wandb
@@ -61,7 +61,7 @@ def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: s
     """Raises UserError where wandb cannot send, or will not without a key."""
     import wandb  # a third of a second
 
-    set_environment(tracking)
+    set_tracking_environment(tracking)
     settings = wandb.Settings(console="off", quiet=True)
     try:
         with wandb.init(name=run_name(name), job_type=job_type, group=group, settings=settings) as run:

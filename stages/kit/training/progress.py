@@ -1,4 +1,4 @@
-"""Progress and metrics of a running training, for a person and for tracking tools."""
+"""Progress and curves of a running training: a bar or lines for a person, DVCLive's files for tools."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from transformers.trainer_callback import ProgressCallback
 
 log = logging.getLogger(__name__)
 
+CURVES = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy")
+
+
+def progress_callback() -> TrainerCallback:
+    """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
+    return ProgressCallback() if sys.stderr.isatty() else LineProgress()
+
 
 class LineProgress(TrainerCallback):
-    """One line a logging interval, for logs and pipes; a terminal gets transformers' progress bar."""
+    """One line a logging interval, for logs and pipes."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
@@ -34,8 +41,8 @@ class LineProgress(TrainerCallback):
         )
 
 
-class MetricFiles(Live):
-    """DVCLive's files alone: it would look for a DVC repository, make one where there is only git, and write to its
+class CurveFiles(Live):
+    """DVCLive without DVC: it would look for a DVC repository, make one where there is only git, and write to its
     .dvc/tmp, which no stage may."""
 
     def __init__(self, folder: Path) -> None:
@@ -45,17 +52,17 @@ class MetricFiles(Live):
         self._dvc_file = self._init_dvc_file()
 
 
-class LiveMetrics(TrainerCallback):
-    """Training metrics into DVCLive's files, for `dvc plots` and the report.
+class Curves(TrainerCallback):
+    """Writes training metrics into DVCLive's files, for `dvc plots` and the report.
 
     transformers' own DVCLiveCallback also writes all training arguments, which hold paths of this machine.
     """
 
-    def __init__(self, live: Live) -> None:
-        self.live = live
+    def __init__(self, folder: Path) -> None:
+        self.live = CurveFiles(folder)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        for logs in state.log_history:  # of the steps before the checkpoint that this training goes on from
+        for logs in state.log_history:  # from before the checkpoint that this training resumes from
             self._write(int(logs["step"]), logs)
 
     def on_log(
@@ -67,11 +74,6 @@ class LiveMetrics(TrainerCallback):
         if "loss" not in logs:
             return
         self.live.step = step
-        for name in ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy"):
+        for name in CURVES:
             if name in logs:
                 self.live.log_metric(f"train/{name}", float(logs[name]), timestamp=False)
-
-
-def progress_callback() -> TrainerCallback:
-    """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
-    return ProgressCallback() if sys.stderr.isatty() else LineProgress()

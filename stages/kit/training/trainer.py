@@ -1,30 +1,43 @@
-"""TRL's SFTTrainer, resumable, with what a recipe adds: a learning rate a part, the start contract, a rehearsal."""
+"""A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model.
+
+In order: the trainer and its arguments, the order of a step's samples, the start contract before and after the first
+backward pass, and the rehearsal, which sends the largest batch through after the first step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import copy
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from peft import PeftModel
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.trainer_callback import PrinterCallback
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
+from stages.core.errors import UserError
 from stages.core.params.schema import Part
 from stages.kit.internals.accelerate_internals import use_fp16_on_cpu
-from stages.kit.models.adapters import part_of
+from stages.kit.internals.torch_internals import cpu_peak
+from stages.kit.internals.trl_internals import metric_sums, set_metric_sums, set_token_count
+from stages.kit.models.adapters import count_trainable, part_of
+from stages.kit.models.load import check_placement, local, whole
 from stages.kit.models.prompts import Processor
-from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import FEATURES
-from stages.kit.training.contract import StartContract, check_start
-from stages.kit.training.order import SortedInSteps
-from stages.kit.training.rehearsal import Rehearsal
-from stages.kit.training.resumable import ResumableTrainer
+from stages.kit.planning.plan import Plan, Schedule
+from stages.kit.training.batches import FEATURES, IGNORED
+from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
 
 
 class RecipeTrainer(ResumableTrainer):
@@ -35,22 +48,21 @@ class RecipeTrainer(ResumableTrainer):
         model: PreTrainedModel | PeftModel,
         processor: Processor,
         collator: Callable[[Sequence[Mapping[str, int]]], dict[str, Any]],
-        callbacks: list[TrainerCallback],
-        scratch_dir: Path,
+        callbacks: Sequence[TrainerCallback] = (),
         **arguments: Any,
     ) -> None:
-        """scratch_dir: where Trainer may write; nothing there is an output. arguments: more of SFTConfig."""
+        """arguments: more of SFTConfig."""
         self.plan = plan
         self.rehearsal = Rehearsal(self, plan.schedule)
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         base.enable_input_require_grads = lambda: None
-        # TRL's head divides by a step's tokens for every model, also where the model's own loss would not (Qwen2.5-VL).
+        # TRL's head divides by a step's tokens for every model, even if the model's own loss would not (Qwen2.5-VL).
         base.accepts_loss_kwargs = True
         super().__init__(
             model=model,
-            args=training_arguments(plan, scratch_dir, **arguments),
+            args=training_arguments(plan, self._scratch_dir(), **arguments),
             # The collator makes each sample from its number, when it is due.
             train_dataset=Dataset.from_dict({"sample": range(plan.schedule.train_samples)}),
             processing_class=processor,
@@ -63,43 +75,48 @@ class RecipeTrainer(ResumableTrainer):
                 parameter.data = parameter.data.to(torch.float32)
         check_start(self.model, plan, devices_in_use=self.args.n_gpu)
 
+    def _scratch_dir(self) -> str:
+        """A folder that Trainer wants for outputs; it writes none, and the folder goes with the trainer."""
+        folder = tempfile.mkdtemp(prefix="bakeoff-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.plan.precision == "fp16" and self.accelerator.device.type == "cpu":
             use_fp16_on_cpu(self.accelerator)
 
     def compute_loss(
-        self, model: torch.nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
+        self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """SFTTrainer's loss, also from features of pictures, and for a model whose layers lie on several devices.
+        """SFTTrainer's loss, also from features of images, and for a model whose layers lie on several devices.
 
         Its fused head leaves the loss on the head's device, the last one, and Trainer wants it on the first.
         """
         if (features := inputs.pop(FEATURES, None)) is not None:
             inputs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(features,))}
         num_items = num_items_in_batch.to(self.model.get_output_embeddings().weight.device)
-        tokens_before = self._total_train_tokens
+        tokens_before = metric_sums(self)["tokens"]
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
         if "attention_mask" not in inputs:  # SFTTrainer counts the rows of Qwen2-VL's positions
             tokens = torch.tensor(inputs["input_ids"].shape[1], device=self.args.device)
-            self._total_train_tokens = tokens_before + self.accelerator.reduce(tokens, "sum").item()
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+            set_token_count(self, tokens_before + self.accelerator.reduce(tokens, "sum").item())
         return loss.to(self.args.device)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """SFTTrainer's, with the samples of a step in the order of their lengths where it has several micro-batches."""
+        """SFTTrainer's; a step of several micro-batches has its samples in the order of their lengths."""
         loader: Any = super().get_train_dataloader()
         schedule, lengths = self.plan.schedule, getattr(self.data_collator, "lengths", None)
         if schedule.effective_batch > schedule.micro_batch and lengths is not None:
             loader.set_sampler(SortedInSteps(loader.get_sampler(), lengths, schedule.effective_batch))
         return loader
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The planned optimizer, one parameter group for each part, with and without weight decay."""
         if self.optimizer is None:  # type: ignore[has-type]
             model, schedule = model or self.model, self.plan.schedule
             decayed = set(self.get_decay_parameter_names(model))
-            groups: dict[tuple[Part, bool], list[torch.nn.Parameter]] = {}
+            groups: dict[tuple[Part, bool], list[nn.Parameter]] = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     groups.setdefault((part_of(name), name in decayed), []).append(parameter)
@@ -115,11 +132,21 @@ class RecipeTrainer(ResumableTrainer):
             self.optimizer = optimizer_class(settings, **options)
         return self.optimizer
 
+    def peak_bytes(self) -> tuple[int, int]:
+        """Peak memory of tensors so far, (allocated, reserved by torch), on the fullest device of this process.
 
-def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
+        On a GPU over the whole training, on a CPU over its rehearsal, both the same.
+        """
+        if self.plan.device.kind == "cpu":
+            return self.rehearsal.cpu_peak_bytes, self.rehearsal.cpu_peak_bytes
+        gpus = range(torch.cuda.device_count())
+        return max(map(torch.cuda.max_memory_allocated, gpus)), max(map(torch.cuda.max_memory_reserved, gpus))
+
+
+def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
     schedule = plan.schedule
     return SFTConfig(
-        output_dir=str(scratch_dir),
+        output_dir=output_dir,
         per_device_train_batch_size=schedule.micro_batch,
         gradient_accumulation_steps=schedule.grad_accumulation,
         num_train_epochs=schedule.epochs,
@@ -138,7 +165,7 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         router_aux_loss_coef=0.0,  # of SFTTrainer's own loss for mixtures, the mean over micro-batches
         activation_checkpointing=plan.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
-        max_length=None,  # the collator refuses what is too long; SFTTrainer would cut it
+        max_length=None,  # the collator refuses samples that are too long; SFTTrainer would cut them
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
         accelerator_config={
@@ -154,3 +181,174 @@ def training_arguments(plan: Plan, scratch_dir: Path, **more: Any) -> SFTConfig:
         disable_tqdm=True,  # progress.py shows it
         **more,
     )
+
+
+class SortedInSteps(Sampler[int]):
+    """The samples of each optimizer step, the longest first, so that its micro-batches have less padding.
+
+    Which samples a step has, accelerate's sampler draws from (seed, epoch) alone; so does this.
+    """
+
+    def __init__(self, drawn: SeedableRandomSampler, lengths: Sequence[int], effective_batch: int) -> None:
+        """lengths: in tokens, by sample. effective_batch: samples of a step, over all processes."""
+        self.drawn = drawn
+        self.lengths = lengths
+        self.effective_batch = effective_batch
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = iter(self.drawn)
+        while step := list(islice(drawn, self.effective_batch)):
+            yield from sorted(step, key=lambda sample: (-self.lengths[sample], sample))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's data loader."""
+        self.drawn.set_epoch(epoch)
+
+
+class ContractBreach(UserError):
+    """The run does not do what its recipe says."""
+
+
+def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
+    """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device; under
+    fp16 nothing in bf16, which is slow on a Turing GPU.
+
+    devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
+    """
+    if isinstance(model, nn.DataParallel) or devices_in_use > 1:
+        raise ContractBreach(
+            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp, sharded or balanced"
+        )
+    check_placement(model, plan.device)
+    found = asdict(count_trainable(model))
+    for part, expected in plan.trainable.items():
+        if found[part] != expected:
+            raise ContractBreach(
+                f"recipe {plan.recipe}: {part} has {found[part]:,} parameters to train, but the plan says {expected:,}"
+                if part != "all"
+                else f"recipe {plan.recipe}: the model has {found[part]:,} parameters, but the plan says {expected:,}"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ContractBreach(
+                f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32"
+            )
+    if plan.precision == "fp16":
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dtype == torch.bfloat16:
+                raise ContractBreach(f"recipe {plan.recipe}: precision is fp16, but {name} is bfloat16")
+
+
+def check_gradients(model: nn.Module, plan: Plan) -> None:
+    """After a backward pass: finite gradients wherever they are due, none elsewhere, and not all zero in any part.
+
+    All processes of a sharded model call it together, and find the same, whichever of them holds the fault.
+    """
+    nonzero: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        if parameter.requires_grad and parameter.grad is None:
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but {name} got no gradient")
+        if not parameter.requires_grad and parameter.grad is not None:
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is frozen there, but {name} got a gradient")
+        if parameter.grad is not None:
+            if not whole(torch.isfinite(parameter.grad).all()):
+                raise ContractBreach(f"recipe {plan.recipe}: the gradient of {name} ({part}) is not finite")
+            nonzero[part] = nonzero.get(part, False) or bool(whole(parameter.grad.any()))
+    for part in plan.parts.trained():
+        if not nonzero.get(part):
+            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but all its gradients are zero")
+
+
+MAX_OVERFLOWS = 16
+"""First steps that may overflow under fp16: GradScaler starts at 2**16 and halves its scale after each."""
+
+
+class StartContract(TrainerCallback):
+    """Checks gradients once, between the first backward pass and the first optimizer step.
+
+    Under fp16 the first steps may overflow, and GradScaler then skips them: the check waits for one that does not.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked = False
+        self.overflows = 0
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        if not self.checked:
+            if self.plan.precision == "fp16" and self.overflows < MAX_OVERFLOWS and _overflowed(model):
+                self.overflows += 1
+                return
+            check_gradients(model, self.plan)
+            self.checked = True
+
+
+def _overflowed(model: nn.Module) -> bool:
+    """Whether the backward pass overflowed; clipping by an infinite norm has then made its gradients NaN or zero."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    finite = all(bool(whole(torch.isfinite(gradient).all())) for gradient in gradients)
+    return not finite or not any(bool(whole(gradient.any())) for gradient in gradients)
+
+
+class Rehearsal(TrainerCallback):
+    """Sends the largest micro-batch forward and backward once, right after the optimizer's first step.
+
+    So a lack of memory shows in the first minute, not hours into the training. Before that step the optimizer has no
+    states. With accumulation the batch goes twice, as all micro-batches but a step's first find gradients already
+    there. Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
+    """
+
+    def __init__(self, trainer: RecipeTrainer, schedule: Schedule) -> None:
+        self.trainer = trainer
+        self.schedule = schedule
+        self.done = False
+        self.cpu_peak_bytes = 0
+        """Peak of tensors on a CPU; 0 on a GPU, whose allocator keeps the account."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.done and self.trainer.optimizer.state:  # fp16 may skip the first steps
+            self.cpu_peak_bytes = self.rehearse()
+            self.done = True
+
+    def rehearse(self) -> int:
+        trainer, schedule = self.trainer, self.schedule
+        on_cpu = trainer.args.device.type == "cpu"
+        inputs = trainer.data_collator.largest_batch(schedule.micro_batch)
+        measured = cpu_peak((*inputs.values(), *lasting_tensors(trainer))) if on_cpu else nullcontext()
+        with unchanged(trainer), trainer.accelerator.no_sync(trainer.model_wrapped), measured as peak:
+            for _ in range(min(2, schedule.grad_accumulation)):
+                trainer.training_step(trainer.model_wrapped, dict(inputs), inputs["labels"].ne(IGNORED).sum())
+        return peak.size_bytes if peak is not None else 0
+
+
+def lasting_tensors(trainer: SFTTrainer) -> list[torch.Tensor]:
+    """All tensors that stay between two steps."""
+    model = trainer.model
+    return [*map(local, model.parameters()), *model.buffers(), *optimizer_states(trainer)]
+
+
+def optimizer_states(trainer: SFTTrainer) -> Iterator[torch.Tensor]:
+    for state in trainer.optimizer.state.values():
+        yield from (local(value) for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def unchanged(trainer: SFTTrainer) -> Iterator[None]:
+    """Restores what a forward and a backward pass change: random numbers, gradients, buffers, sums for the log."""
+    model = trainer.model
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    sums, drawn = copy.deepcopy(metric_sums(trainer)), random_state()
+    yield
+    set_random_state(drawn)
+    set_metric_sums(trainer, sums)
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)

@@ -22,16 +22,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.params.schema import DeviceParams, LoraParams
+from stages.kit.internals.torch_internals import cpu_peak
 from stages.kit.memory.step import forget_accelerator, from_features
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe, trained_tensors
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import local, process_mesh, shard, whole
 from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import FEATURES
-from stages.kit.training.contract import ContractBreach, StartContract, check_gradients
-from stages.kit.training.peak import cpu_peak
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.batches import FEATURES
+from stages.kit.training.trainer import ContractBreach, RecipeTrainer, StartContract, check_gradients
 from tests.kit.memory.small import (
     FULL,
     GATE,
@@ -114,7 +113,6 @@ def trainer_of(
         processor=processor_of(model_name),
         collator=collator,
         callbacks=[],
-        scratch_dir=scratch_dir,
         report_to="none",
         logging_strategy="no",
     )

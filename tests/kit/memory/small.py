@@ -26,7 +26,7 @@ from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, load_processor
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
-from stages.kit.training.collators import packed
+from stages.kit.training.batches import packed
 from tests import ROOT
 
 TINY = ROOT / "data/tiny/qwen2-vl"

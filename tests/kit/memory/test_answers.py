@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from stages.kit.evaluation.answer import answered_tokens
+from stages.kit.internals.torch_internals import cpu_peak
 from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.models.load import auto_class
 from stages.kit.planning.ladder import read_at_once
-from stages.kit.training.peak import cpu_peak
 from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 
 

@@ -21,9 +21,8 @@ from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import IGNORED, ConversationCollator, experts_of
-from stages.kit.training.rehearsal import largest_batch
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.batches import IGNORED, ConversationCollator, experts_of
+from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks.amr import samples as amr_samples
 from stages.tasks.moe import samples as moe_samples
@@ -92,7 +91,6 @@ def trainer_of(plan: Plan, folder: Path, scratch_dir: Path, *callbacks: Any, coe
         processor=load_processor(folder, None),
         collator=collator_of(folder, plan.loss, packed=plan.padding_free),
         callbacks=list(callbacks),
-        scratch_dir=scratch_dir,
         report_to="none",
     )
 
@@ -240,7 +238,7 @@ def test_every_token_is_labelled_with_its_samples_expert_and_padding_with_none(m
         is_text = batch["attention_mask"][row].bool()
         assert set(batch["labels"][row, is_text].tolist()) == {EXPERTS[number]}
         assert set(batch["labels"][row, ~is_text].tolist()) <= {IGNORED}
-    assert largest_batch(collator_of(mixture_dir), 2)["labels"].shape[0] == 2
+    assert collator_of(mixture_dir).largest_batch(2)["labels"].shape[0] == 2
 
 
 @pytest.mark.parametrize(("name", "found"), [("mixture", 3), ("base", 0)])

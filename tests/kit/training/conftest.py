@@ -12,8 +12,8 @@ from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 
 
@@ -50,7 +50,6 @@ def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> C
             processor=processor,
             collator=collator,
             callbacks=[],
-            scratch_dir=tmp_path,
             report_to="none",
         )
 

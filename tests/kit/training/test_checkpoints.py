@@ -36,9 +36,9 @@ class Killed(BaseException):
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
     for step in steps:
-        checkpoints.aside(step).mkdir()
+        checkpoints.partial(step).mkdir()
         for name, content in FILES.items():
-            (checkpoints.aside(step) / name).write_bytes(content)
+            (checkpoints.partial(step) / name).write_bytes(content)
         checkpoints.complete(step, [*FILES])
 
 
@@ -84,7 +84,8 @@ def damage_with(path: Path, content: bytes) -> str:
 def test_any_byte_that_changes_is_found_and_its_file_named(saved: Path, name: str, data: st.DataObject) -> None:
     content = bytearray(FILES[name])
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    assert damage_with(saved / name, bytes(content)) == f"{saved / name} is not what {saved.name}/manifest.json says"
+    where = f"its digest in {saved.name}/manifest.json"
+    assert damage_with(saved / name, bytes(content)) == f"{saved / name} differs from {where}"
     assert damage(saved) is None
 
 
@@ -119,7 +120,7 @@ def test_a_damaged_newest_is_passed_over_with_its_file_named_and_goes_with_the_n
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
         assert checkpoints.newest() == 10
         assert f"{checkpoints.at(20) / name} " in caplog.text
-        assert "this checkpoint is passed over" in caplog.text
+        assert "skipping this checkpoint" in caplog.text
         save(checkpoints, 15)
         assert steps_of(checkpoints) == [10, 15]
         save(checkpoints, 20)
@@ -185,11 +186,11 @@ def test_a_training_in_use_is_left_alone_and_takes_no_room_of_the_others(tmp_pat
 def test_it_is_said_what_another_training_differs_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     interrupted(tmp_path, OTHER, 5)
     with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, THIS, keep=2):
-        assert caplog.messages == ["step 5 was saved by another training (unlike this one in: code); not gone on from"]
+        assert caplog.messages == ["not resuming from step 5, saved by another training (it differs in: code)"]
     caplog.clear()
     (tmp_path / digest_of(OTHER) / IDENTITY).write_text("nonsense")
     with caplog.at_level(logging.INFO, logger="stages"), kept_checkpoints(tmp_path, {"code": "3"}, keep=2):
-        assert caplog.messages == ["step 5 was saved by another training; not gone on from"]
+        assert caplog.messages == ["not resuming from step 5, saved by another training"]
 
 
 @pytest.mark.parametrize("killed_at", range(1, 7))
@@ -198,7 +199,7 @@ def test_killed_at_any_moment_of_a_save_it_leaves_the_last_one_whole(
 ) -> None:
     """Given to the disk are three files, the manifest, their folder, and, after the new name, the one around it."""
     given = 0
-    to_disk = on_disk._to_disk
+    to_disk = on_disk._sync
 
     def count(path: Path) -> None:
         nonlocal given
@@ -209,7 +210,7 @@ def test_killed_at_any_moment_of_a_save_it_leaves_the_last_one_whole(
 
     interrupted(tmp_path, THIS, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(on_disk, "_to_disk", count)
+        patch.setattr(on_disk, "_sync", count)
         checkpoints = interrupted(tmp_path, THIS, 2)
     with kept_checkpoints(tmp_path, THIS, keep=2):
         assert checkpoints.newest() == (2 if killed_at == 6 else 1)
@@ -220,7 +221,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(on_disk, "_to_disk", lambda path: order.append(path.name))
+    monkeypatch.setattr(on_disk, "_sync", lambda path: order.append(path.name))
     rename = Path.rename
 
     def renamed(path: Path, target: Path) -> Path:
@@ -229,12 +230,12 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
 
     monkeypatch.setattr(Path, "rename", renamed)
     checkpoints = interrupted(tmp_path, THIS, 1)
-    assert order == [*sorted(FILES), MANIFEST, checkpoints.aside(1).name, "rename", checkpoints.folder.name]
+    assert order == [*sorted(FILES), MANIFEST, checkpoints.partial(1).name, "rename", checkpoints.folder.name]
 
 
 def test_a_checkpoint_without_all_of_its_files_is_not_completed(tmp_path: Path) -> None:
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
-        checkpoints.aside(1).mkdir()
+        checkpoints.partial(1).mkdir()
         with pytest.raises(FileNotFoundError):
             checkpoints.complete(1, ["weights"])
         checkpoints.abandon(1)
@@ -277,8 +278,8 @@ from stages.kit.training.checkpoints import kept_checkpoints, remove_finished
 with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as checkpoints:
     print("held", flush=True)
     sys.stdin.readline()
-    checkpoints.aside(7).mkdir()
-    (checkpoints.aside(7) / "weights").touch()
+    checkpoints.partial(7).mkdir()
+    (checkpoints.partial(7) / "weights").touch()
     checkpoints.complete(7, ["weights"])
     if sys.argv[2] == "finishes":
         import shutil
@@ -313,7 +314,7 @@ def test_the_second_waits_and_goes_on_from_the_work_of_the_first(
     with kept_checkpoints(tmp_path, THIS, keep=2) as checkpoints:
         assert checkpoints.newest() == newest
         assert (checkpoints.folder / LOCK).exists()
-    assert said[0].startswith(f"another process is at work in {tmp_path}")
+    assert said[0].startswith(f"waiting for another process that works in {tmp_path}")
     assert first.wait() == 0
 
 

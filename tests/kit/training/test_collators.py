@@ -11,7 +11,7 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
-from stages.kit.training.collators import IGNORED, ConversationCollator
+from stages.kit.training.batches import IGNORED, ConversationCollator
 
 ANSWER = "<|object_ref_start|>nutrition-table<|object_ref_end|><|box_start|>(1,22),(333,999)<|box_end|>"
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
@@ -103,9 +103,9 @@ def test_lengths_are_checked_before_training_without_pixels(processor: Processor
         return ConversationCollator(processor, samples, lambda it: it, loss="assistant-only", max_length=max_length)
 
     lengths = [collator(4096)([{"sample": index}])["input_ids"].shape[1] for index in range(3)]
-    assert f"to {max(lengths)} tokens" in collator(max(lengths)).lengths_said()
+    assert f"to {max(lengths)} tokens" in collator(max(lengths)).length_summary()
     with pytest.raises(UserError, match=rf"has {max(lengths)} tokens, more than max_length {max(lengths) - 1}"):
-        collator(max(lengths) - 1).lengths_said()
+        collator(max(lengths) - 1).length_summary()
 
 
 @pytest.mark.parametrize("text", ["<|im_start|>assistant\nfake", "a<|im_end|>b", "<|im_start|>user\nx"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.kit.training.compiler import compiler_problem
+from stages.kit.training.kernels import compiler_problem
 from tests import ROOT
 
 WITHOUT_HEADERS = """#!/bin/sh

@@ -13,7 +13,7 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.planning.plan import Plan, resolve_plan
-from stages.kit.training.contract import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
+from stages.kit.training.trainer import MAX_OVERFLOWS, ContractBreach, StartContract, check_gradients, check_start
 from tests import ROOT
 from tools.plan.available_inputs import root_base
 

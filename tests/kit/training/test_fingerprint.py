@@ -12,9 +12,9 @@ import torch
 import stages
 from stages.core.lineage import Lineage
 from stages.kit.planning.plan import Plan
-from stages.kit.training import fingerprint
+from stages.kit.training import resume
 from stages.kit.training.checkpoints import digest_of
-from stages.kit.training.fingerprint import identity_of
+from stages.kit.training.resume import identity_of
 from tests.kit.training.small import plan_for
 
 PLAN = plan_for("r1-llm-only")
@@ -71,7 +71,7 @@ def other_environment(data_path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def other_packages(data_path: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fingerprint, "distributions", list)
+    patch.setattr(resume, "distributions", list)
 
 
 def other_threads(data_path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,8 @@ def test_a_change_in_a_file_that_it_runs_is_other_code(monkeypatch: pytest.Monke
     module.__file__ = str(tmp_path / "kit/used.py")
     monkeypatch.setitem(sys.modules, "stages.kit.used", module)
     (tmp_path / "kit/unused.py").write_text("")
-    before = fingerprint._code_digest()
+    before = list(resume._imported_code())
     (tmp_path / "kit/unused.py").write_text("pass")
-    assert fingerprint._code_digest() == before
+    assert list(resume._imported_code()) == before
     (tmp_path / "kit/used.py").write_text("pass")
-    assert fingerprint._code_digest() != before
+    assert list(resume._imported_code()) != before

@@ -22,8 +22,9 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.trl_internals import GuardedKernel
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.training import fused_loss
-from stages.kit.training.fused_loss import prepare_kernels
+from stages.kit.models import kernels as liger
+from stages.kit.training import kernels as kernels_module
+from stages.kit.training.kernels import prepare_kernels
 from tests import ROOT
 from tests.kit.training.small import plan_for
 
@@ -82,8 +83,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[StandInKernel]:
     monkeypatch.setattr(chunked_logprob, "_forward_kernel", stand_ins[0])
     monkeypatch.setattr(chunked_logprob, "_backward_kernel", stand_ins[1])
     monkeypatch.setattr(chunked_logprob, "triton", Arithmetic, raising=False)
-    monkeypatch.setattr(fused_loss, "compiler_problem", lambda: None)
-    monkeypatch.setattr(fused_loss, "driver_problem", lambda: None)
+    monkeypatch.setattr(kernels_module, "compiler_problem", lambda: None)
+    monkeypatch.setattr(kernels_module, "driver_problem", lambda: None)
     return stand_ins
 
 
@@ -132,14 +133,14 @@ def test_a_process_that_prepares_twice_guards_once(kernels: list[StandInKernel])
 def test_where_triton_cannot_start_training_on_a_gpu_is_refused(
     kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    monkeypatch.setattr(fused_loss, problem, lambda: "no gcc; install it")
+    monkeypatch.setattr(kernels_module, problem, lambda: "no gcc; install it")
     with pytest.raises(UserError, match=r"^training on a GPU needs Triton, .*: no gcc; install it$"):
         prepare_kernels(GPUS)
     assert [getattr(chunked_logprob, name) for name in KERNELS] == kernels
 
 
 def test_so_it_is_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fused_loss, "compiler_problem")
+    monkeypatch.delattr(kernels_module, "compiler_problem")
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", False)
     with pytest.raises(UserError, match=r"Triton is not installed$"):
         prepare_kernels(GPUS)
@@ -149,7 +150,7 @@ def test_ligers_kernels_are_tried_where_the_plan_is_for_them(
     kernels: list[StandInKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[tuple[torch.device, torch.dtype]] = []
-    monkeypatch.setattr(fused_loss, "refuse_wrong_kernels", lambda *args: tried.append(args))
+    monkeypatch.setattr(liger, "refuse_wrong_kernels", lambda *args: tried.append(args))
     prepare_kernels(GPUS)
     assert not tried
     prepare_kernels(replace(GPUS, fused_kernels=True, precision="bf16"))
@@ -157,7 +158,7 @@ def test_ligers_kernels_are_tried_where_the_plan_is_for_them(
 
 
 def test_a_cpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fused_loss, "compiler_problem")
+    monkeypatch.delattr(kernels_module, "compiler_problem")
     before = [getattr(chunked_logprob, name) for name in KERNELS]
     prepare_kernels(CPU)
     assert [getattr(chunked_logprob, name) for name in KERNELS] == before
@@ -185,7 +186,7 @@ def test_a_driver_that_triton_does_not_find_is_named(tmp_path: Path, monkeypatch
         raise AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up")
 
     monkeypatch.setattr(driver, "CudaUtils", not_found)
-    problem = fused_loss.driver_problem()
+    problem = kernels_module.driver_problem()
     assert problem == "Triton cannot start (libcuda.so cannot found! Please make sure GPU is set up)"
 
 

@@ -10,8 +10,7 @@ import pytest
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader, RandomSampler
 
-from stages.kit.training.order import SortedInSteps
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.trainer import RecipeTrainer, SortedInSteps
 from tests.kit.training.small import plan_for
 
 SAMPLES, MICRO_BATCH, STEP = 22, 2, 8

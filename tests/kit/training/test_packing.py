@@ -18,8 +18,7 @@ from stages.kit.models.adapters import part_of
 from stages.kit.models.kernels import PackedRow
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import Plan
-from stages.kit.training.collators import IGNORED, ConversationCollator, packed
-from stages.kit.training.rehearsal import largest_batch
+from stages.kit.training.batches import IGNORED, ConversationCollator, packed
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.training.small import plan_for
 from tests.tiny import table_conversation
@@ -173,7 +172,7 @@ def test_a_row_holds_what_a_padded_batch_holds_without_the_padding(build: Build)
     assert row["position_ids"][0].tolist() == [[place for sample in real for place in range(int(sample.sum()))]]
     assert torch.equal(row["pixel_values"], batch["pixel_values"])
     assert row["labels"][0][1:].ne(IGNORED).sum() == batch["labels"][:, 1:].ne(IGNORED).sum()
-    assert [len(largest_batch(packing, count)["input_ids"]) for count in (1, 3)] == [1, 1]
+    assert [len(packing.largest_batch(count)["input_ids"]) for count in (1, 3)] == [1, 1]
 
 
 def test_text_alone_gets_four_equal_rows_of_positions(tiny_vlm: Path) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from stages.kit.training.peak import cpu_peak
+from stages.kit.internals.torch_internals import cpu_peak
 
 MIB = 2**20
 

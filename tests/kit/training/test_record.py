@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stages.core.publish import publish_json
-from stages.kit.training.record import read_record, write_trace
+from stages.kit.training.records import read_record, write_trace
 from tests.made_up_records import TRAINING
 
 

@@ -11,9 +11,7 @@ import torch
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import lowered
-from stages.kit.training import rehearsal
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.rehearsal import largest_samples
+from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.training.small import PARAMS, plan_for, weights
 
@@ -29,10 +27,10 @@ def test_the_largest_samples_are_those_with_the_most_tokens(collator: Conversati
     lengths = [int(collator([{"sample": sample}])["attention_mask"].sum()) for sample in range(8)]
     assert collator.lengths == lengths
     assert len(set(lengths)) > 1
-    largest = largest_samples(collator, 3)
+    largest = collator.largest_samples(3)
     assert [lengths[sample] for sample in largest] == sorted(lengths, reverse=True)[:3]
-    assert largest_samples(collator, 3) == largest
-    assert sorted(largest_samples(collator, 100)) == list(range(8))
+    assert collator.largest_samples(3) == largest
+    assert sorted(collator.largest_samples(100)) == list(range(8))
 
 
 @pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
@@ -46,7 +44,7 @@ def test_a_rehearsed_training_is_the_same_bit_for_bit(
     for rehearsed in (True, False):
         trainer = build(plan)
         if not rehearsed:
-            monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
+            monkeypatch.setattr(trainer.rehearsal, "rehearse", lambda: 0)
         count_forward_passes(trainer, passes)
         trainer.train()
         ends.append(weights(trainer))

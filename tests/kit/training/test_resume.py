@@ -29,14 +29,12 @@ from stages.kit.models.load import load_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training import checkpoints as on_disk
-from stages.kit.training import resumable
+from stages.kit.training import resume
+from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.progress import LiveMetrics, MetricFiles
-from stages.kit.training.record import Trace
-from stages.kit.training.resumable import SaveInTime, train_to_the_end
-from stages.kit.training.seed import seed_everything
-from stages.kit.training.states import load_state, save_state
+from stages.kit.training.progress import Curves
+from stages.kit.training.records import Trace
+from stages.kit.training.resume import SaveInTime, load_state, save_state, seed_everything, train_to_the_end
 from stages.kit.training.trainer import RecipeTrainer
 from tests.kit.mixture.dense import conversation, save_base, save_expert
 from tests.kit.training import two_processes
@@ -105,7 +103,7 @@ class Workplace:
         curves_dir = self.folder / f"curves-{self.runs}"
         trainer = self.build(plan)
         trainer.args.logging_steps = 3  # most checkpoints lie between two lines of the log
-        trainer.add_callback(LiveMetrics(MetricFiles(curves_dir)))
+        trainer.add_callback(Curves(curves_dir))
         if at is not None:
             trainer.add_callback(at)
         with kept_checkpoints(self.folder / "checkpoints", {}, keep=params.keep) as checkpoints:
@@ -142,7 +140,6 @@ def text_trainer(folder: Path, plan: Plan, scratch_dir: Path) -> RecipeTrainer:
         processor=processor,
         collator=ConversationCollator(processor, SAMPLES, lambda x: x, loss=plan.loss, max_length=2048),
         callbacks=[],
-        scratch_dir=scratch_dir,
         report_to="none",
     )
 
@@ -245,11 +242,11 @@ def test_asked_to_end_it_saves_after_the_step_says_so_and_fails(
     with pytest.raises(SystemExit) as end:
         workplace.train(FULL, WHEN_ASKED, at=At(3, ask_to_end))
     assert end.value.code == 128 + signal.SIGTERM
-    assert "SIGTERM: saved at step 3 of 4; the same command goes on from there" in caplog.messages
+    assert "SIGTERM: saved at step 3/4; run the same command to resume" in caplog.messages
     assert workplace.steps == [3]
     assert not (workplace.checkpoints.folder / on_disk.FINISHED).exists()
     workplace.train(FULL, WHEN_ASKED).assert_same(undisturbed)
-    assert "goes on from step 3 of 4" in caplog.messages
+    assert "resuming from step 3/4" in caplog.messages
     assert (workplace.checkpoints.folder / on_disk.FINISHED).exists()
 
 
@@ -272,13 +269,13 @@ def test_signals_of_one_request_are_one_and_a_later_one_ends_it_at_once(
 ) -> None:
     before = signal.getsignal(number)
     with asked_to_end() as request:
-        assert request.asked_by == 0
+        assert request.requested_by == 0
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGHUP)
-        assert request.asked_by == number
+        assert request.requested_by == number
     assert signal.getsignal(number) == before
-    assert capfd.readouterr().err == f"{number.name}: ends after this step; asked again, at once\n"
-    monkeypatch.setattr(resumable, "SAME_REQUEST_S", -1.0)
+    assert capfd.readouterr().err == f"{number.name}: stopping after this step (send again to stop now)\n"
+    monkeypatch.setattr(resume, "SAME_REQUEST_S", -1.0)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     with asked_to_end():
@@ -301,7 +298,7 @@ def test_a_closed_stderr_is_no_error() -> None:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(writer)
-    assert request.asked_by == signal.SIGHUP
+    assert request.requested_by == signal.SIGHUP
 
 
 def test_by_the_clock_it_saves_when_that_is_due(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,10 +323,10 @@ def test_a_damaged_checkpoint_is_passed_over_its_file_named_and_the_one_before_u
     caplog.set_level(logging.INFO, logger="stages")
     workplace.train(FULL).assert_same(undisturbed)
     assert (
-        f"{damaged} is not what {damaged.parent.name}/manifest.json says; this checkpoint is passed over"
+        f"{damaged} differs from its digest in {damaged.parent.name}/manifest.json; skipping this checkpoint"
         in caplog.messages
     )
-    assert "goes on from step 2 of 4" in caplog.messages
+    assert "resuming from step 2/4" in caplog.messages
 
 
 def full_disk(*_: Any) -> None:
@@ -347,7 +344,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
         if len(saved) == 2:
             full_disk()
 
-    monkeypatch.setattr(resumable, "save_state", full_at_step_2)
+    monkeypatch.setattr(resume, "save_state", full_at_step_2)
     workplace.train(FULL).assert_same(undisturbed)
     assert "step 2 could not be saved: [Errno 28] No space left on device" in caplog.text
     assert workplace.steps == [1, 3]
@@ -358,12 +355,12 @@ def test_asked_to_end_on_a_full_disk_it_says_from_where_it_goes_on(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     workplace.interrupt(FULL, at=At(3, kill))
-    monkeypatch.setattr(on_disk, "_to_disk", full_disk)
+    monkeypatch.setattr(on_disk, "_sync", full_disk)
     caplog.set_level(logging.INFO, logger="stages")
     with pytest.raises(SystemExit) as end:
         workplace.train(FULL, WHEN_ASKED, at=At(3, ask_to_end))
     assert end.value.code == 128 + signal.SIGTERM
-    last_words = "ended at step 3 of 4, which could not be saved; the same command goes on from step 2"
+    last_words = "step 3/4 could not be saved; the same command resumes from step 2"
     assert f"SIGTERM: {last_words}" in caplog.messages
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from stages.kit.training import states
-from stages.kit.training.states import load_state, save_state
+from stages.kit.training import resume
+from stages.kit.training.resume import load_state, save_state
 from stages.kit.training.trainer import RecipeTrainer
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
@@ -72,7 +72,7 @@ def test_a_full_disk_and_a_missing_folder_are_errors_of_the_disk(path: Path, mon
     def full(*_: Any) -> None:  # safetensors says it in a text
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(states, "save_file", full)
+    monkeypatch.setattr(resume, "save_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         save_state({"a": torch.ones(1)}, path)
 
@@ -92,9 +92,10 @@ def test_moments_of_a_paged_optimizer_go_on_in_managed_memory(monkeypatch: pytes
     trainer: Any = SimpleNamespace(
         optimizer=SimpleNamespace(optimizer=after, param_groups=after.param_groups),
         lr_scheduler=SimpleNamespace(load_state_dict=lambda _: None),
-        _restored={"optimizer": before.state_dict(), "scheduler": {}},
+        plan=SimpleNamespace(optimizer="paged_adamw_8bit"),
+        _restored={"optimizer": before.state_dict(), "scheduler": {}, "scaler": None},
     )
-    RecipeTrainer._load_optimizer_and_scheduler(trainer, None)
+    RecipeTrainer.restore_optimizer(trainer)
     restored = [after.state[other][name] for name in ("state1", "state2")]
     assert {id(tensor) for tensor in restored} == {id(buffer) for buffer in buffers}
     assert all(torch.equal(one, tensor) for one, tensor in zip(restored, moments, strict=True))

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from stages.kit.models.adapters import part_of
-from stages.kit.training.collators import ConversationCollator
-from stages.kit.training.contract import ContractBreach
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.trainer import ContractBreach, RecipeTrainer
 from tests.kit.training.small import PARAMS, plan_for, weights
 
 

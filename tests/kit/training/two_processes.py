@@ -23,11 +23,8 @@ from stages.kit.models.load import auto_class, local, process_mesh, shard
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
 from stages.kit.training.checkpoints import kept_checkpoints
-from stages.kit.training.contract import StartContract
-from stages.kit.training.resumable import train_to_the_end
-from stages.kit.training.seed import seed_everything
-from stages.kit.training.states import load_state
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.resume import load_state, seed_everything, train_to_the_end
+from stages.kit.training.trainer import RecipeTrainer, StartContract
 from tests.kit.memory.small import FULL, R1, TINY, config_of, plan_of
 
 SETTINGS: dict[Literal["ddp", "sharded"], Mapping[str, Any]] = {"ddp": R1, "sharded": FULL}
@@ -81,7 +78,6 @@ def build(plan: Plan, scratch_dir: Path) -> RecipeTrainer:
         processor=load_processor(TINY, None).tokenizer,
         collator=collate,
         callbacks=[],
-        scratch_dir=scratch_dir,
         report_to="none",
     )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random

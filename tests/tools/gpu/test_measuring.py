@@ -19,8 +19,8 @@ from transformers import TrainerControl
 from stages.core.errors import UserError
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.models import kernels
-from stages.kit.training.collators import FEATURES
-from stages.kit.training.seed import seed_everything
+from stages.kit.training.batches import FEATURES
+from stages.kit.training.resume import seed_everything
 from tests import ROOT
 from tools.gpu import facts, flops, recipes
 from tools.gpu.device import Kind

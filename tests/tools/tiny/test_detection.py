@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from stages.kit.training.collators import IGNORED
+from stages.kit.training.batches import IGNORED
 from stages.tasks.detection.samples.boxes import decode_boxes
 from stages.tasks.detection.samples.records import TARGET
 from tests.tiny import SMALLEST

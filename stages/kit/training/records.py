@@ -1,22 +1,22 @@
-"""training.json: the totals of a training run. trace.csv: loss and gradient norm of every step, bit for bit."""
+"""Records of a training: its totals in training.json, every step in trace.csv, and its run in Weights & Biases."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.documents import read_json
+from stages.core.params.schema import TrackingParams
 from stages.core.publish import publish_text
 from stages.kit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import TrainerState
-
-    from stages.kit.training.peak import PeakMemory
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -32,7 +32,7 @@ class TrainingRecord:
     recipe: str
     profile: str
     attempt: Count
-    """Rungs of the ladder that were taken for want of memory: 0 is as planned. The settings are those used."""
+    """Rungs of the memory ladder that were taken; 0 is as planned. The settings below are those used."""
     micro_batch: int
     grad_accumulation: int
     gradient_checkpointing: bool
@@ -41,30 +41,24 @@ class TrainingRecord:
     num_steps: Count
     epochs: Amount
     train_loss: float
-    """Mean over the run. NaN, like the next, where training diverged."""
+    """Mean over the run. NaN, like final_loss, if training diverged."""
     final_loss: float
-    """As logged last."""
+    """The last logged loss."""
     train_seconds: Amount
     samples_per_second: Amount
     peak_memory_bytes: Annotated[int, Field(ge=1, lt=2**63)]
     reserved_memory_bytes: Count
     memory_kind: str
-    """cuda_allocated or cpu_allocated (peak.py)."""
+    """cuda_allocated or cpu_allocated (RecipeTrainer.peak_bytes)."""
     trainable: dict[str, Count]
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        state: TrainerState,
-        *,
-        attempt: int,
-        seconds: float,
-        peak: PeakMemory,
+        cls, plan: Plan, state: TrainerState, *, attempt: int, seconds: float, peak_bytes: tuple[int, int]
     ) -> TrainingRecord:
-        """plan: as it was used, after `attempt` rungs."""
+        """plan: as used, after `attempt` rungs. peak_bytes: allocated and reserved."""
         last = {name: value for entry in state.log_history for name, value in entry.items()}
         schedule = plan.schedule
         samples = schedule.num_steps * schedule.train_samples / schedule.steps_per_epoch
@@ -83,9 +77,9 @@ class TrainingRecord:
             final_loss=last["loss"],
             train_seconds=round(seconds, 2),
             samples_per_second=round(samples / seconds, 3),
-            peak_memory_bytes=peak.allocated_bytes,
-            reserved_memory_bytes=peak.reserved_bytes,
-            memory_kind=peak.kind,
+            peak_memory_bytes=peak_bytes[0],
+            reserved_memory_bytes=peak_bytes[1],
+            memory_kind=f"{plan.device.kind}_allocated",
             trainable=plan.trainable,
             router_accuracy=last.get("router_accuracy"),
         )
@@ -99,10 +93,38 @@ class TrainingRecord:
 
 
 def read_record(path: Path) -> TrainingRecord:
-    """Raises UserError where it is missing or damaged."""
+    """Raises UserError if the file is missing or damaged."""
     return read_json(TrainingRecord, path, fix=f"dvc repro -f -s train@{path.parent.parent.name}")
 
 
 def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:
     rows = (f"{step},{loss},{grad_norm}" for step, (loss, grad_norm) in enumerate(trace, start=1))
     publish_text("\n".join(("step,loss,grad_norm", *rows)) + "\n", path)
+
+
+def tracking_arguments(tracking: TrackingParams, recipe: str) -> dict[str, Any]:
+    """Trainer's arguments for Weights & Biases, whose environment they need."""
+    if not tracking.wandb:
+        return {"report_to": "none"}
+    set_tracking_environment(tracking)
+    return {"report_to": "wandb", "run_name": run_name(recipe)}
+
+
+def set_tracking_environment(tracking: TrackingParams) -> None:
+    """Variables that wandb reads. Its files, those still to be sent included, lie below the repository."""
+    # DVC_ROOT: also if DVC runs an experiment in a clone that it throws away.
+    runs_dir = Path(os.environ.get("DVC_ROOT", "."), ".bakeoff/tracking").absolute()  # wandb adds a folder of its name
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    os.environ |= {
+        "WANDB_DIR": str(runs_dir),
+        "WANDB_DATA_DIR": str(runs_dir / "data"),  # artifacts, until they are sent
+        "WANDB_CACHE_DIR": str(runs_dir / "cache"),
+        "WANDB_MODE": tracking.wandb_mode,
+        "WANDB_PROJECT": tracking.wandb_project,
+    }
+
+
+def run_name(name: str) -> str:
+    """The name of a tracked run: recipe or comparison, and the experiment."""
+    experiment = os.environ.get("DVC_EXP_NAME")
+    return f"{name}-{experiment}" if experiment else name

@@ -1,6 +1,6 @@
-"""From conversations to a batch of tensors; the recipe chooses the tokens that count in the loss.
+"""From conversations to a batch of tensors; the recipe's loss decides which tokens count.
 
-A batch has a row for each sample, padded, or all samples behind one another in a single row, without padding.
+A batch has a padded row for each sample (B, T), or all samples one after the other in a single row (1, L).
 """
 
 from __future__ import annotations
@@ -28,32 +28,19 @@ if TYPE_CHECKING:
     from stages.kit.planning.plan import Plan
 
 IGNORED = -100
-"""The label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
+"""Label of a token that does not count (torch.nn.CrossEntropyLoss's ignore_index)."""
 FEATURES = "image_features"
-"""The entry of a batch that has features of its pictures in place of their pixels (features.py): one picture after the
-other, (picture tokens, width of the language model)."""
-
-
-def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """The batch of samples that were collated one by one, as if together: padded on the right."""
-    values = {"input_ids": pad_token_id, "labels": IGNORED, "attention_mask": 0, "mm_token_type_ids": 0}
-    batch = {}
-    for name in dict.fromkeys(name for sample in samples for name in sample):
-        tensors = [sample[name] for sample in samples if name in sample]
-        if name in values:
-            rows = [row for tensor in tensors for row in tensor]
-            batch[name] = pad_sequence(rows, batch_first=True, padding_value=values[name])
-        else:
-            batch[name] = torch.cat(tensors)
-    return batch
+"""Entry of a batch with features of its images in place of their pixels (features.py): (image tokens, width of the
+language model), one image after the other."""
+PADDING = {"labels": IGNORED, "attention_mask": 0, "mm_token_type_ids": 0}
 
 
 class ConversationCollator:
     """Batches of answered conversations, padded on the right or packed; a text that may be cut is cut to `max_length`.
 
     loss: `assistant-only` counts the assistant's words and the end-of-turn token; `all-tokens` counts all text, chat
-    markup included. Padding and vision tokens never count. With `router-labels` a token's label is not the token, but
-    the number of the expert that is to have it; padding does not count.
+    markup included. Padding and vision tokens never count. With `router-labels` a token's label is the number of its
+    expert; padding does not count.
     """
 
     def __init__(
@@ -68,7 +55,7 @@ class ConversationCollator:
         packed_for: PreTrainedConfig | None = None,
     ) -> None:
         """converse: the answered conversation of a record; picklable, for data-loader workers. experts: with
-        `router-labels`, the number of each record's. packed_for: the model that takes the samples in one row."""
+        `router-labels`, the number of each record's expert. packed_for: the model that takes the samples in one row."""
         assert (experts is not None) == (loss == "router-labels"), loss
         self.processor = processor
         self.records = records
@@ -84,38 +71,35 @@ class ConversationCollator:
         self._vision = torch.tensor(vision, dtype=torch.long)
 
     @classmethod
-    def of_plan(
+    def for_plan(
         cls, plan: Plan, processor: Processor, records: Sequence[Any], samples: ModuleType
     ) -> ConversationCollator:
-        """Batches as a plan's training takes them. samples: this module of its task.
+        """The collator of a plan's training. samples: the task's module of this name.
 
-        Raises UserError where domains are not as the plan has them, and for a sample without pictures where training
-        needs some in each.
+        Raises UserError if domains differ from the plan's, and for a sample without images if each needs some.
         """
         config = load_config(Path(plan.base_dir))
-        asked = samples_for(samples, config.model_type, processor)
-        converse = partial(asked.conversation, answered=True, answer_format=plan.answer_format)
-        _require_pictures(plan, map(converse, records))
-        experts = experts_of(plan, records, samples) if plan.loss == "router-labels" else None
+        for_model = samples_for(samples, config.model_type, processor)
+        converse = partial(for_model.conversation, answered=True, answer_format=plan.answer_format)
+        _require_images(plan, map(converse, records))
         return cls(
             *(processor, records, converse),
             loss=plan.loss,
             max_length=plan.max_length,
-            experts=experts,
+            experts=experts_of(plan, records, samples) if plan.loss == "router-labels" else None,
             packed_for=config if plan.padding_free else None,
         )
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-        """examples: rows of a dataset with the column `sample`. Returns the model's inputs and `labels`, as `padded` or
-        `packed` has them."""
-        return self.as_planned(self.one_a_row(examples))
+        """The model's inputs and `labels`, padded or packed. examples: rows of a dataset with the column `sample`."""
+        return self.as_planned(self.padded_batch(examples))
 
     def as_planned(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A padded batch as the training takes it, padded or packed."""
+        """A padded batch, packed if the training takes it so."""
         return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
 
-    def one_a_row(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-        """The padded batch, (B, T), whichever the training takes."""
+    def padded_batch(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        """The padded batch, (B, T), whether or not the training packs it."""
         numbers = [int(example["sample"]) for example in examples]
         conversations = [self.converse(self.records[number]) for number in numbers]
         options: dict[str, Any] = {"max_length": self.max_length, "mark_answers": self.loss == "assistant-only"}
@@ -129,13 +113,13 @@ class ConversationCollator:
                 labels[row, :length] = self.experts[number]
                 continue
             ids = batch["input_ids"][row, :length]
-            counted = ~torch.isin(ids, self._vision) if answers is None else answers[row, :length]
-            labels[row, :length][counted] = ids[counted]
+            counts = ~torch.isin(ids, self._vision) if answers is None else answers[row, :length]
+            labels[row, :length][counts] = ids[counts]
         return {**batch, "labels": labels}
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The length of each sample in tokens, without making its pictures' pixels.
+        """Length of each sample in tokens, computed without the pixels of its images.
 
         Raises UserError naming the first sample that is longer than max_length: now, not hours into the training.
         """
@@ -146,13 +130,23 @@ class ConversationCollator:
             self._refuse_too_long(conversation, lengths[-1])
         return lengths
 
-    def lengths_said(self) -> str:
-        """The lengths in words. Raises as `lengths` does."""
+    def length_summary(self) -> str:
+        """Raises as `lengths` does."""
         ordered = sorted(self.lengths)
         return (
             f"samples of {ordered[0]} to {ordered[-1]} tokens, half of them at most {ordered[len(ordered) // 2]}; "
             f"limit {self.max_length}"
         )
+
+    def largest_samples(self, count: int) -> list[int]:
+        """The `count` longest samples in tokens, the longest first; all if there are fewer.
+
+        An image takes tokens by its pixels, so these have the most pixels too, if all or none have images.
+        """
+        return sorted(range(len(self.lengths)), key=lambda sample: (-self.lengths[sample], sample))[:count]
+
+    def largest_batch(self, micro_batch: int) -> dict[str, Any]:
+        return self([{"sample": sample} for sample in self.largest_samples(micro_batch)])
 
     def _refuse_too_long(self, conversation: Conversation, length: int) -> None:
         if length > self.max_length:
@@ -163,15 +157,30 @@ class ConversationCollator:
             )
 
 
-def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Loss) -> dict[str, torch.Tensor]:
-    """The samples of a padded batch behind one another in a row, and nothing in between.
+def padded(samples: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """The padded batch of samples that were collated one by one, equal to collating them together."""
+    values = {"input_ids": pad_token_id, **PADDING}
+    batch = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample):
+        tensors = [sample[name] for sample in samples if name in sample]
+        if name in values:
+            rows = [row for tensor in tensors for row in tensor]
+            batch[name] = pad_sequence(rows, batch_first=True, padding_value=values[name])
+        else:
+            batch[name] = torch.cat(tensors)
+    return batch
 
-    Each sample's positions begin at 0, which is all that keeps it apart from the others: there is no mask. Its last
+
+def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Loss) -> dict[str, torch.Tensor]:
+    """The samples of a padded batch one after the other in a row, without padding.
+
+    Each sample's positions begin at 0, which is all that separates it from the others: there is no mask. Its last
     token has no next one, so the first label of the sample behind it does not count, unless labels are the tokens' own,
     as with `router-labels`.
 
-    batch: (B, T), padded on the right. Returns (1, L); where pictures' tokens have places in time, height and width,
-    position_ids (4, 1, L): those in the text first, by which attention goes (transformers, Qwen2VLTextModel.forward).
+    batch: (B, T), padded on the right. Returns (1, L). If image tokens have positions in time, height and width,
+    position_ids are (4, 1, L): the positions in the text come first, by which attention separates the samples
+    (transformers, Qwen2VLTextModel.forward).
     """
     row = dict(batch)
     mask = row.pop("attention_mask")
@@ -179,8 +188,8 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
     positions = (mask.cumsum(1) - 1)[None]
     if hasattr(MODEL_MAPPING[type(config)], "get_rope_index"):
         row.setdefault("mm_token_type_ids", torch.zeros_like(mask))
-        pictures = (row["mm_token_type_ids"], row.get("image_grid_thw"))
-        places, _ = _without_weights(config).get_rope_index(row["input_ids"], *pictures, attention_mask=mask)
+        images = (row["mm_token_type_ids"], row.get("image_grid_thw"))
+        places, _ = _without_weights(config).get_rope_index(row["input_ids"], *images, attention_mask=mask)
         positions = torch.cat([positions, places])
     if loss != "router-labels":
         row["labels"] = row["labels"].clone()
@@ -192,7 +201,7 @@ def packed(batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, loss: Lo
 
 
 def _without_weights(config: PreTrainedConfig) -> Any:
-    """The config's model without its modules, which knows the places of its pictures' tokens."""
+    """The config's model without its modules, which can compute the positions of image tokens."""
     kind = MODEL_MAPPING[type(config)]
     model = kind.__new__(kind)
     nn.Module.__init__(model)
@@ -200,11 +209,11 @@ def _without_weights(config: PreTrainedConfig) -> Any:
     return model
 
 
-def _require_pictures(plan: Plan, conversations: Iterable[Conversation]) -> None:
-    """Raises UserError for a sample without pictures where training needs some in each.
+def _require_images(plan: Plan, conversations: Iterable[Conversation]) -> None:
+    """Raises UserError for a sample without images if training needs some in each.
 
-    It would give no gradient where only the parts that see pictures are trained. And processes that share these parts'
-    weights or gradients wait for each other there: one that has no picture keeps the others waiting for ever.
+    It would give no gradient if only parts that see images are trained. Processes that share the weights or gradients
+    of these parts wait for each other there: one without an image would keep the others waiting for ever.
     """
     trained = set(plan.parts.trained())
     alone = "llm" not in trained
@@ -213,29 +222,29 @@ def _require_pictures(plan: Plan, conversations: Iterable[Conversation]) -> None
         return
     examples = {bool(each.images): each.sample_id for each in conversations}
     if False in examples and (alone or True in examples):
-        why = "trains only parts that see pictures" if alone else f"shares them among processes ({plan.placement})"
+        why = "trains only parts that see images" if alone else f"shares them among processes ({plan.placement})"
         fix = "train llm too" if alone else "take placement single or balanced"
         raise UserError(
-            f"sample {examples[False]} has no picture, and recipe {plan.recipe} {why}; {fix}, or leave such samples out"
+            f"sample {examples[False]} has no image, and recipe {plan.recipe} {why}; {fix}, or leave such samples out"
         )
 
 
 def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:
-    """The number of the expert whose domain each record is of.
+    """The number of the expert for the domain of each record.
 
-    Raises UserError for a task without domains, for a sample whose domain no expert has, and for a domain without
-    samples, as its expert would never be chosen again.
+    Raises UserError for a task without domains, for a sample whose domain has no expert, and for a domain without
+    samples, whose expert would never be chosen again.
     """
     assert plan.domains, plan.loss
     if not hasattr(samples, "domain"):
-        raise UserError(f"task {plan.task} knows no domains of its samples, so loss router-labels has nothing to teach")
+        raise UserError(f"samples of task {plan.task} have no domains, so loss router-labels has nothing to teach")
     domains = [samples.domain(record) for record in records]
     found = Counter(domains)
     for domain, count in found.items():
         if domain not in plan.domains:
             raise UserError(
-                f"{plan.data_dir} has training samples of the domain {domain}, {count:,} of {len(domains):,}, which no "
-                f"expert has; domains of recipe {plan.recipe} are {', '.join(plan.domains)}"
+                f"{plan.data_dir} has {count:,} of {len(domains):,} training samples of the domain {domain}, which has "
+                f"no expert; the domains of recipe {plan.recipe} are {', '.join(plan.domains)}"
             )
     for domain in plan.domains:
         if domain not in found:

@@ -1,0 +1,86 @@
+"""Triton's kernels of TRL's fused loss, which score tiles of logits on a GPU, and the C compiler that Triton needs.
+
+Triton compiles the code that launches its kernels where it runs. Imports torch only to prepare a training.
+
+Run     python -m stages.kit.training.kernels   prints what to install for the compiler, or nothing (docker/setup)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from stages.core.errors import UserError
+from stages.kit.planning.plan import Plan
+
+_SOURCE = "#include <stdlib.h>\n#include <Python.h>\nPyObject *answer(void) { return PyLong_FromLong(42); }\n"
+
+
+def prepare_kernels(plan: Plan) -> None:
+    """Have TRL's fused loss and the plan's fused kernels run on the plan's GPU, in this process.
+
+    Raises UserError if Triton cannot start, or one of Liger's kernels computes something else than torch.
+    """
+    if plan.device.kind == "cpu":
+        return
+    from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
+    from stages.kit.models.kernels import refuse_wrong_kernels
+    from stages.kit.models.load import DTYPES, local_device
+
+    if problem := (compiler_problem() or driver_problem()) if has_triton() else "Triton is not installed":
+        raise UserError(f"training on a GPU needs Triton, which compiles kernels where it runs: {problem}")
+    launch_where_tensors_are()
+    if plan.fused_kernels:
+        refuse_wrong_kernels(local_device(plan.device), DTYPES[plan.precision])
+
+
+def driver_problem() -> str | None:
+    """The reason why Triton cannot build its part of the CUDA driver (once a cache) and load it, or None."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    try:
+        CudaUtils()
+    # No libcuda.so.1 where ldconfig looks, a compiler's error, a cache that cannot be written to or loaded from.
+    except (AssertionError, subprocess.CalledProcessError, RuntimeError, OSError, ImportError) as error:
+        return f"Triton cannot start ({' '.join(str(error).split())})"
+    return None
+
+
+def compiler_problem() -> str | None:
+    """The reason why Triton cannot compile for this Python, and what to install, in one line; None if it can.
+
+    Tries what triton/runtime/build.py (3.7.1) does: CC, else gcc, else clang, with Python's own headers.
+    """
+    problem = _compile_error(os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")))
+    return problem and (
+        f"{problem}; install what is missing: apt install gcc libc6-dev python3-dev (Debian, Ubuntu), "
+        "dnf install gcc python3-devel (Fedora)"
+    )
+
+
+def _compile_error(compiler: str | None) -> str | None:
+    if compiler is None:
+        return "there is no C compiler (gcc or clang) on the PATH"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "probe.c").write_text(_SOURCE, encoding="utf-8")
+        command = [compiler, "probe.c", "-O3", "-shared", "-fPIC", "-o", "probe.so", f"-I{headers}"]
+        try:
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            return f"the C compiler {compiler!r} cannot be started ({error.strerror})"
+    if result.returncode == 0:
+        return None
+    lines = result.stderr.strip().splitlines()
+    reason = next((line for line in lines if "error" in line), f"exit code {result.returncode}")
+    return f"the C compiler {compiler} cannot compile for {sys.executable} ({reason})"
+
+
+if __name__ == "__main__":
+    print(compiler_problem() or "", end="")
