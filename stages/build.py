@@ -27,7 +27,7 @@ from stages.kit.memory_use import MemoryLog, write_stage_memory
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.experts import check_lineages, check_models
 from stages.kit.mixture.merge import merge_experts
-from stages.kit.mixture.routing import mean_hidden_states, measure_domains
+from stages.kit.mixture.routing import measure_domains
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.prompts import load_processor
@@ -65,14 +65,11 @@ def main(name: str) -> None:
         return model
 
     processor = load_processor(base_dir, None)
-    router = None
-    if build.router_init == "hidden-states":
-        router = mean_hidden_states(load(base_dir).eval(), processor, probes)
 
     built_dir = Path("data/builds") / name
     with published(built_dir) as folder:
-        changes = merge_experts(base_dir, expert_dirs, folder, top_k=build.top_k, router=router, non_mlp=build.non_mlp)
-        report_changes(changes, build.non_mlp)
+        changes = merge_experts(base_dir, expert_dirs, folder, top_k=build.top_k)
+        report_changes(changes)
         lineage = write_lineage(
             folder,
             kind="built",
@@ -85,8 +82,6 @@ def main(name: str) -> None:
             built_digest=lineage.digest,
             precision=precision,
             top_k=build.top_k,
-            router_init=build.router_init,
-            non_mlp=build.non_mlp,
             changes=changes,
             tolerance=TOLERANCE[precision],
             domains=measure_domains(folder, base_dir, expert_dirs, probes, load=load, processor=processor),
@@ -113,12 +108,11 @@ def probes_of(expert: ExpertParams, recipe: RecipeParams) -> list[Conversation]:
     return list(samples.probes(recipe.answer_format, expert.domain))
 
 
-def report_changes(changes: Mapping[str, Change], non_mlp: str) -> None:
+def report_changes(changes: Mapping[str, Change]) -> None:
     for expert, change in changes.items():
         log.info("expert %s changed the MLPs by %.2g of their norm", expert, change.mlp)
         if change.outside:
-            lost = "is lost; non_mlp: average keeps a share of it" if non_mlp == "base" else "is averaged"
-            log.warning("expert %s changed all else by %.2g of its norm, which %s", expert, change.outside, lost)
+            log.warning("expert %s changed all else by %.2g of its norm, which is lost", expert, change.outside)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,6 @@ BUILD_CERTIFICATE = BuildCertificate(
     built_digest="0" * 64,
     precision="fp32",
     top_k=2,
-    router_init="uniform",
-    non_mlp="base",
     changes={"a": Change(mlp=1.0, outside=0.0)},
     tolerance=1e-5,
     domains={"a": Domain(probes=1, deviation={}, forced_deviation=0.0, routing=ROUTING)},

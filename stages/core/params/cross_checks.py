@@ -184,9 +184,6 @@ def _build_problems(here: str, build: BuildParams) -> Problems:
             yield f"{here}.experts", f"{name} is named more than once"
     if build.domains and len(build.domains) < len(build.experts):
         yield f"{here}.experts", "some have a `domain` and others have none"
-    if build.router_init == "hidden-states" and not build.domains:
-        missing = "no expert has a `domain`, whose hidden states would choose it"
-        yield f"{here}.router_init", f"hidden-states, though {missing}"
 
 
 def _expert_problems(here: str, build: BuildParams, expert: str, params: Params) -> Problems:

@@ -18,7 +18,6 @@ Loss = Literal["assistant-only", "all-tokens", "router-labels"]
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 PaddingFree = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
-NonMlp = Literal["base", "average"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]
 
 
@@ -255,16 +254,11 @@ class BuildParams:
     task: Name
     """The experts'; its probes of each domain show where the domain's tokens go."""
     base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
-    """`bases/NAME`, a dense model: what the experts come from, and all but their MLPs with `non_mlp: base`."""
+    """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
     """Numbered in this order. All of them have a domain, or none."""
     top_k: Annotated[int, Field(ge=2)] = 2
     """Experts that a token takes, at most all. One alone would have a weight of 1, and its router no gradient."""
-    router_init: Literal["uniform", "hidden-states"] = "uniform"
-    """Routers of zeros, for a training of the gate to start from; or the base's mean hidden state on the
-    probes of each expert's domain."""
-    non_mlp: NonMlp = "base"
-    """Attention, norms, embeddings and head: the base's, or the average of the experts'."""
 
     @property
     def recipes(self) -> tuple[str, ...]:

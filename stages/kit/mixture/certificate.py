@@ -18,7 +18,7 @@ class Change:
 
     mlp: float
     outside: float
-    """All other weights, which a mixture has once: lost with `non_mlp: base`, averaged with `non_mlp: average`."""
+    """All other weights, of which a mixture has the base's: the change is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,6 @@ class BuildCertificate:
     """Content of the built folder that was certified."""
     precision: str
     top_k: int
-    router_init: str
-    non_mlp: str
     changes: dict[str, Change]
     """By expert."""
     tolerance: float
@@ -64,10 +62,7 @@ class BuildCertificate:
     """By expert."""
 
     def problems(self) -> list[str]:
-        """An expert that changed nothing but MLPs is in the mixture whole, or the merge is wrong. What others changed
-        outside of them is lost or averaged, for all experts alike."""
-        if self.non_mlp == "average" and any(change.outside for change in self.changes.values()):
-            return []
+        """An expert that changed nothing but MLPs is in the mixture whole, or the merge is wrong."""
         return [
             f"expert {name} alone deviates by {domain.forced_deviation:.2g} of its logits, more than {self.tolerance:g}"
             for name, domain in self.domains.items()

@@ -1,7 +1,7 @@
 """Dense Qwen2 checkpoints merged into one Qwen2Moe checkpoint, tensor by tensor, from safetensors to safetensors.
 
-Every layer's MLPs become the experts of that layer, and all else comes from the base, or is the experts' average. A
-piece of one tensor is held at a time, so that memory does not depend on the size of the models.
+Every layer's MLPs become the experts of that layer, all else comes from the base, and routers
+start from zeros. A piece of one tensor is held at a time, so memory does not depend on the size of the models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 
 from stages.core.errors import UserError
-from stages.core.params.schema import NonMlp
 from stages.kit.mixture.certificate import Change
 from stages.kit.mixture.experts import dense_config
 from stages.kit.models.folders import copy_model_files, weight_files
@@ -31,7 +30,7 @@ PIECE_WEIGHTS = 2**21
 """Weights of a tensor that are held at a time; 8 MiB in fp32."""
 
 _EXPERT = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<matrix>\w+\.weight)")
-_ROUTER = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.gate\.weight")
+_ROUTER = re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight")
 _SHARED_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert(_gate|\.\w+)\.weight")
 _NOT_NEEDED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
 """Beside a model's parameters a checkpoint may hold the head where it is tied, and what older libraries saved."""
@@ -61,19 +60,16 @@ def merge_experts(
     folder: Path,
     *,
     top_k: int,
-    router: torch.Tensor | None = None,
-    non_mlp: NonMlp = "base",
 ) -> dict[str, Change]:
     """Write a Qwen2Moe folder, with the base's tokenizer, in the widest of the dtypes that go into it.
 
     base_dir, expert_dirs: dense Qwen2 folders that `check_models` accepts; the experts are numbered in this order.
-    router: (layers, experts, hidden) weights of the routers; None for zeros, which give every expert the same weight.
-    non_mlp: attention, norms, embeddings and head are the base's, or the experts' average.
+    Routers are zeros, which give every expert the same weight.
     Returns how far each expert is from the base. Raises UserError for a checkpoint with other weights than its config
     says.
     """
     config = mixture_config(dense_config(base_dir), experts=len(expert_dirs), top_k=top_k)
-    merge = _Merge(Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()], router, non_mlp)
+    merge = _Merge(Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()])
     config.dtype = merge.dtype
     write_shards(meta_model(config).to(merge.dtype), folder, merge.pieces, what="the merged experts")
     copy_model_files(base_dir, folder, weights=False)
@@ -122,10 +118,8 @@ class Checkpoint:
 class _Merge:
     """Where every tensor of the mixture comes from, and how far the experts are from the base, measured on the way."""
 
-    def __init__(
-        self, base: Checkpoint, experts: list[Checkpoint], router: torch.Tensor | None, non_mlp: NonMlp
-    ) -> None:
-        self.base, self.experts, self.router, self.non_mlp = base, experts, router, non_mlp
+    def __init__(self, base: Checkpoint, experts: list[Checkpoint]) -> None:
+        self.base, self.experts = base, experts
         dtypes = set.union(*(model.dtypes for model in (base, *experts)))
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # fp32 holds fp16 and bf16 exactly
         self.base_squares = dict.fromkeys(("mlp", "outside"), 0.0)
@@ -142,9 +136,7 @@ class _Merge:
                     self.base_squares["mlp"] += _square(base)
                 self.change_squares[index, "mlp"] += _square_of_difference(ours, base)
                 yield _bytes(ours, self.dtype)
-        elif (match := _ROUTER.fullmatch(name)) and self.router is not None:
-            yield _bytes(self.router[int(match["layer"])], self.dtype)
-        elif match or _SHARED_EXPERT.fullmatch(name):
+        elif _ROUTER.fullmatch(name) or _SHARED_EXPERT.fullmatch(name):
             yield _bytes(torch.zeros(tensor.shape), self.dtype)
         else:
             for rows in _rows(tensor):
@@ -161,12 +153,9 @@ class _Merge:
         """Rows of a tensor that is not an expert's, which the mixture has once."""
         base = self.base.piece(name, rows)
         self.base_squares["outside"] += _square(base)
-        total = torch.zeros(base.shape)
         for index, expert in enumerate(self.experts):
-            ours = expert.piece(name, rows)
-            self.change_squares[index, "outside"] += _square_of_difference(ours, base)
-            total += ours
-        return total / len(self.experts) if self.non_mlp == "average" else base
+            self.change_squares[index, "outside"] += _square_of_difference(expert.piece(name, rows), base)
+        return base
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[slice]:

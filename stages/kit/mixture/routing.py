@@ -1,11 +1,10 @@
-"""Where a mixture sends its tokens: measured, forced, and a first router that needs no training."""
+"""Where a mixture sends its tokens: measured and forced."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.certificate import Domain, RoutingByLayer
 from stages.kit.models.merge import probe_inputs, probe_logits, root_mean_square
 from stages.kit.models.prompts import Processor
-
-SAME_DIRECTION = 1e-6
-"""Distance of two rows of length 1 that differ by no more than the rounding of fp32."""
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits (tokens, experts), and of the top k experts the weights (tokens, k) and the numbers (tokens, k)."""
@@ -100,36 +95,6 @@ def routed_to(model: nn.Module, expert: int) -> Iterator[None]:
 
     with hooked(routers_of(model), send):
         yield
-
-
-@torch.inference_mode()
-def mean_hidden_states(
-    model: PreTrainedModel, processor: Processor, domains: Mapping[str, Sequence[Conversation]]
-) -> torch.Tensor:
-    """A router that knows each expert by its domain's hidden states in the base: (layers, domains, hidden), fp32.
-
-    model: the dense base. domains: conversations by expert, in the order of the experts.
-    A row is the mean over the domain's tokens of the input of the layer's MLP, normalised to length 1.
-    After mergekit's `gate_mode: hidden` (mergekit/moe/router.py), which takes the layer's input.
-    Raises UserError where two rows of a layer are equal: between those experts it would choose nothing.
-    """
-    layers = model.get_decoder().layers
-    sums = torch.zeros(len(layers), len(domains), model.config.hidden_size)
-    norms = [layer.post_attention_layernorm for layer in layers]
-    for column, probes in enumerate(domains.values()):
-        for inputs in probe_inputs(model, processor, probes):
-            with outputs_of(norms) as outputs:
-                model(**inputs, use_cache=False)
-            sums[:, column] += torch.stack([output.float().sum((0, 1)).cpu() for output in outputs])
-    router = nn.functional.normalize(sums, dim=-1)
-    for number, rows in enumerate(router):
-        for (one, first), (other, second) in combinations(zip(domains, rows, strict=True), 2):
-            if torch.dist(first, second) < SAME_DIRECTION:
-                raise UserError(
-                    f"experts {one} and {other} would get the same router in layer {number}, as the hidden states of "
-                    "their probes are the same; give each a `domain` of its own, or take router_init: uniform"
-                )
-    return router
 
 
 def measure_domains(

@@ -126,10 +126,6 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
         ({"builds.mixture.experts.1.recipe": "after"}, "after.base: forms a cycle: after -> builds/mixture -> after"),
         ({"builds.mixture.top_k": 3}, "builds.mixture.top_k: 3, though there are 2 experts"),
         ({"builds.mixture.task": "amr"}, "mixture.experts: r1-llm-only has the task detection, not amr"),
-        (
-            {"builds.mixture.experts": NO_DOMAINS, "builds.mixture.router_init": "hidden-states"},
-            "builds.mixture.router_init: hidden-states, though no expert has a `domain`",
-        ),
         # Of a recipe that labels routers
         ({"builds.mixture.experts": NO_DOMAINS}, "labels.base: goes back to builds/mixture, whose experts have no"),
         ({"recipes.labels.base": "runs/r1-llm-only/merged"}, "labels.base: goes back to bases/vlm, a dense model"),

@@ -121,7 +121,7 @@ WRONG_ALONE = [
     (("recipes", "r3-two-stage", "base"), "runs/r2-vision-only", "recipes.r3-two-stage.base: "),
     (("recipes", "moe-gate-labels", "full_targets"), {"llm": []}, "recipes.moe-gate-labels.full_targets.llm: "),
     (("builds", "moe", "experts"), [{"recipe": "a.b", "domian": "c"}, {}], "builds.moe.experts.0.domian: unknown key"),
-    (("builds", "moe", "router_init"), "zeros", "builds.moe.router_init: "),
+    (("builds", "moe", "top_k"), 1, "builds.moe.top_k: "),
     (("profiles", "tiny", "datasets", "both-domains", "mix"), {"qmsum": -1}, "both-domains.mix.qmsum: "),
     (("profiles", "tiny", "memory", "precision"), "fp8", "profiles.tiny.memory.precision: "),
 ]

@@ -224,7 +224,6 @@ def test_what_dvc_would_not_wait_for_is_refused_with_the_lines_to_add(tmp_path: 
         assert declared is not None
         refuse_undeclared(declared, stage, name, params)
 
-    look("build", "moe-hidden")
     look("prepare", "only-qmsum")
     with pytest.raises(UserError, match=r"(?s)build@moe needs .*data/runs/moe-dense/merged") as build:
         look("build", "moe")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.kit.mixture.merge import merge_experts
-from tests.kit.mixture.dense import save_base, save_expert
+from tests.kit.mixture.dense import save_base, save_expert, set_routers
 
 
 @pytest.fixture(scope="session")
@@ -26,5 +26,6 @@ def mixture_dir(base_dir: Path, experts: dict[str, Path]) -> Path:
     folder = base_dir.with_name("mixture")
     folder.mkdir()
     torch.manual_seed(4)
-    merge_experts(base_dir, experts, folder, top_k=2, router=torch.randn(2, 3, 32))
+    merge_experts(base_dir, experts, folder, top_k=2)
+    set_routers(folder, torch.randn(2, 3, 32))
     return folder

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stages.core.lineage import read_lineage, write_lineage
@@ -59,3 +60,12 @@ def conversation(question: str, answer: str = "It is so.") -> Conversation:
     texts = (("user", question), ("assistant", answer))
     messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
     return Conversation(sample_id=question, messages=messages)
+
+
+def set_routers(folder: Path, router: torch.Tensor) -> None:
+    """Give a mixture that is one file these weights of its routers, (layers, experts, hidden)."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for layer, weights in enumerate(router):
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = weights.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams, NonMlp
+from stages.core.params.schema import DeviceParams
 from stages.kit.mixture import merge
 from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import routed_to
 from stages.kit.models import shards
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.load import load_model
-from tests.kit.mixture.dense import save_base, save_expert
+from tests.kit.mixture.dense import save_base, save_expert, set_routers
 
 TOKENS = torch.arange(3, 60)[None]
 
@@ -49,7 +49,8 @@ def test_identical_experts_are_the_dense_model(tmp_path: Path, count: int, top_k
     expert = save_expert(tmp_path / "expert", base_dir)
     torch.manual_seed(0)
     router = torch.randn(2, count, 32)
-    folder = merged(base_dir, {str(n): expert for n in range(count)}, tmp_path / "m", top_k=top_k, router=router)
+    folder = merged(base_dir, {str(n): expert for n in range(count)}, tmp_path / "m", top_k=top_k)
+    set_routers(folder, router)
     assert (logits(expert) - logits(base_dir)).abs().max() > 0.1
     assert (logits(folder) - logits(expert)).abs().max() < 1e-5
 
@@ -85,35 +86,31 @@ def test_it_loads_with_no_weight_missing_or_left_over_and_is_saved_as_it_was(
 def test_shards_and_pieces_change_nothing(
     base_dir: Path, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = weights_of(merged(base_dir, experts, tmp_path / "whole", non_mlp="average"))
+    whole = weights_of(merged(base_dir, experts, tmp_path / "whole"))
     monkeypatch.setattr(merge, "PIECE_WEIGHTS", 50)  # less than two rows
     sharded = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, shard="40KB") for seed, name in enumerate("abc", 1)
     }
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     monkeypatch.setattr(shards, "MAX_SHARD_SIZE", "60KB")
-    folder = merged(base_dir, sharded, tmp_path / "m", non_mlp="average")
+    folder = merged(base_dir, sharded, tmp_path / "m")
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(folder).items())
     assert weights_of(folder).keys() == whole.keys()
     load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
 
 
-@pytest.mark.parametrize("non_mlp", ["base", "average"])
-def test_what_is_outside_of_the_mlps_is_the_bases_or_the_average(
-    base_dir: Path, tmp_path: Path, non_mlp: NonMlp
-) -> None:
+def test_all_but_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, tmp_path: Path) -> None:
     experts = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, outside=0.05) for seed, name in enumerate("ab", 1)
     }
     (tmp_path / "m").mkdir()
-    changes = merge_experts(base_dir, experts, tmp_path / "m", top_k=2, non_mlp=non_mlp)
+    changes = merge_experts(base_dir, experts, tmp_path / "m", top_k=2)
     base, found = weights_of(base_dir), weights_of(tmp_path / "m")
     theirs = {name: weights_of(folder) for name, folder in experts.items()}
     outside = [name for name in base if ".mlp." not in name]
     for name in outside:
-        mean = torch.stack([weights[name] for weights in theirs.values()]).mean(0)
-        torch.testing.assert_close(found[name], base[name] if non_mlp == "base" else mean)
+        assert found[name].equal(base[name])
     for name, weights in theirs.items():
         for where, names in (("outside", outside), ("mlp", base.keys() - set(outside))):
             change = torch.stack([(weights[key] - base[key]).square().sum() for key in names]).sum()

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.core.publish import publish_json
 from stages.kit.mixture.certificate import (
@@ -21,7 +20,7 @@ from stages.kit.mixture.certificate import (
     read_build_certificate,
 )
 from stages.kit.mixture.merge import merge_experts
-from stages.kit.mixture.routing import mean_hidden_states, measure_domains, measure_routing
+from stages.kit.mixture.routing import measure_domains, measure_routing
 from stages.kit.models.load import load_model
 from stages.kit.models.prompts import Processor, encode, load_processor
 from tests.kit.mixture.dense import conversation, save_expert
@@ -47,9 +46,9 @@ def load(folder: Path, precision: str = "fp32") -> PreTrainedModel:
     return load_model(folder, device=DeviceParams(kind="cpu"), precision=precision).eval()
 
 
-def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path, router: torch.Tensor | None = None) -> Path:
+def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path) -> Path:
     folder.mkdir()
-    merge_experts(base_dir, experts, folder, top_k=2, router=router)
+    merge_experts(base_dir, experts, folder, top_k=2)
     return folder
 
 
@@ -84,24 +83,6 @@ def test_routing_is_what_the_model_itself_does(mixture_dir: Path, processor: Pro
         assert weights == pytest.approx((total / found.tokens).tolist(), abs=1e-5)
     assert found.weight == pytest.approx(torch.tensor(found.weight_by_layer).mean(0).tolist())
     assert 0 < found.entropy < 1
-
-
-def test_the_mean_hidden_states_of_a_domain_are_its_routers_input(
-    base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
-) -> None:
-    router = mean_hidden_states(load(base_dir), processor, PROBES)
-    assert router.shape == (2, 2, 32)
-    torch.testing.assert_close(router.norm(dim=-1), torch.ones(2, 2))
-    # In the first layer experts have changed nothing yet: there the mixture's router sees what the base's MLP does.
-    model = load(mixture_of(base_dir, two, tmp_path / "m", router))
-    seen: list[torch.Tensor] = []
-    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].view(-1, 32)))
-    measure_routing(model, processor, PROBES["a"])
-    mean = torch.cat(seen).mean(0)
-    torch.testing.assert_close(router[0, 0], mean / mean.norm(), atol=1e-5, rtol=0)
-    domains = {"a": PROBES["a"], "b": PROBES["b"], "c": PROBES["a"][::-1]}
-    with pytest.raises(UserError, match="experts a and c would get the same router in layer 0"):
-        mean_hidden_states(load(base_dir), processor, domains)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -26,7 +26,7 @@ from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
 from stages.tasks.amr import samples as amr_samples
 from stages.tasks.moe import samples as moe_samples
-from tests.kit.mixture.dense import conversation
+from tests.kit.mixture.dense import conversation, set_routers
 from tests.kit.training.small import plan_for
 from tests.tasks.moe.made_up import fact, meeting
 
@@ -125,7 +125,8 @@ def test_balanced_gradients_do_not_depend_on_accumulation(
     folder = tmp_path / "mixture"
     folder.mkdir()
     torch.manual_seed(4)
-    merge_experts(base_dir, experts, folder, top_k=top_k, router=torch.randn(2, 3, 32))
+    merge_experts(base_dir, experts, folder, top_k=top_k)
+    set_routers(folder, torch.randn(2, 3, 32))
     loss, gradients = in_one(folder, 3.0)
     plan = replace(tokens_plan(micro_batch=micro_batch, full_targets={}), gradient_checkpointing=checkpointing)
     trainer, found = train(plan, folder, tmp_path)

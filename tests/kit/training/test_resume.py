@@ -36,7 +36,7 @@ from stages.kit.training.progress import Curves
 from stages.kit.training.records import Trace
 from stages.kit.training.resume import SaveInTime, load_state, save_state, seed_everything, train_to_the_end
 from stages.kit.training.trainer import RecipeTrainer
-from tests.kit.mixture.dense import conversation, save_base, save_expert
+from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
 from tests.kit.training import two_processes
 from tests.kit.training.small import plan_for, weights
 from tests.kit.training.two_processes import At
@@ -190,7 +190,8 @@ def test_so_does_a_mixture_whose_experts_are_kept_in_balance(text_dir: Path, tmp
     """Its routers are far from balanced, so that the auxiliary loss matters."""
     experts = {name: save_expert(tmp_path / name, text_dir, seed=seed) for seed, name in enumerate("abc", 1)}
     (tmp_path / "moe").mkdir()
-    merge_experts(text_dir, experts, tmp_path / "moe", top_k=2, router=torch.randn(2, 3, 32))
+    merge_experts(text_dir, experts, tmp_path / "moe", top_k=2)
+    set_routers(tmp_path / "moe", torch.randn(2, 3, 32))
     plan = replace(FULL, schedule=replace(FULL.schedule, micro_batch=2, grad_accumulation=2))
     undisturbed = text_workplace(tmp_path / "moe", tmp_path / "undisturbed").train(plan, WHEN_ASKED)
     assert all("aux_loss" in logs for logs in undisturbed.logs if "loss" in logs)
