@@ -21,18 +21,16 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.publish import publish_text
-from stages.kit.reporting.comparison import Comparison, compare
-from stages.kit.reporting.contenders import read_contenders
+from stages.kit.reporting.compare import Comparison, TaskReport, chosen_report, compare, read_contenders
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.tables import csv_text
-from stages.kit.reporting.task_report import TaskReport, chosen_report
-from stages.kit.reporting.texts import (
+from stages.kit.reporting.sections import (
     comparison_markdown,
     comparison_table,
     comparison_text,
     flat_metrics,
     print_comparison,
 )
+from stages.kit.reporting.tables import csv_text
 from stages.kit.reporting.tracking import track_comparison
 from stages.tasks import load_task
 

@@ -29,7 +29,7 @@ from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import beside_measured, read_memory_record
-from stages.kit.reporting.cards import cards_dir, write_card
+from stages.kit.reporting.runs import cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.records import read_record
 from stages.tasks import load_task

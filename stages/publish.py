@@ -38,10 +38,8 @@ from stages.kit.publishing.crate import write_crate
 from stages.kit.publishing.origins import evaluated_on, lineage_tree, sources_of
 from stages.kit.publishing.signature import sign, signing_key
 from stages.kit.publishing.statements import PublishedFile, write_statement
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
-from stages.kit.reporting.comparison import compare
-from stages.kit.reporting.contenders import read_contenders
-from stages.kit.reporting.task_report import chosen_report
+from stages.kit.reporting.compare import chosen_report, compare, read_contenders
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from stages.core.lineage import Lineage, content_digest, write_lineage
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir, write_provenance
-from stages.kit.reporting.cards import cards_dir, write_card
+from stages.kit.reporting.runs import cards_dir, write_card
 from stages.tasks.detection.sources import prepare
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE

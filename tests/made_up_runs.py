@@ -20,7 +20,7 @@ from stages.core.params.schema import Params
 from stages.core.provenance import records_dir, write_provenance
 from stages.kit.memory_use import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan, write_plan
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
 
 MIB = 2**20

@@ -15,11 +15,10 @@ from ruamel.yaml import YAML
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.reporting.cards import cards_dir
-from stages.kit.reporting.contenders import memory_by_stage
+from stages.kit.reporting.compare import memory_by_stage
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import evaluation_stage
-from stages.kit.reporting.texts import comparison_table
+from stages.kit.reporting.runs import cards_dir, evaluation_stage
+from stages.kit.reporting.sections import comparison_table
 from tests.made_up_runs import (
     DETECTION_NAMES,
     PARAMS_PATH,
@@ -280,8 +279,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     best = replace(best, name=nasty, runs=(replace(best.run, name=nasty),))
     contenders = (*(other for other in comparison.contenders if other is not comparison.best), best)
     insights = tuple(replace(insight, topic=nasty, ours=nasty) for insight in comparison.insights)
-    answer = replace(comparison.answer, headline=nasty)
-    poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, answer=answer)
+    poisoned = replace(comparison, contenders=contenders, best=best, insights=insights, headline=nasty)
     page = render_page(poisoned, comparison_table(poisoned), profile=nasty)
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 20

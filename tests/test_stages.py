@@ -25,7 +25,7 @@ from stages.core.publish import publish_json
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.folders import remove_weights, weight_files
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests import ROOT
 from tests.documents import write_yaml
 

@@ -45,7 +45,7 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 
 if TYPE_CHECKING:
-    from stages.kit.reporting.comparison import Comparison
+    from stages.kit.reporting.compare import Comparison
     from stages.kit.reporting.runs import Run
     from tools.plan.recipe_memory import RecipeMemory
 
@@ -84,7 +84,7 @@ def read_run(name: str) -> Run:
     Raises UserError for an unknown name, where the model has not been evaluated, and where its files are damaged.
     """
     from stages.compare import load_report
-    from stages.kit.reporting.contenders import read_task_run
+    from stages.kit.reporting.compare import read_task_run
     from stages.kit.reporting.runs import evaluation_stage
 
     params = load_params()
@@ -97,7 +97,7 @@ def read_run(name: str) -> Run:
 
 
 def compare_runs(task: str) -> Comparison:
-    """The comparison of a task's models as they were last evaluated, with the fields of reporting/comparison.py.
+    """The comparison of a task's models as they were last evaluated, with the fields of reporting/compare.py.
 
     `evaluated` has the models that were run, in the order of params.yaml, each with its `score` by the primary metric:
     `mean` and 95% `interval`. `best` is the best one, `answer` says whether the evidence is enough to call it that, and
@@ -105,8 +105,7 @@ def compare_runs(task: str) -> Comparison:
     Raises UserError where nothing was run, or where the runs do not compare.
     """
     from stages.compare import load_report
-    from stages.kit.reporting.comparison import compare
-    from stages.kit.reporting.contenders import read_contenders
+    from stages.kit.reporting.compare import compare, read_contenders
 
     params = load_params()
     report = load_report(params, task)
@@ -115,6 +114,6 @@ def compare_runs(task: str) -> Comparison:
 
 def table_text(comparison: Comparison) -> str:
     """The table of a comparison and what follows from it, as data/report/TASK/table.txt has them."""
-    from stages.kit.reporting.texts import comparison_table, comparison_text
+    from stages.kit.reporting.sections import comparison_table, comparison_text
 
     return comparison_text(comparison, comparison_table(comparison)).strip() + "\n"

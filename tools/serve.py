@@ -23,8 +23,7 @@ from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificat
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
 from stages.kit.families import PROMPT_OPTIONS
 from stages.kit.models.certificate import certified_model
-from stages.kit.reporting.cards import cards_dir
-from stages.kit.reporting.runs import evaluation_stage
+from stages.kit.reporting.runs import cards_dir, evaluation_stage
 
 log = logging.getLogger("stages")
 

@@ -11,8 +11,8 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.kit.reporting.cards import cards_dir
-from stages.kit.reporting.texts import comparison_table
+from stages.kit.reporting.runs import cards_dir
+from stages.kit.reporting.sections import comparison_table
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.made_up_runs import made_up_ious, write_made_up_run

@@ -27,9 +27,8 @@ from stages.core.errors import UserError, listed, some
 from stages.core.lineage import read_lineage
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE, cards_dir
-from stages.kit.reporting.comparison import Comparison, compare
-from stages.kit.reporting.contenders import read_contenders
+from stages.kit.reporting.compare import Comparison, compare, read_contenders
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE, cards_dir
 from stages.kit.reporting.tables import terminal_table
 from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection
 from tools.compare.conditions import conditions, unlike

@@ -11,11 +11,9 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.reporting.comparison import evidence_of
-from stages.kit.reporting.contenders import read_task_run
+from stages.kit.reporting.compare import TaskReport, evidence_of, read_task_run
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table
-from stages.kit.reporting.task_report import TaskReport
 from stages.kit.statistics import Score, score
 from tools.compare.conditions import conditions
 from tools.compare.experiments import Experiment

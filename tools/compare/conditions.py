@@ -9,8 +9,8 @@ from typing import Any
 
 from stages.core.provenance import provenance_of_run, records_dir
 from stages.kit.planning.plan import read_plan
-from stages.kit.reporting.cards import cards_dir
-from stages.kit.reporting.settings import plan_settings
+from stages.kit.reporting.runs import cards_dir
+from stages.kit.reporting.sections import plan_settings
 from tools.compare.experiments import Experiment
 
 SEED = "seed"

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.core.provenance import records_dir
 from stages.kit.memory_use import stage_memory_path
-from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.runs import cards_dir
 
 WORKSPACE = "workspace"
 HIDDEN = r"^(data|stages)/.*|^(docker|params\.yaml)$|.*_(low|high)$"

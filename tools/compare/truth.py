@@ -20,10 +20,8 @@ import numpy as np
 from stages.compare import load_report
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.kit.reporting.comparison import evidence_of
-from stages.kit.reporting.contenders import read_task_run
+from stages.kit.reporting.compare import TaskReport, evidence_of, read_task_run
 from stages.kit.reporting.runs import different_models, refuse_different_samples
-from stages.kit.reporting.task_report import TaskReport
 from stages.kit.statistics import LEVEL, Floats, difference
 from tools.compare.__main__ import comparable, left_out_words
 

@@ -28,7 +28,7 @@ from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.publish import publish_text
-from stages.kit.reporting.page import Picture, inline_picture
+from stages.kit.reporting.page import InlineImage, inline_image
 from stages.tasks import reader_of
 from stages.tasks.detection import samples, sources
 from stages.tasks.detection.samples import read_split
@@ -159,10 +159,10 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     return path
 
 
-def _picture(record: DetectionRecord) -> Picture:
+def _picture(record: DetectionRecord) -> InlineImage:
     with tempfile.NamedTemporaryFile(suffix=".png") as file:
         draw_truth(record).save(file.name)
-        return inline_picture(Path(file.name), printable(record.image_id))
+        return inline_image(Path(file.name), printable(record.image_id))
 
 
 def proposal(name: str, source: str, form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> str:

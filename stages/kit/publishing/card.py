@@ -20,21 +20,21 @@ from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
 from stages.kit.families import PROMPT_OPTIONS, family_of
 from stages.kit.publishing.origins import Source, lineage_lines
-from stages.kit.reporting.comparison import Comparison, Contender
-from stages.kit.reporting.evidence import design_words
-from stages.kit.reporting.origins import origin_warnings
+from stages.kit.reporting.compare import Comparison, Contender
 from stages.kit.reporting.runs import Run
-from stages.kit.reporting.settings import (
+from stages.kit.reporting.sections import (
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
+    comparison_table,
     cost_table,
+    design_words,
     memory_table,
+    origin_warnings,
     plan_settings,
     quantization_table,
     trainable_table,
 )
 from stages.kit.reporting.tables import Column, Row, Table, escape_markdown, markdown
-from stages.kit.reporting.texts import comparison_table
 
 CARD_FILE = "README.md"
 RESULTS_DIR = ".eval_results"
@@ -95,7 +95,7 @@ def write_card(publication: Publication, folder: Path) -> None:
     comparison, run = publication.comparison, publication.run
     pictures = {
         kind: [path.name for path in paths if (folder / PICTURES_DIR / path.name).is_file()]
-        for kind, paths in run.pictures.items()
+        for kind, paths in run.examples.items()
     }
     mine = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]
     card = ModelCard.from_template(
@@ -105,7 +105,7 @@ def write_card(publication: Publication, folder: Path) -> None:
         run=run,
         report=comparison.report,
         words=escape_markdown,
-        headline=comparison.answer.headline,
+        headline=comparison.headline,
         table=markdown(comparison_table(comparison)),
         insights=[f"{each.topic}: {each.words}" for each in mine],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],

@@ -20,7 +20,7 @@ from stages.kit.publishing.card import CARD_FILE
 from stages.kit.publishing.origins import lineage_tree
 from stages.kit.publishing.signature import KEY_FILE, Problem, fingerprint, signature_problems
 from stages.kit.publishing.statements import STATEMENTS_DIR, Made, read_statement, statement_name
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 
 EVIDENCE_DIR = "evidence"
 MADE_BY = {"trained": "train", "merged": "merge"}

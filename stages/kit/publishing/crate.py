@@ -27,7 +27,7 @@ def write_crate(publication: Publication, folder: Path) -> None:
     # rocrate would write the time of now.
     crate.datePublished = ended
     crate.name = run.name
-    crate.description = f"{publication.comparison.report.title}: {publication.comparison.answer.headline}"
+    crate.description = f"{publication.comparison.report.title}: {publication.comparison.headline}"
     if licence := publication.licence("base"):
         crate.license = licence
     crate.isBasedOn = [

@@ -1,44 +1,94 @@
-"""The comparison as one HTML file that needs nothing else: no network, no script, no other file."""
+"""The comparison as one HTML file that needs nothing else: no network, no script, no other file.
+
+Figures are drawn by matplotlib without pyplot and its global state, in the colours of a light page. `svg` replaces each
+colour by a CSS variable with the colour as its fallback, so that the page can redefine it for a dark display.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any, Literal
 
+import matplotlib as mpl
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
 from stages.core.errors import UserError
 from stages.kit.data.images import DECODING_ERRORS
-from stages.kit.reporting import plots
-from stages.kit.reporting.comparison import Comparison, Contender, interval_words
-from stages.kit.reporting.evidence import EVIDENCE, design_words, evidence_table
-from stages.kit.reporting.origins import origin_warnings, origins_table
-from stages.kit.reporting.runs import Run
-from stages.kit.reporting.settings import (
+from stages.kit.reporting.compare import Comparison, Contender, Metric, interval_words
+from stages.kit.reporting.runs import Curve, Run
+from stages.kit.reporting.sections import (
+    EVIDENCE,
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
     cost_table,
+    design_words,
+    evidence_table,
     memory_table,
+    origin_warnings,
+    origins_table,
     plan_settings,
     quantization_table,
     split_settings,
     trainable_table,
 )
 from stages.kit.reporting.tables import Table, cell_text
-from stages.kit.reporting.task_report import Metric
+from stages.kit.statistics import Floats, Interval
 
 TEMPLATE = "page.html"
-MAX_PICTURE_WIDTH = 512
-"""Pixels; wider pictures are scaled down, since a page holds dozens."""
+MAX_IMAGE_WIDTH = 512
+"""Pixels; wider images are scaled down, since a page has dozens."""
 MAX_PNG_BYTES = 60_000
-"""Larger pictures are stored as JPEG, which photographs shrink in tenfold."""
+"""Larger images are stored as JPEG, which shrinks photographs tenfold."""
+PALETTE = {
+    "card": "#ffffff",
+    "ink": "#1d2129",
+    "muted": "#5f6777",
+    "grid": "#dfe3ea",
+    "better": "#15803d",
+    "worse": "#c02626",
+    "series-0": "#737b8c",  # grey: the baseline
+    "series-1": "#2f6bd8",
+    "series-2": "#c2530a",
+    "series-3": "#0b8467",
+    "series-4": "#8b3fc0",
+    "series-5": "#9a7400",
+    "series-6": "#c22f6b",
+    "series-7": "#3d7890",
+}
+_DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names are not formulas
+    "font.family": ["sans-serif"],
+    "font.size": 10,
+    "axes.edgecolor": PALETTE["grid"],
+    "axes.labelcolor": PALETTE["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": PALETTE["grid"],
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.labelcolor": PALETTE["ink"],
+    "text.color": PALETTE["ink"],
+    "xtick.color": PALETTE["muted"],
+    "ytick.color": PALETTE["muted"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+WIDTH, HEIGHT = 5.6, 3.5  # inches; a page scales them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +98,7 @@ class Drawing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class InlineImage:
     source: str
     """A data: URI."""
     width: int
@@ -57,14 +107,20 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gallery:
-    name: str
-    groups: tuple[tuple[str, tuple[Picture, ...]], ...]
-    """(best, worst or random; its pictures)."""
+class IntervalRow:
+    label: str
+    value: float
+    interval: Interval | None
+    text: str
+    """The figures, at the end of the row."""
+    colour: str
+    """A name of PALETTE."""
+    dots: tuple[float, ...] = ()
+    """Values that `value` is the mean of, drawn below it."""
 
 
 def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
-    """The whole page; names and texts are escaped, whatever they hold.
+    """The whole page; names and texts are escaped, whatever they contain.
 
     table: the one that the terminal shows.
     """
@@ -77,28 +133,28 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
     )
     environment.globals["cell_text"] = cell_text
     environment.filters["typeset"] = typeset
-    runs = comparison.runs
+    report, runs = comparison.report, comparison.runs
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
     differing, outstanding, shared = split_settings({run.name: plan_settings(run.plan) for run in trained if run.plan})
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,
-        report=comparison.report,
-        task=comparison.report.task,
+        report=report,
+        task=report.task,
         profile=profile,
         table=table,
-        palette=plots.PALETTE,
+        palette=PALETTE,
         colours=colours,
-        scores=_scores(comparison, colours),
-        differences=_differences(comparison),
-        curves=_curves(comparison, runs, colours),
-        galleries=[_gallery(run) for run in runs if any(run.pictures.values())],
+        scores=_score_drawing(comparison, colours),
+        differences=[drawing for metric in report.measured if (drawing := _difference_drawing(metric, comparison))],
+        curves=_curve_drawings(comparison, runs, colours),
+        galleries={run.name: _gallery(run) for run in runs if any(run.examples.values())},
         differing=differing,
         outstanding=outstanding,
         shared=shared,
         trainable=trainable_table(trained),
         costs=cost_table(runs),
-        quantization=quantization_table(runs, comparison.report.primary),
+        quantization=quantization_table(runs, report.primary),
         quantization_cost=QUANTIZATION_COST,
         memory=memory_table(runs),
         memory_of_stages=MEMORY_OF_STAGES,
@@ -114,55 +170,53 @@ def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
     """Palette names: grey for baselines, and for each recipe its own, whether or not others were run."""
     colours, recipes = {}, 0
     for contender in contenders:
-        colours[contender.name] = "series-0" if contender.baseline is None else plots.series_colour(recipes)
+        colours[contender.name] = "series-0" if contender.baseline is None else f"series-{1 + recipes % 7}"
         recipes += contender.baseline is not None
     return colours
 
 
 def typeset(words: str) -> str:
-    """Figures kept on one line, the minus sign of print, and a capital where no name comes first."""
+    """A sentence with figures kept on one line, typographic minus signs, and a capital if it begins with `no`."""
     whole = re.sub(r"\[[^\]]*\]", lambda interval: interval.group().replace(" ", "\N{NO-BREAK SPACE}"), words)
     capital = re.sub(r"^no(?=t? )", "No", whole)
     return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", capital)
 
 
-def inline_picture(path: Path, description: str) -> Picture:
-    """A picture file as a data: URI, scaled down and stored as JPEG where it is large."""
+def inline_image(path: Path, description: str) -> InlineImage:
+    """An image file as a data: URI, scaled down and stored as JPEG if it is large."""
     with Image.open(path) as image:
-        width, height = image.size
-        small = width <= MAX_PICTURE_WIDTH and path.stat().st_size <= MAX_PNG_BYTES
-        if small and image.format == "PNG":
-            return Picture(
-                source=_data_uri("image/png", path.read_bytes()),
-                width=width,
-                height=height,
-                description=description,
-            )
-        scale = min(1.0, MAX_PICTURE_WIDTH / width)
-        size = round(width * scale), round(height * scale)
-        stored = io.BytesIO()
-        # Without chroma subsampling: it would smear the thin red and green outlines.
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
-    return Picture(
-        source=_data_uri("image/jpeg", stored.getvalue()),
-        width=size[0],
-        height=size[1],
-        description=description,
-    )
+        size, media_type, content = image.size, "image/png", path.read_bytes()
+        if image.width > MAX_IMAGE_WIDTH or len(content) > MAX_PNG_BYTES or image.format != "PNG":
+            scale = min(1.0, MAX_IMAGE_WIDTH / image.width)
+            size = round(image.width * scale), round(image.height * scale)
+            stored = io.BytesIO()
+            # Without chroma subsampling: it would smear the thin red and green outlines.
+            image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stored, "JPEG", quality=85, subsampling=0)
+            media_type, content = "image/jpeg", stored.getvalue()
+    source = f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+    return InlineImage(source=source, width=size[0], height=size[1], description=description)
 
 
-def _data_uri(media_type: str, content: bytes) -> str:
-    return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+def _gallery(run: Run) -> dict[str, list[InlineImage]]:
+    """The examples of a run by kind."""
+    return {kind: [_example(run, path) for path in paths] for kind, paths in run.examples.items() if paths}
+
+
+def _example(run: Run, path: Path) -> InlineImage:
+    try:
+        return inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}")
+    except DECODING_ERRORS as error:
+        raise UserError(f"{path} is damaged: {error}; rebuild it with: dvc repro -f -s {run.stage}") from None
 
 
 def _drawing(figure: Figure, name: str, caption: str, description: str) -> Drawing:
-    return Drawing(svg=Markup(plots.svg(figure, name=name, title=description)), caption=caption)
+    return Drawing(svg=Markup(svg(figure, name=name, title=description)), caption=caption)
 
 
-def _scores(comparison: Comparison, colours: dict[str, str]) -> Drawing:
+def _score_drawing(comparison: Comparison, colours: Mapping[str, str]) -> Drawing:
     primary = comparison.report.primary
     rows = [
-        plots.IntervalRow(
+        IntervalRow(
             label=contender.name,
             value=contender.score.mean,
             interval=contender.score.interval,
@@ -172,33 +226,25 @@ def _scores(comparison: Comparison, colours: dict[str, str]) -> Drawing:
         )
         for contender in comparison.evaluated
     ]
-    said = "; ".join(f"{row.label} {row.text}" for row in rows)
+    over_seeds = "each recipe, the mean over its seeds, with its 95% interval; a dot is one training."
     return _drawing(
-        plots.plot_intervals(rows, primary.heading),
+        plot_intervals(rows, primary.heading),
         "scores",
-        f"{primary.heading} of each recipe, the mean over its seeds, with its 95% interval; a dot is one training."
-        if comparison.over_seeds
-        else f"{primary.heading} of each model with its 95% interval.",
-        f"{primary.heading} and 95% interval: {said}",
+        f"{primary.heading} of {over_seeds if comparison.over_seeds else 'each model with its 95% interval.'}",
+        f"{primary.heading} and 95% interval: " + "; ".join(f"{row.label} {row.text}" for row in rows),
     )
 
 
-def _differences(comparison: Comparison) -> list[Drawing]:
-    """A forest plot for each metric that insights with an answer are about, the primary one first."""
-    drawings = [_differences_in(metric, comparison) for metric in comparison.report.measured]
-    return [drawing for drawing in drawings if drawing]
-
-
-def _differences_in(metric: Metric, comparison: Comparison) -> Drawing | None:
+def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | None:
+    """A forest plot of the insights by a metric; None if none of them has an answer."""
     primary = metric.key == comparison.report.primary.key
-    colour_of = {"better": "better", "worse": "worse"}
     rows = [
-        plots.IntervalRow(
+        IntervalRow(
             label=insight.topic,
             value=insight.difference.mean,
             interval=insight.difference.interval,
             text=typeset(f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"),
-            colour=colour_of.get(insight.difference.verdict, "muted"),
+            colour=insight.difference.verdict if insight.difference.verdict in ("better", "worse") else "muted",
         )
         for insight in comparison.insights
         if insight.difference and insight.metric.key == metric.key
@@ -208,30 +254,29 @@ def _differences_in(metric: Metric, comparison: Comparison) -> Drawing | None:
     words = comparison.report.primary_words if primary else metric.heading
     ahead = "Right" if metric.higher_is_better else "Left"
     return _drawing(
-        plots.plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
+        plot_intervals(rows, f"difference in {words}, paired by sample", reference=0.0),
         "differences" if primary else f"differences-{metric.key}",
         f"Each difference with its own 95% interval. {ahead} of the dashed line the first of the pair is ahead. "
-        "Colour marks what the evidence shows, the number of questions counted.",
+        "Coloured differences are significant after correcting for the number of questions.",
         "Paired differences: " + "; ".join(f"{row.label} {row.text}" for row in rows),
     )
 
 
-def _curves(comparison: Comparison, runs: Sequence[Run], colours: dict[str, str]) -> list[Drawing]:
+def _curve_drawings(comparison: Comparison, runs: Sequence[Run], colours: Mapping[str, str]) -> list[Drawing]:
     report = comparison.report
-    losses = {run.name: run.loss for run in runs if run.loss is not None}
     scores = {run.name: run.columns[report.score] for run in runs}
     drawings = [
         _drawing(
-            plots.plot_scores(scores, colours, report.score_heading),
+            plot_scores(scores, colours, report.score_heading),
             "distribution",
-            f"How many samples reach a given {report.score_heading}. The higher a curve, the better.",
+            f"Number of samples that reach a given {report.score_heading}. The higher a curve, the better.",
             f"Share of samples by {report.score_heading} reached, one curve for each of {', '.join(scores)}",
         )
     ]
-    if losses:
+    if losses := {run.name: run.loss for run in runs if run.loss is not None}:
         drawings.append(
             _drawing(
-                plots.plot_losses(losses, colours),
+                plot_losses(losses, colours),
                 "loss",
                 "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
                 f"Training loss by optimizer step, one curve for each of {', '.join(losses)}",
@@ -240,22 +285,130 @@ def _curves(comparison: Comparison, runs: Sequence[Run], colours: dict[str, str]
     return drawings
 
 
-def _run_picture(run: Run, path: Path) -> Picture:
-    try:
-        return inline_picture(path, f"{run.name}, {path.stem.replace('-', ' ')}")
-    except DECODING_ERRORS as error:
-        raise UserError(f"{path} is damaged: {error}; rebuild it with: dvc repro -f -s {run.stage}") from None
+def plot_losses(curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Figure:
+    """Training loss by step: the logged values, faint, and a smoothed curve."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(WIDTH, HEIGHT)
+        for index, (name, curve) in enumerate(curves.items()):
+            axes.plot(curve.steps, curve.values, color=PALETTE[colours[name]], linewidth=0.8, alpha=0.3)
+            _plot_line(axes, curve.steps, smooth(curve.values), name, index, colours)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("training loss")
+        _legend(figure)
+    return figure
 
 
-def _gallery(run: Run) -> Gallery:
-    return Gallery(
-        name=run.name,
-        groups=tuple(
-            (
-                kind,
-                tuple(_run_picture(run, path) for path in paths),
-            )
-            for kind, paths in run.pictures.items()
-            if paths
-        ),
+def plot_scores(scores: Mapping[str, Floats], colours: Mapping[str, str], heading: str) -> Figure:
+    """For each model, the share of samples that score at least x; at x = 0.5, it is the share over 0.5.
+
+    scores: by model, (samples,) in 0..1.
+    """
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(WIDTH, HEIGHT)
+        grid = np.linspace(0, 1, 201)
+        for index, (name, values) in enumerate(scores.items()):
+            _plot_line(axes, grid, share_at_least(values, grid), name, index, colours)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.set_xlabel(f"{heading} at least")
+        axes.set_ylabel("share of samples")
+        _legend(figure)
+    return figure
+
+
+def plot_intervals(rows: Sequence[IntervalRow], xlabel: str, *, reference: float | None = None) -> Figure:
+    """A forest plot: per row a point and its interval, the label above.
+
+    reference: position of a dashed line for no difference.
+    """
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(WIDTH, 0.75 + 0.45 * len(rows))
+        axes.grid(visible=False, axis="y")
+        if reference is not None:
+            axes.axvline(reference, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (4, 3)))
+        for index, row in enumerate(rows):
+            colour = PALETTE[row.colour]
+            if row.interval is not None:
+                axes.plot(
+                    [row.interval.low, row.interval.high], [index, index], color=colour, linewidth=2.4,
+                    solid_capstyle="butt", marker="|", markersize=8, markeredgewidth=1.6,
+                )  # fmt: skip
+            axes.plot(row.value, index, "o", color=colour, markersize=6.5)
+            axes.plot(row.dots, [index + 0.17] * len(row.dots), "o", color=colour, markersize=3.5, alpha=0.6)
+            _write(axes, row.label, index, at="left", color=PALETTE["ink"])
+            _write(axes, row.text, index, at="right", color=PALETTE["muted"], fontsize=9)
+        axes.set_ylim(len(rows) - 0.65, -0.8)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.margins(x=0.04)
+        axes.set_xlabel(xlabel)
+    return figure
+
+
+def smooth(values: Floats, share: float = 0.15) -> Floats:
+    """Moving mean over about `share` of the curve, its window cut off at the ends; NaN if all of it is.
+
+    values: (steps,). Returns (steps,).
+    """
+    half = int(len(values) * share / 2)
+    windows = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
+    return np.array([np.nanmean(window) if np.isfinite(window).any() else np.nan for window in windows])
+
+
+def share_at_least(values: Floats, grid: Floats) -> Floats:
+    """Share of `values` (n,) that are at least each of `grid` (m,). Returns (m,)."""
+    return 1 - np.searchsorted(np.sort(values), grid, side="left") / len(values)
+
+
+def svg(figure: Figure, *, name: str, title: str) -> str:
+    """An `<svg>` element for a page, without references to other files.
+
+    name:  prefix of its ids, so that several drawings fit one page.
+    title: its text for screen readers.
+    The same figure gives the same text, so that a report only changes with its data.
+    """
+    text = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    # Inside HTML these namespaces are implied, and the plain href is understood.
+    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", drawn).replace("xlink:href", "href")
+    drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
+    drawn = re.sub(r'(url\(|href=")#', rf"\1#{name}-", drawn)
+    box = drawn[drawn.index('viewBox="') :].split('"', 2)[1]
+    drawn = f'<svg viewBox="{box}" role="img" aria-label="{escape(title, quote=True)}">' + drawn[drawn.index(">") + 1 :]
+    for variable, colour in PALETTE.items():
+        drawn = drawn.replace(colour, f"var(--{variable}, {colour})")
+    return drawn.strip()
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _plot_line(axes: Axes, x: Floats, y: Floats, name: str, index: int, colours: Mapping[str, str]) -> None:
+    dash: Any = _DASHES[index % len(_DASHES)]
+    axes.plot(x, y, color=PALETTE[colours[name]], linewidth=1.9, linestyle=dash, label=name)
+
+
+def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **style: Any) -> None:
+    """Write text above a row, at one end of it, on the page's own background, so that no line runs through it."""
+    axes.annotate(
+        text,
+        (0 if at == "left" else 1, row),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha=at,
+        va="bottom",
+        bbox={"facecolor": PALETTE["card"], "edgecolor": "none", "pad": 1.0},
+        **style,
     )
+
+
+def _legend(figure: Figure) -> None:
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6, columnspacing=1.4)

@@ -1,4 +1,8 @@
-"""What a run folder holds for a report: metrics, predictions, lineage, plan, training record, loss curve, pictures."""
+"""Runs that a report compares: the card that an evaluation leaves of each, and how the report reads it.
+
+A card has the light files of a run, below the report of its task. A report depends on one folder of cards, so that a
+new recipe joins its comparison without being listed anywhere.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import csv
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +23,43 @@ from pydantic import Field
 
 from stages.core.documents import read_json
 from stages.core.errors import UserError
-from stages.core.lineage import read_lineage
+from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
+from stages.core.publish import published
 from stages.kit.memory_use import StageMemory
 from stages.kit.models.certificate import MergeCertificate, read_certificate
 from stages.kit.planning.plan import Plan, read_plan
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
 from stages.kit.statistics import Floats
 from stages.kit.training.records import TrainingRecord, read_record
 
-PICTURE_KINDS = ("best", "worst", "random")
-"""Pictures are named KIND-anything.png."""
-LOSS_CURVE = "plots/metrics/train/loss.tsv"
-"""Where DVCLive writes it, below training/."""
-
+MODEL_LINEAGE_FILE = "model_lineage.json"
+"""The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""
+EXAMPLES_DIR = "examples"
+EXAMPLE_KINDS = ("best", "worst", "random")
+"""Example images are named KIND-anything.png."""
+LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
+"""The curve that DVCLive writes."""
+CARD_FILES = (
+    "merge.json",
+    "metrics.json",
+    EXAMPLES_DIR,
+    "plan.yaml",
+    "predictions.parquet",
+    LOSS_CURVE,
+    "training/training.json",
+)
+"""Files and folders of a run that its card has; a baseline has no plan and no training."""
 
 Figure: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)] | str
-"""A metric, as `evaluate` writes it."""
+"""A metric in metrics.json."""
 
 
 @dataclass(frozen=True)
 class Curve:
     steps: Floats
+    """(points,)"""
     values: Floats
+    """(points,)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +70,45 @@ class Run:
     stage: str
     """The pipeline stage that evaluates it."""
     model: str
-    """Digest of the model evaluated."""
+    """Digest of the model."""
     base: str | None = None
-    """Digest of what it was trained from; None for an untrained base."""
+    """Digest of the model that it was trained from; None for an untrained base."""
     random_weights: bool
-    """Whether the model descends from random weights, so that its scores say nothing."""
+    """Whether the model descends from random weights, so that its scores are meaningless."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
-    """What each sample is, its id and its truth, in order: equal for runs that may be compared."""
+    """Id and truth of each sample, in order: equal for runs that may be compared."""
     sample_ids: tuple[str, ...]
     columns: Mapping[str, Floats]
     """Per-sample values by column of predictions.parquet, each (samples,)."""
     plan: Plan | None = None
-    """None for an untrained base; likewise the training record."""
+    """None for an untrained base, as are the next three."""
     training: TrainingRecord | None = None
     certificate: MergeCertificate | None = None
-    """The certificate of its merge."""
     loss: Curve | None = None
-    pictures: Mapping[str, tuple[Path, ...]]
-    """By kind, in order of name."""
+    examples: Mapping[str, tuple[Path, ...]]
+    """Image files by kind, in the order of their names."""
     memory: tuple[StageMemory, ...] = ()
-    """What the stages that made and evaluated it held, in the order that they ran."""
+    """Memory of the stages that made and evaluated it, in the order in which they ran."""
     provenance: tuple[Provenance, ...] = ()
-    """Of the stages that made it, as far as they left records."""
+    """Records of the stages that made it, as far as there are any."""
+
+
+def cards_dir(data_dir: Path, task: str) -> Path:
+    return data_dir / "report" / task / "runs"
+
+
+def write_card(run_dir: Path, card_dir: Path, *, model_dir: Path) -> None:
+    """Copy CARD_FILES of a run, in the layout of the run folder, and the lineage of the model evaluated."""
+    with published(card_dir) as folder:
+        shutil.copyfile(model_dir / LINEAGE_FILE, folder / MODEL_LINEAGE_FILE)
+        for name in CARD_FILES:
+            source, target = run_dir / name, folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target)
+            elif source.exists():
+                shutil.copyfile(source, target)
 
 
 def evaluation_stage(name: str, *, trained: bool) -> str:
@@ -90,41 +125,42 @@ def read_run(
     memory_by_stage: Mapping[str, Path] | None = None,
     records_dir: Path | None = None,
 ) -> Run | None:
-    """The run in a folder, or None where it has not been evaluated.
+    """The run in a folder, or None if it has not been evaluated.
 
-    identity: columns of predictions.parquet that say what a sample is, its id first.
+    identity: columns of predictions.parquet with the id and the truth of a sample, the id first.
     columns:  numeric columns to read, one value a sample.
     trained:  whether it comes from training, with a plan and a training record.
-    memory_by_stage: where the stages that made it say what they held, in their order; a file may be missing.
-    records_dir: where the provenance of the task's runs lies.
+    memory_by_stage: memory files of the stages that made it, in their order; a file may be missing.
+    records_dir: folder of the provenance of the task's runs.
     Raises UserError for damaged files, for missing columns, and for values that are missing or not finite.
     """
     metrics_path, predictions_path = run_dir / "metrics.json", run_dir / "predictions.parquet"
     if not metrics_path.is_file() or not predictions_path.is_file():
         return None
-    name, training_dir = run_dir.name, run_dir / "training"
+    name = run_dir.name
     stage = evaluation_stage(name, trained=trained)
-    rows = _read_predictions(predictions_path, [*identity, *columns], stage)
+    fix = _fix(stage)
+    rows = _read_predictions(predictions_path, [*identity, *columns], fix)
     described = zip(*(rows.column(column).to_pylist() for column in identity), strict=True)
-    lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=_command(stage))
+    lineage = read_lineage(run_dir, name=MODEL_LINEAGE_FILE, fix=fix)
     return Run(
         name=name,
         stage=stage,
         model=lineage.digest,
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
         random_weights=lineage.of_random_weights(),
-        metrics=read_json(dict[str, Figure], metrics_path, fix=_command(stage)),
+        metrics=read_json(dict[str, Figure], metrics_path, fix=fix),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
-        columns={column: _numbers(rows, column, predictions_path, stage) for column in columns},
+        columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
-        training=read_record(training_dir / "training.json") if trained else None,
+        training=read_record(run_dir / "training/training.json") if trained else None,
         certificate=read_certificate(run_dir / "merge.json", name) if trained else None,
-        loss=_read_curve(training_dir / LOSS_CURVE, f"train@{name}") if trained else None,
-        pictures={kind: tuple(sorted((run_dir / "examples").glob(f"{kind}-*.png"))) for kind in PICTURE_KINDS},
+        loss=_read_curve(run_dir / LOSS_CURVE, _fix(f"train@{name}")) if trained else None,
+        examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in EXAMPLE_KINDS},
         memory=tuple(
-            read_json(StageMemory, path, fix=_command(made_by))
-            for made_by, path in (memory_by_stage or {}).items()
+            read_json(StageMemory, path, fix=_fix(maker))
+            for maker, path in (memory_by_stage or {}).items()
             if path.is_file()
         ),
         provenance=tuple(provenance_of_run(records_dir, name)) if records_dir else (),
@@ -139,7 +175,8 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
     if len(groups) <= 1:
         return
     lines = [
-        f"  {', '.join(run.name for run in group)}: {len(samples)} samples, digest {_digest(samples)}"
+        f"  {', '.join(run.name for run in group)}: {len(samples)} samples, digest "
+        + hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
         for samples, group in groups.items()
     ]
     first, second = list(groups.values())[:2]
@@ -152,27 +189,27 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
 
 
 def refuse_random_beside_trained(runs: Sequence[Run]) -> None:
-    """Raise UserError where some runs descend from random weights and others do not."""
+    """Raise UserError if some runs descend from random weights and others do not."""
     random, trained = ([run.name for run in runs if run.random_weights is of_random] for of_random in (True, False))
     if random and trained:
         raise UserError(
-            f"{', '.join(random)}: random weights, whose scores say nothing beside those of trained ones: "
+            f"{', '.join(random)}: random weights, whose scores cannot be compared with those of trained ones: "
             f"{', '.join(trained)}; leave either out of params.yaml, or evaluate all on one base with: dvc repro "
             + " ".join(run.stage for run in runs)
         )
 
 
 def different_models(runs: Sequence[Run]) -> list[Run]:
-    """The runs of a recipe without those of a model that is there already: no seed changes an untrained base.
+    """The runs of a recipe, each model once: experiments share untrained bases.
 
-    Raises UserError where one seed gave two models of one base.
+    Raises UserError if one seed gave two models of one base.
     """
     models = list({run.model: run for run in reversed(runs)}.values())[::-1]
     seeds = [(run.plan.seed, run.base) for run in models if run.plan]
     if twice := sorted({seed for seed, base in seeds if seeds.count((seed, base)) > 1}):
         raise UserError(
-            f"{runs[0].name} gave different models under the same seed ({', '.join(map(str, twice))}), so that they do "
-            "not come of seeds alone; leave all but one of them out"
+            f"{runs[0].name} gave different models under the same seed ({', '.join(map(str, twice))}), so that "
+            "something else than the seed differs; leave all but one of them out"
         )
     return models
 
@@ -181,54 +218,46 @@ def _first_difference(one: Run, other: Run) -> str:
     for row, (ours, theirs) in enumerate(zip(one.samples, other.samples, strict=False)):
         if ours != theirs:
             ids = one.sample_ids[row], other.sample_ids[row]
-            what = "the truth of " + repr(ids[0]) if ids[0] == ids[1] else f"{ids[0]!r} against {ids[1]!r}"
+            what = f"the truth of {ids[0]!r}" if ids[0] == ids[1] else f"{ids[0]!r} against {ids[1]!r}"
             return f"{one.name} and {other.name} first differ in row {row} ({what})"
     shorter, longer = sorted((one, other), key=lambda run: len(run.samples))
-    return f"{longer.name} goes on after the {len(shorter.samples)} samples of {shorter.name}"
+    return f"{longer.name} has more than the {len(shorter.samples)} samples of {shorter.name}"
 
 
-def _digest(samples: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
-
-
-def _command(stage: str) -> str:
+def _fix(stage: str) -> str:
     return f"dvc repro -f -s {stage}"
 
 
-def _rebuild(stage: str) -> str:
-    return f"rebuild it with: {_command(stage)}"
-
-
-def _read_predictions(path: Path, columns: Sequence[str], stage: str) -> pa.Table:
+def _read_predictions(path: Path, columns: Sequence[str], fix: str) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:  # pq.read_table imports pandas
             present = file.schema_arrow.names
             if missing := [name for name in columns if name not in present]:
                 raise UserError(
-                    f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; {_rebuild(stage)}"
+                    f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}; rebuild it with: {fix}"
                 )
             table = file.read(columns=list(dict.fromkeys(columns)))
         table.validate(full=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
+        raise UserError(f"{path} is damaged: {error}; rebuild it with: {fix}") from None
     return table
 
 
-def _numbers(rows: pa.Table, name: str, path: Path, stage: str) -> Floats:
+def _numbers(rows: pa.Table, name: str, path: Path, fix: str) -> Floats:
     try:
         values = np.asarray([float("nan" if row is None else row) for row in rows.column(name).to_pylist()])
     except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{path} holds in {name} what is no number: {error}; {_rebuild(stage)}") from None
+        raise UserError(f"{path} has a value in {name} that is no number: {error}; rebuild it with: {fix}") from None
     if broken := int((~np.isfinite(values)).sum()):
         raise UserError(
             f"{path}: {broken} of {len(values)} values of {name} are missing or not finite, expected "
-            f"a number for every sample; {_rebuild(stage)}"
+            f"a number for every sample; rebuild it with: {fix}"
         )
     return values
 
 
-def _read_curve(path: Path, stage: str) -> Curve | None:
-    """A DVCLive curve: tab-separated, a `step` column and one named as the metric (`train/loss`)."""
+def _read_curve(path: Path, fix: str) -> Curve | None:
+    """A DVCLive curve: tab-separated, a `step` column and one with the name of the metric (`train/loss`)."""
     if not path.is_file():
         return None
     try:
@@ -239,6 +268,6 @@ def _read_curve(path: Path, stage: str) -> Curve | None:
             return None
         points = [(float(row["step"]), float(row[value_column] or math.nan)) for row in rows]
     except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}; {_rebuild(stage)}") from None
+        raise UserError(f"{path} is damaged: {error}; rebuild it with: {fix}") from None
     steps, values = np.asarray(points, dtype=np.float64).T
     return Curve(steps=steps, values=values)

@@ -1,4 +1,4 @@
-"""One table, for the terminal, for markdown and for CSV."""
+"""Tables for the terminal, for markdown and for CSV."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Column:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     cells: tuple[Cell, ...]
-    """As many as the table has columns; None where there is nothing to show."""
+    """One for each column; None for an empty cell."""
     emphasised: bool = False
     note: str = ""
-    """Said below the table (in the CSV: in the last column), introduced by the first cell."""
+    """Shown below the table after the first cell; in CSV, the last column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Table:
 
 
 def cell_text(cell: Cell, column: Column) -> str:
-    """A cell as people read it."""
+    """A cell formatted for its column."""
     if cell is None:
         return ABSENT
     if isinstance(cell, str):
@@ -86,7 +86,7 @@ def seconds_text(seconds: float) -> str:
 
 def terminal_table(table: Table) -> RichTable:
     """For `rich.console.Console.print`. Cells are text, never rich markup."""
-    # Two blanks between columns (one of them the box's), so that a usual table fits 80 characters.
+    # Two blanks between columns (one of them from the box), so that a usual table fits 80 characters.
     shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         # A narrow terminal folds a name and never cuts it off.
@@ -98,7 +98,7 @@ def terminal_table(table: Table) -> RichTable:
 
 
 def in_parts(table: Table, width: int) -> list[Table]:
-    """The table itself where it is at most `width` characters wide, else its columns in parts, one table each.
+    """The table, its columns split into several tables if it is more than `width` characters wide.
 
     Every part begins with the first column. Columns of one key, a figure and its interval, stay together.
     """
@@ -160,7 +160,7 @@ def csv_rows(table: Table) -> list[list[str | int | float | None]]:
 
 
 def escape_markdown(text: str) -> str:
-    """Text that markdown shows as it is, on one line; an underscore within a word needs no escape."""
+    """Text on one line with the special characters of markdown escaped; an underscore within a word needs none."""
     return re.sub(r"([\\|<>*`\[\]]|\b_|_\b)", r"\\\1", " ".join(text.split()))
 
 

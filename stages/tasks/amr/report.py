@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.kit.reporting.task_report import Metric, Question, TaskReport
+from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import corpus_f1
 
 REPORT = TaskReport(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
 from stages.kit.data.texts import TEXT_METRICS, TextMetric
-from stages.kit.reporting.task_report import Metric, Question, TaskReport
+from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
 
 _JSON_VALID = Metric(

@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.reporting.comparison import (
+from stages.kit.reporting.compare import (
+    UNAVAILABLE,
     Comparison,
     Contender,
+    Metric,
+    Question,
+    TaskReport,
     compare,
     difference_words,
     score_contender,
 )
-from stages.kit.reporting.evidence import design_words
-from stages.kit.reporting.page import _differences
+from stages.kit.reporting.page import _difference_drawing
 from stages.kit.reporting.runs import Run
+from stages.kit.reporting.sections import comparison_table, design_words, flat_metrics
 from stages.kit.reporting.tables import ABSENT, cell_text
-from stages.kit.reporting.task_report import UNAVAILABLE, Metric, Question, TaskReport
-from stages.kit.reporting.texts import comparison_table, flat_metrics
 from stages.kit.statistics import Floats, Interval, difference
 
 REPORT = TaskReport(
@@ -46,7 +48,7 @@ def run_of(name: str, scores: Floats, recorded: float | None = None, *, random_w
         samples=ids,
         sample_ids=ids,
         columns={"score": scores},
-        pictures={},
+        examples={},
     )
 
 
@@ -76,42 +78,42 @@ def comparison_of(a: float | None, b: float | None, base: float | None = 0.1) ->
 def test_best_is_said_only_where_every_interval_says_so() -> None:
     comparison = comparison_of(0.5, 0.6)
     assert comparison.best.name == "b"
-    assert comparison.answer.enough
-    assert comparison.answer.headline.startswith("The model of b is best: score 0.")
-    assert comparison.answer.headline.endswith("better than every other.")
+    assert comparison.conclusive
+    assert comparison.headline.startswith("The model of b is best: score 0.")
+    assert comparison.headline.endswith("better than every other.")
 
 
 def test_highest_is_not_best_where_no_difference_is_shown() -> None:
     comparison = comparison_of(0.5, 0.5)
-    assert not comparison.answer.enough
+    assert not comparison.conclusive
     rival = "a" if comparison.best.name == "b" else "b"
-    assert comparison.answer.headline.endswith(f"but no difference is shown against that of {rival}.")
+    assert comparison.headline.endswith(f"but no difference is shown against that of {rival}.")
 
 
 def test_a_base_that_no_recipe_beats_is_what_scores_highest() -> None:
     comparison = comparison_of(0.3, 0.2, base=0.6)
-    assert comparison.answer.headline.startswith("The model of base is best")
+    assert comparison.headline.startswith("The model of base is best")
     assert comparison.insights[-1].words.startswith("the model of b is worse than that of base by -0.")
 
 
 def test_best_of_those_that_were_run_is_not_called_best_of_all() -> None:
     comparison = comparison_of(None, 0.6)
-    assert comparison.answer.headline.endswith("better than that of base that was run.")
+    assert comparison.headline.endswith("better than that of base that was run.")
     assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
 
 
 def test_an_only_model_is_not_called_best() -> None:
     comparison = comparison_of(None, 0.6, base=None)
-    assert comparison.answer.headline.startswith("b is the only model evaluated")
-    assert not comparison.answer.enough
+    assert comparison.headline.startswith("b is the only model evaluated")
+    assert not comparison.conclusive
 
 
 @pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
 def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
     low, high = np.linspace(0.1, 0.2, num_samples), np.linspace(0.8, 0.9, num_samples)
     comparison = compare(REPORT, [contender("a", low), contender("b", high)])
-    assert not comparison.answer.enough
-    assert words in comparison.answer.headline
+    assert not comparison.conclusive
+    assert words in comparison.headline
     assert words in comparison.insights[0].words
 
 
@@ -154,8 +156,8 @@ def over_seeds(means: dict[str, list[float]]) -> Comparison:
 def test_recipes_are_compared_over_their_seeds() -> None:
     comparison = over_seeds({"base": [0.1], "a": [0.5, 0.51, 0.52], "b": [0.6, 0.61, 0.63]})
     assert comparison.over_seeds
-    assert comparison.answer.headline.startswith("b is best: score 0.6")
-    assert comparison.answer.headline.endswith("better than every other model.")
+    assert comparison.headline.startswith("b is best: score 0.6")
+    assert comparison.headline.endswith("better than every other model.")
     assert [insight.words.split(" by ")[0] for insight in comparison.insights] == [
         "b is better than a",
         "a is better than base",
@@ -172,7 +174,7 @@ def test_recipes_are_compared_over_their_seeds() -> None:
 def test_seeds_that_lie_further_apart_than_recipes_show_no_difference() -> None:
     comparison = over_seeds({"a": [0.5, 0.55, 0.45], "b": [0.56, 0.5, 0.6]})
     assert comparison.insights[0].words.startswith("no difference shown between b and a")
-    assert comparison.answer.headline.endswith("but no difference is shown against a.")
+    assert comparison.headline.endswith("but no difference is shown against a.")
 
 
 def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
@@ -188,7 +190,7 @@ def test_all_questions_of_a_report_are_one_family_to_be_best_among_them() -> Non
 
 
 def test_metrics_that_do_not_match_the_predictions_are_refused() -> None:
-    with pytest.raises(UserError, match=r"metrics\.json of a says score 0\.9000, its predictions.* 0\.5000"):
+    with pytest.raises(UserError, match=r"metrics\.json of a has score 0\.9000, its predictions.* 0\.5000"):
         score_contender(REPORT, "a", [run_of("a", np.full(10, 0.5), recorded=0.9)], baseline=None)
 
 
@@ -238,17 +240,18 @@ def test_where_less_is_better_the_least_is_best_and_the_verdicts_say_so() -> Non
     report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", "base", apart=0.5))
     assert comparison.best.name == "b"
-    assert comparison.answer.headline.startswith("The model of b is best: loss 2.0")
+    assert comparison.headline.startswith("The model of b is best: loss 2.0")
     assert comparison.insights[0].words.startswith("the model of b is better than that of a by -0.4")
     assert comparison.insights[1].words.startswith("the model of b is better than that of base by -")
-    drawn = _differences(comparison)
-    assert [drawing.caption.split(" of the")[0].split()[-1] for drawing in drawn] == ["Left"]
+    drawing = _difference_drawing(LOSS, comparison)
+    assert drawing is not None
+    assert "Left of the dashed line" in drawing.caption
 
 
 def test_where_less_is_better_and_the_evidence_not_enough_the_lowest_is_marked() -> None:
     report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
     comparison = compare(report, losses_of("b", "a", apart=0.001))
-    assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.answer.headline
+    assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.headline
     marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
     assert marks[comparison.best.name] == "lowest"
 
@@ -284,7 +287,9 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
     flat = flat_metrics(comparison)
     low, own_value, high = (float(flat[f"a.own{end}"]) for end in ("_low", "", "_high"))
     assert low < own_value < high
-    assert [drawing.svg.count("Of some, B against A") > 0 for drawing in _differences(comparison)] == [True]
+    drawing = _difference_drawing(own, comparison)
+    assert drawing is not None
+    assert "Of some, B against A" in drawing.svg
 
     (unanswered,) = compare(report, contenders(np.zeros(60))).insights
     assert unanswered.words == "not answered, no sample is about Own"
@@ -302,7 +307,7 @@ def test_random_weights_are_labelled_and_never_set_beside_trained_ones() -> None
         for name, each, stages in zip("ab", scores, ((), ("c",)), strict=True)
     )
     comparison = compare(REPORT, [a, b])
-    assert comparison.answer.headline.startswith("On random weights, the model of b is best: score 0.")
+    assert comparison.headline.startswith("On random weights, the model of b is best: score 0.")
     assert [contender.note for contender in comparison.contenders] == ["random weights", "random weights, a stage of c"]
     with pytest.raises(AssertionError, match="random beside trained"):
         compare(REPORT, [a, contender("b", scores[1])])
@@ -314,7 +319,7 @@ def test_another_engine_that_answered_is_named() -> None:
     for run in comparison.all_runs:
         assert isinstance(run.metrics, dict)
         run.metrics["engine"] = "vLLM 0"
-    assert "Answered by vLLM 0; transformers answers the first samples alike." in design_words(comparison)
+    assert "Completions are from vLLM 0, which was checked against transformers." in design_words(comparison)
     first = comparison.all_runs[0].metrics
     assert isinstance(first, dict)
     del first["engine"]

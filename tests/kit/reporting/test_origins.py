@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from stages.core.provenance import records_dir
-from stages.kit.reporting.origins import origin_warnings, origins_table
 from stages.kit.reporting.runs import Run, read_run
+from stages.kit.reporting.sections import origin_warnings, origins_table
 from tests.made_up_runs import project_params, write_made_up_record, write_made_up_run
 
 NAMES = {"base-vlm": "baseline", "r1-llm-only": "train", "r2-vision-only": "train"}

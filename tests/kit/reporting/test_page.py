@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.kit.reporting.comparison import Contender
-from stages.kit.reporting.page import MAX_PICTURE_WIDTH, contender_colours, inline_picture, typeset
+from stages.kit.reporting.compare import Contender
+from stages.kit.reporting.page import MAX_IMAGE_WIDTH, contender_colours, inline_image, typeset
 
 
 def decoded(source: str) -> Image.Image:
@@ -19,7 +19,7 @@ def decoded(source: str) -> Image.Image:
 def test_a_small_picture_is_stored_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "small.png"
     Image.new("RGB", (30, 20), "red").save(path)
-    picture = inline_picture(path, "a picture")
+    picture = inline_image(path, "a picture")
     assert base64.b64decode(picture.source.removeprefix("data:image/png;base64,")) == path.read_bytes()
     assert (picture.width, picture.height, picture.description) == (30, 20, "a picture")
 
@@ -28,9 +28,9 @@ def test_a_large_picture_is_scaled_down_and_shrunk(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     noise = np.random.default_rng(0).integers(0, 255, (300, 1200, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
-    picture = inline_picture(path, "a picture")
+    picture = inline_image(path, "a picture")
     assert picture.source.startswith("data:image/jpeg;base64,")
-    assert decoded(picture.source).size == (picture.width, picture.height) == (MAX_PICTURE_WIDTH, 128)
+    assert decoded(picture.source).size == (picture.width, picture.height) == (MAX_IMAGE_WIDTH, 128)
     assert len(picture.source) < path.stat().st_size
 
 
@@ -38,7 +38,7 @@ def test_a_large_picture_is_scaled_down_and_shrunk(tmp_path: Path) -> None:
 def test_every_kind_of_png_can_be_shrunk(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "odd.png"
     Image.new("RGB", (1000, 50), "red").convert(mode).save(path)
-    assert decoded(inline_picture(path, "").source).size[0] == MAX_PICTURE_WIDTH
+    assert decoded(inline_image(path, "").source).size[0] == MAX_IMAGE_WIDTH
 
 
 def test_figures_stay_on_one_line_and_names_keep_their_hyphens() -> None:

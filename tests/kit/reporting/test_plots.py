@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from stages.kit.reporting import plots
-from stages.kit.reporting.plots import IntervalRow
+from stages.kit.reporting import page as plots
+from stages.kit.reporting.page import IntervalRow
 from stages.kit.reporting.runs import Curve
 from stages.kit.statistics import Interval
 from tests import ROOT

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.kit.reporting.cards import MODEL_LINEAGE_FILE
-from stages.kit.reporting.runs import Run, read_run, refuse_different_samples
-from stages.kit.reporting.settings import cost_table, memory_table, plan_settings, trainable_table
+from stages.kit.reporting.runs import MODEL_LINEAGE_FILE, Run, read_run, refuse_different_samples
+from stages.kit.reporting.sections import cost_table, memory_table, plan_settings, trainable_table
 from stages.kit.reporting.tables import markdown
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.made_up_runs import made_up_memory, project_params, write_made_up_memory, write_made_up_run
@@ -41,7 +40,7 @@ def test_reads_all_that_a_trained_run_left(tmp_path: Path) -> None:
     assert run.plan.recipe == "r1-llm-only"
     assert run.training.num_steps == 30
     assert run.loss.steps.tolist() == list(range(1, 31))
-    assert [path.name for path in run.pictures["worst"]] == ["worst-1.png"]
+    assert [path.name for path in run.examples["worst"]] == ["worst-1.png"]
 
 
 @pytest.mark.parametrize("absent", ["metrics.json", "predictions.parquet"])
@@ -132,7 +131,7 @@ def test_fewer_or_reordered_samples_are_other_samples(tmp_path: Path) -> None:
     one = evaluated(write_made_up_run(tmp_path, "one", [0.5, 0.6]))
     fewer = evaluated(write_made_up_run(tmp_path, "fewer", [0.5]))
     turned = evaluated(write_made_up_run(tmp_path, "turned", [0.6, 0.5], image_ids=["image-001", "image-000"]))
-    with pytest.raises(UserError, match="one goes on after the 1 samples of fewer"):
+    with pytest.raises(UserError, match="one has more than the 1 samples of fewer"):
         refuse_different_samples([one, fewer])
     with pytest.raises(UserError, match="first differ in row 0"):
         refuse_different_samples([one, turned])

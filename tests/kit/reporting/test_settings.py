@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stages.kit.reporting.runs import Run, read_run
-from stages.kit.reporting.settings import (
+from stages.kit.reporting.sections import (
     cost_table,
     flatten,
     memory_table,

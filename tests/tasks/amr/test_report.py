@@ -5,10 +5,10 @@ import pytest
 
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.score import write_examples
-from stages.kit.reporting.comparison import Contender, compare, score_contender
+from stages.kit.reporting.compare import Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
-from stages.kit.reporting.texts import comparison_table, comparison_text
+from stages.kit.reporting.sections import comparison_table, comparison_text
 from stages.tasks.amr import scoring
 from stages.tasks.amr.report import REPORT
 from stages.tasks.amr.samples.records import Record, parse_record

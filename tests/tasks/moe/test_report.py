@@ -6,11 +6,10 @@ import pytest
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
 from stages.kit.evaluation.score import write_examples
-from stages.kit.reporting.comparison import Contender, compare, score_contender
+from stages.kit.reporting.compare import UNAVAILABLE, Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples
-from stages.kit.reporting.task_report import UNAVAILABLE
-from stages.kit.reporting.texts import comparison_table, comparison_text
+from stages.kit.reporting.sections import comparison_table, comparison_text
 from stages.tasks.moe import scoring
 from stages.tasks.moe.report import REPORT
 from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score
@@ -47,7 +46,7 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     ]
     refuse_different_samples([contender.run for contender in contenders if contender.run])
     comparison = compare(REPORT, contenders)
-    assert comparison.answer.headline.startswith("The model of moe-gate is best: perplexity 1.")
+    assert comparison.headline.startswith("The model of moe-gate is best: perplexity 1.")
     words = {insight.topic: insight.words for insight in comparison.insights}
     home = "TruthfulQA's expert against QMSum's, on "
     assert words[f"{home}TruthfulQA"].startswith(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.runs import cards_dir
 from tests import ROOT
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
 from tools.compare import __main__ as command

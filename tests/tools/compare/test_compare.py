@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.runs import cards_dir
 from tests import ROOT
 from tests.made_up_runs import DETECTION_NAMES, made_up_ious, project_params, write_made_up_run
 from tools.compare import __main__ as command

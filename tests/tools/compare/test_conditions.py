@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.provenance import Machine
-from stages.kit.reporting.cards import cards_dir
+from stages.kit.reporting.runs import cards_dir
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_record, write_made_up_run
 from tools.compare.conditions import conditions, unlike
 from tools.compare.experiments import Experiment

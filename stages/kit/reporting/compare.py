@@ -1,0 +1,503 @@
+"""Compare the models of a task, or its recipes over seeds: which is best, by how much, and is the evidence enough?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from stages.core.errors import UserError
+from stages.core.params.schema import Params, made_by
+from stages.core.provenance import records_dir
+from stages.kit.memory_use import stage_memory_path
+from stages.kit.reporting.runs import (
+    Run,
+    cards_dir,
+    different_models,
+    evaluation_stage,
+    read_run,
+    refuse_different_samples,
+    refuse_random_beside_trained,
+)
+from stages.kit.statistics import (
+    Difference,
+    Floats,
+    Interval,
+    Score,
+    Statistic,
+    as_family,
+    difference,
+    sample_mean,
+    score,
+)
+
+UNAVAILABLE = "unavailable"
+"""Value in metrics.json of a figure that could not be computed; never 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    key: str
+    """Name in metrics.json."""
+    heading: str
+    format: str
+    """Format of a table's column (`tables.Column`)."""
+    meaning: str
+    """A few words for the reader of the page."""
+    optional: bool = False
+    """Whether some of the models have no such figure, or UNAVAILABLE in its place."""
+    higher_is_better: bool = True
+    evidence: tuple[str, ...] = ()
+    """Per-sample columns from which `statistic` computes it, for an interval of its own; empty if it has none."""
+    statistic: Statistic = sample_mean
+    among: str | None = None
+    """A per-sample column of 0 and 1, 1 for the samples that count; None if all do."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A pair of recipes that the experiment was made to compare."""
+
+    topic: str
+    ours: str
+    theirs: str
+    metric: str | None = None
+    """Key of the metric to compare them by, one with evidence; None for the primary one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """The columns, the evidence and the questions of a task's report, so that the comparison need not know the task."""
+
+    task: str
+    """Its name in params.yaml."""
+    title: str
+    metrics: tuple[Metric, ...]
+    """The columns of the table. The first one, which has evidence, is primary: models are ranked by it."""
+    primary_words: str
+    """The primary metric within a sentence."""
+    identity: tuple[str, ...]
+    """Columns of predictions.parquet that identify a sample: its id, then its truth."""
+    score: str
+    """The per-sample column whose distribution is drawn, in 0..1."""
+    score_heading: str
+    questions: tuple[Question, ...]
+
+    @property
+    def primary(self) -> Metric:
+        return self.metrics[0]
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics with evidence, the primary one first."""
+        return tuple(metric for metric in self.metrics if metric.evidence)
+
+    @property
+    def extreme(self) -> str:
+        return "highest" if self.primary.higher_is_better else "lowest"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The per-sample columns that a comparison needs."""
+        needed = {self.score}
+        for metric in self.measured:
+            needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
+        return tuple(sorted(needed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A recipe, or a base without training, with the models that came of it."""
+
+    name: str
+    baseline: str | None
+    """The untrained base it comes from; None for a base itself."""
+    stage_of: tuple[str, ...] = ()
+    """Recipes that continue this one."""
+    runs: tuple[Run, ...] = ()
+    """Its trainings, each under a seed of its own; empty if it was not evaluated."""
+    scores: Mapping[str, Score | None] = field(default_factory=dict)
+    """By key of the metrics with evidence; None if no sample counts for the metric."""
+    primary: str
+    """Key of the metric by which it is ranked."""
+    left_out: str = ""
+    """The reason why it is not compared; empty if it is."""
+
+    @property
+    def run(self) -> Run | None:
+        """The first of its runs."""
+        return self.runs[0] if self.runs else None
+
+    @property
+    def score(self) -> Score:
+        """Its score by the primary metric."""
+        found = self.scores[self.primary]
+        assert found is not None, self.name
+        return found
+
+    def figure(self, key: str) -> float | str | None:
+        """A figure of metrics.json, averaged over the trainings; UNAVAILABLE if only some of them have it."""
+        found = [run.metrics.get(key) for run in self.runs]
+        numbers = [value for value in found if isinstance(value, int | float)]
+        if len(found) > 1 and len(numbers) == len(found):
+            return sum(numbers) / len(numbers)
+        return found[0] if len(set(found)) == 1 else UNAVAILABLE if found else None
+
+    @property
+    def stage(self) -> str:
+        """The pipeline stage that evaluates it."""
+        return evaluation_stage(self.name, trained=self.baseline is not None)
+
+    @property
+    def role(self) -> str:
+        if self.run is None:
+            return "not run"
+        if self.baseline is None:
+            return "baseline"
+        return "stage" if self.stage_of else ""
+
+    @property
+    def note(self) -> str:
+        if self.run is None:
+            return f"not run: dvc repro {self.stage}"
+        left_out = f"not compared: {self.left_out}" if self.left_out else ""
+        stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
+        return ", ".join(filter(None, ["random weights" if self.run.random_weights else "", stages, left_out]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insight:
+    """A question and its answer."""
+
+    topic: str
+    ours: str
+    theirs: str
+    metric: Metric
+    difference: Difference | None = None
+    """Corrected for the number of questions. None without an answer."""
+    unanswered: str = ""
+    """The reason why there is none."""
+
+    @property
+    def words(self) -> str:
+        if self.difference is None:
+            return f"not answered, {self.unanswered}"
+        return difference_words(self.ours, self.theirs, self.difference) + "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    report: TaskReport
+    contenders: tuple[Contender, ...]
+    best: Contender
+    headline: str
+    conclusive: bool
+    """Whether the evidence singles out the best."""
+    insights: tuple[Insight, ...]
+    over_seeds: bool
+    """Whether recipes are compared, and not one model of each."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the origin of the runs."""
+
+    @property
+    def evaluated(self) -> tuple[Contender, ...]:
+        return tuple(contender for contender in self.contenders if contender.run)
+
+    @property
+    def missing(self) -> tuple[Contender, ...]:
+        return tuple(contender for contender in self.contenders if not contender.run)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The first run of each contender."""
+        return tuple(contender.run for contender in self.contenders if contender.run)
+
+    @property
+    def all_runs(self) -> tuple[Run, ...]:
+        return tuple(run for contender in self.contenders for run in contender.runs)
+
+    @property
+    def num_samples(self) -> int:
+        assert self.best.run is not None
+        return len(self.best.run.samples)
+
+
+def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
+    """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
+
+    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`), and all or
+    none of random weights (`runs.refuse_random_beside_trained`). If one of them has several runs, recipes are
+    compared, and those with a single training take no part.
+    """
+    over_seeds = any(len(contender.runs) > 1 for contender in contenders)
+    contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
+    compared = [contender for contender in contenders if not contender.left_out]
+    assert compared, "nothing to compare"
+    assert len({run.random_weights for each in compared for run in each.runs}) == 1, "random beside trained"
+    sign = 1 if report.primary.higher_is_better else -1
+    best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
+    by_name = {contender.name: contender for contender in contenders}
+    insights = [_insight(report, question, by_name) for question in _questions(report, by_name)]
+    of_best = [_insight(report, Question("the best", best.name, rival.name), by_name) for rival in rivals]
+    # To be best is one more question: to be better than every other. The one with the least evidence answers it.
+    corrected = _corrected([*insights, *sorted(of_best, key=_p_value)[-1:]])
+    over_rival = next(iter(corrected[len(insights) :]), None)
+    return Comparison(
+        report=report,
+        contenders=tuple(contenders),
+        best=best,
+        headline=_headline(report, best, over_rival, contenders, over_seeds=over_seeds),
+        conclusive=over_rival is not None and _is_shown(over_rival),
+        insights=tuple(corrected[: len(insights)]),
+        over_seeds=over_seeds,
+    )
+
+
+def chosen_report(module: ModuleType, params: Params, task: str) -> TaskReport:
+    """The report of a task, from its module `report`: REPORT, or the result of `report_for` for the datasets that its
+    runs are evaluated on."""
+    if not hasattr(module, "report_for"):
+        return module.REPORT
+    subjects = [params.subject(name) for name in (*params.baselines, *params.recipes)]
+    names = dict.fromkeys(subject.data for subject in subjects if subject.task == task)
+    known = params.active.datasets
+    return module.report_for({name: known[name] for name in names if name in known})
+
+
+def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Sequence[Path]) -> list[Contender]:
+    """Every baseline and recipe of the task, in the order of params.yaml, evaluated or not.
+
+    data_dirs: of one workspace, or of several, in each of which the recipes were trained under another seed.
+    Raises UserError if nothing was evaluated, and if the runs cannot be compared.
+    """
+    names: dict[str, str | None] = {name: None for name, base in params.baselines.items() if base.task == task}
+    names |= {name: _baseline_of(params, name) for name, recipe in params.recipes.items() if recipe.task == task}
+    runs = {
+        name: list(filter(None, (read_task_run(params, task, name, report, data_dir) for data_dir in data_dirs)))
+        for name in names
+    }
+    evaluated = [run for found in runs.values() for run in found]
+    if not evaluated:
+        raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
+    refuse_different_samples(evaluated)
+    refuse_random_beside_trained(evaluated)
+    if others := [run for run in evaluated if run.plan and run.plan.profile != params.profile]:
+        found = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
+        raise UserError(
+            f"params.yaml sets profile {params.profile}, but these were trained under another: {found}; "
+            f"train them again with: dvc repro {' '.join(run.stage for run in others)}"
+        )
+    continued_by = {name: recipe.base_recipe() for name, recipe in params.recipes.items()}
+    return [
+        score_contender(
+            report,
+            name,
+            different_models(runs[name]),
+            baseline=baseline,
+            stage_of=tuple(other for other, parent in continued_by.items() if parent == name),
+        )
+        for name, baseline in names.items()
+    ]
+
+
+def read_task_run(params: Params, task: str, name: str, report: TaskReport, data_dir: Path) -> Run | None:
+    """The run of a recipe or a baseline of the task, or None if it has not been evaluated."""
+    return read_run(
+        cards_dir(data_dir, task) / name,
+        identity=report.identity,
+        columns=report.columns,
+        trained=name in params.recipes,
+        memory_by_stage=memory_by_stage(params, task, name, data_dir),
+        records_dir=records_dir(data_dir, task),
+    )
+
+
+def memory_by_stage(params: Params, task: str, name: str, data_dir: Path) -> dict[str, Path]:
+    """The memory files of the stages that a recipe or a baseline went through, in their order.
+
+    The build that it starts from is among them; the stages of a recipe that it continues are not.
+    """
+    trained = name in params.recipes
+    stages = {f"{stage}@{name}": (name, stage) for stage in (["train", "merge"] if trained else [])}
+    stages[evaluation_stage(name, trained=trained)] = (name, "evaluate")
+    base_maker = made_by(params.subject(name).base)
+    kind, _, build = base_maker.partition("@")
+    if kind == "build":
+        stages = {base_maker: (build, kind), **stages}
+    return {stage: stage_memory_path(data_dir, task, name=of, stage=kind) for stage, (of, kind) in stages.items()}
+
+
+def score_contender(
+    report: TaskReport, name: str, runs: Sequence[Run], *, baseline: str | None, stage_of: tuple[str, ...] = ()
+) -> Contender:
+    """A contender with its scores.
+
+    Raises UserError if predictions and metrics.json of a run disagree, so that one of them is stale.
+    """
+    for run in runs:
+        _refuse_incomplete(report, run)
+    scores = {
+        metric.key: score(np.stack(evidence), metric.statistic) if len(evidence[0]) else None
+        for metric in report.measured
+        if (evidence := [evidence_of(metric, run) for run in runs])
+    }
+    return Contender(
+        name=name, baseline=baseline, stage_of=stage_of, runs=tuple(runs), scores=scores, primary=report.primary.key
+    )
+
+
+def evidence_of(metric: Metric, run: Run) -> Floats:
+    """The per-sample values behind a metric: (samples that count, columns)."""
+    evidence = np.stack([run.columns[name] for name in metric.evidence], axis=1)
+    return evidence if metric.among is None else evidence[run.columns[metric.among] == 1]
+
+
+def interval_words(interval: Interval | None, *, sign: str = "") -> str:
+    return f" [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]" if interval else ""
+
+
+def difference_words(ours: str, theirs: str, difference: Difference) -> str:
+    """The verdict as a sentence without its full stop: `r4 is better than r1 by +0.050 [+0.020, +0.080], p 0.003`.
+
+    If each was trained once, the sentence is about their models. The p-value is the corrected one.
+    """
+    if not difference.of_recipes:
+        ours, theirs = f"the model of {ours}", f"that of {theirs}"
+    amount = f"{difference.mean:+.3f}{interval_words(difference.interval, sign='+')}"
+    p_value = f"p {p_words(difference.adjusted_p)}"
+    match difference.verdict:
+        case "too few samples":
+            return f"{_too_few(difference.samples)} {ours} from {theirs} ({amount})"
+        case "no difference shown":
+            return f"no difference shown between {ours} and {theirs} ({amount}, {p_value})"
+        case verdict:
+            return f"{ours} is {verdict} than {theirs} by {amount}, {p_value}"
+
+
+def p_words(p_value: float) -> str:
+    return f"{p_value:.3f}" if p_value >= 0.0005 else "< 0.001"
+
+
+def _baseline_of(params: Params, recipe_name: str) -> str:
+    """The baseline of the base that a recipe comes from, through all the recipes it continues."""
+    recipe = params.recipes[recipe_name]
+    while parent := recipe.base_recipe():
+        recipe = params.recipes[parent]
+    build = recipe.base_build()
+    base = params.builds[build].base if build else recipe.base
+    for name, baseline in params.baselines.items():
+        if baseline.base == base and baseline.task == recipe.task:
+            return name
+    return f"base-{base.removeprefix('bases/')}"
+
+
+def _refuse_incomplete(report: TaskReport, run: Run) -> None:
+    """Raise UserError if there are no samples, or if a figure of metrics.json is missing or not that of the
+    predictions."""
+    fix = f"dvc repro -f -s {run.stage}"
+    if not run.samples:
+        raise UserError(f"{run.name} was evaluated on no sample; rebuild it with: {fix}")
+    for metric in report.metrics:
+        recorded = run.metrics.get(metric.key)
+        if not isinstance(recorded, int | float) and not (metric.optional and recorded in (None, UNAVAILABLE)):
+            raise UserError(f"metrics.json of {run.name} has no number {metric.key}; rebuild it with: {fix}")
+        if not metric.evidence or len(evidence := evidence_of(metric, run)) == 0:
+            continue
+        value = float(metric.statistic(evidence.mean(axis=0)))
+        if not isinstance(recorded, int | float) or not abs(recorded - value) < 1e-3:  # metrics.json may be rounded
+            shown = f"{recorded:.4f}" if isinstance(recorded, int | float) else "nothing"
+            raise UserError(
+                f"metrics.json of {run.name} has {metric.key} {shown}, its predictions.parquet gives {value:.4f}; "
+                f"one of them is stale: {fix}"
+            )
+
+
+def _why_left_out(contender: Contender, *, over_seeds: bool) -> str:
+    """The reason why a contender takes no part in a comparison; empty if it does."""
+    if not contender.runs:
+        return f"not run: dvc repro {contender.stage}"
+    seeds = {run.plan.seed if run.plan else number for number, run in enumerate(contender.runs)}
+    if over_seeds and contender.baseline is not None and len(seeds) == 1:
+        return f"{contender.name} was trained under one seed only"
+    if len(seeds) < len(contender.runs):
+        return f"{contender.name} was not trained under a seed of its own each time"
+    return ""
+
+
+def _questions(report: TaskReport, by_name: Mapping[str, Contender]) -> list[Question]:
+    """The task's own, then every recipe against the base it comes from."""
+    asked = [question for question in report.questions if {question.ours, question.theirs} <= by_name.keys()]
+    return asked + [
+        Question(f"{name} against its base", name, contender.baseline)
+        for name, contender in by_name.items()
+        if contender.baseline is not None and contender.baseline in by_name
+    ]
+
+
+def _insight(report: TaskReport, question: Question, by_name: Mapping[str, Contender]) -> Insight:
+    """The answer to a question, not yet corrected for the number of questions."""
+    ours, theirs = by_name[question.ours], by_name[question.theirs]
+    metric = next(metric for metric in report.measured if metric.key == (question.metric or report.primary.key))
+    answer = partial(Insight, topic=question.topic, ours=ours.name, theirs=theirs.name, metric=metric)
+    if reasons := list(filter(None, dict.fromkeys([ours.left_out, theirs.left_out]))):
+        return answer(unanswered="; ".join(reasons))
+    if ours.scores[metric.key] is None:
+        return answer(unanswered=f"no sample is about {metric.heading}")
+    evidence = (np.stack([evidence_of(metric, run) for run in contender.runs]) for contender in (ours, theirs))
+    return answer(
+        difference=difference(*evidence, statistic=metric.statistic, higher_is_better=metric.higher_is_better)
+    )
+
+
+def _corrected(insights: Sequence[Insight]) -> list[Insight]:
+    """The insights, those with an answer corrected as one family."""
+    differences = iter(as_family([insight.difference for insight in insights if insight.difference]))
+    return [replace(insight, difference=next(differences)) if insight.difference else insight for insight in insights]
+
+
+def _p_value(insight: Insight) -> float:
+    assert insight.difference is not None, insight
+    return insight.difference.p_value
+
+
+def _is_shown(insight: Insight) -> bool:
+    return insight.difference is not None and insight.difference.verdict in ("better", "worse")
+
+
+def _headline(
+    report: TaskReport,
+    best: Contender,
+    over_rival: Insight | None,
+    contenders: Sequence[Contender],
+    *,
+    over_seeds: bool,
+) -> str:
+    """over_rival: the best against the rival with the least evidence; None without any rival."""
+    assert best.run is not None
+    found = f"{report.primary_words} {best.score.mean:.3f}{interval_words(best.score.interval)}"
+    model, other = (best.name, "") if over_seeds else (f"the model of {best.name}", "that of ")
+    left_out = [contender for contender in contenders if contender.left_out]
+    if over_rival is None:
+        words = f"{best.name} is the only model evaluated: {found}"
+    elif _is_shown(over_rival):
+        alone = len(contenders) - len(left_out) == 2
+        others = f"{other}{over_rival.theirs}" if alone else "every other" if other else "every other model"
+        limits = (" that was trained under several seeds" if over_seeds else " that was run") if left_out else ""
+        words = f"{model} is best: {found}, better than {others}{limits}"
+    else:
+        words = f"{model} scores {report.extreme}, {found}, but "
+        assert over_rival.difference is not None
+        if over_rival.difference.verdict == "too few samples":
+            words += _too_few(over_rival.difference.samples)
+        else:
+            words += f"no difference is shown against {other}{over_rival.theirs}"
+    words = f"On random weights, {words}" if best.run.random_weights else words
+    return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
+
+
+def _too_few(num_samples: int) -> str:
+    return "1 sample is too few to tell" if num_samples == 1 else f"{num_samples} samples are too few to tell"
