@@ -50,19 +50,9 @@ setup-dev:
 setup-tools:
 	@TARGET= docker/setup
 
-build_tool := TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
-
 .PHONY: image
 image: setup-tools ## Build the image that stages run in, or vLLM in (TARGET=cpu|cuda|vllm, ENGINE=docker|podman|apptainer)
-	@$(build_tool) image
-
-.PHONY: wheelhouse
-wheelhouse: setup-tools ## Fetch every package of an image, to build it without network (TARGET=cpu|cuda|vllm)
-	@$(build_tool) wheelhouse
-
-.PHONY: base-image
-base-image: setup-tools ## Make a base for images from Debian's packages, where no registry can be reached
-	@$(build_tool) base-image
+	@TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
 report = data/report/$(TASK)
@@ -168,7 +158,7 @@ calibrate: setup ## Write what make gpu measured of memory into predictions (RES
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 .PHONY: smoke
 smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
-	@TARGET=cpu $(python) -m tools.image image
+	@TARGET=cpu $(python) -m tools.image
 	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
 .PHONY: lint

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
-from stages.kit.launcher.images import STAGE_TARGETS, image_inputs, read_pins
+from stages.kit.launcher.images import STAGE_TARGETS, image_inputs
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, stage_of_command
 from tests import ROOT
 from tests.closure import import_closure, task_modules
@@ -114,8 +114,7 @@ def test_stage_declares_the_code_it_runs(name: str) -> None:
 
 
 def test_stages_depend_on_all_that_images_are_built_from_and_nothing_else_of_docker() -> None:
-    pins = read_pins(ROOT)
-    inputs = {path for target in STAGE_TARGETS for path in image_inputs(ROOT, target, pins, pins.bases.python)}
+    inputs = {path for target in STAGE_TARGETS for path in image_inputs(ROOT, target)}
     seen = Repo(str(ROOT)).dvcfs.find("docker", dvc_only=False)
     assert {path.removeprefix("/") for path in seen} == {
         *(path for path in inputs if path.startswith("docker/")),

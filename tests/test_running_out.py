@@ -27,8 +27,8 @@ from stages.core.errors import OUT_OF_MEMORY, OutOfMemory
 from stages.core.params.load import load_params
 from stages.kit.evaluation import answer
 from stages.kit.launcher import launch
-from stages.kit.launcher.attempts import run_down_the_ladder
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.launch import run_down_the_ladder
+from stages.kit.launcher.process import Ended, StageRun
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.training import processes
 from stages.kit.training.trainer import RecipeTrainer
@@ -167,7 +167,7 @@ def test_an_evaluation_that_runs_out_of_memory_ends_with_all_samples(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert down_the_ladder(Engine(after_the_first_answers), "evaluate", "base-vlm", workspace) == 0
-    assert capsys.readouterr().err.count("it starts anew with batch_size 3 -> 1") == 1
+    assert capsys.readouterr().err.count("restarting it with batch_size 3 -> 1") == 1
     metrics = read(workspace / "data/runs/base-vlm/metrics.json")
     assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
 
@@ -178,7 +178,7 @@ def test_a_merge_out_of_4_bits_that_runs_out_of_memory_answers_fewer_at_once(
     change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0})
     done("train", RECIPE)
     assert down_the_ladder(Engine(after_the_first_answers), "merge", RECIPE, workspace) == 0
-    assert capsys.readouterr().err.count("it starts anew with batch_size 3 -> 1") == 1
+    assert capsys.readouterr().err.count("restarting it with batch_size 3 -> 1") == 1
     cost = read(workspace / "data/runs" / RECIPE / "merge.json")["quantization_cost"]
     assert (cost["samples"], cost["batch_size"]) == (5, 1)
 
@@ -192,9 +192,9 @@ def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Pat
     with pytest.raises(click.ClickException) as refusal:
         down_the_ladder(Engine(at_load, at_step(1)), "train", RECIPE, workspace)
     said = refusal.value.format_message()
-    assert "ran out of memory with everything given up" in said
+    assert "ran out of memory with every setting lowered" in said
     assert "  as planned\n  gradient_checkpointing off -> on\n" in said
-    assert "As planned it was predicted to take 0." in said
+    assert "The prediction for the plan was 0." in said
     assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}
 
 
@@ -210,7 +210,7 @@ def test_each_attempt_is_a_fresh_process_and_its_end_is_said(workspace: Path) ->
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "launcher: evaluate base-vlm ran out of memory; it starts anew with batch_size 3 -> 1" in result.stderr
+    assert "launcher: evaluate base-vlm ran out of memory; restarting it with batch_size 3 -> 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert read(workspace / "data/runs/base-vlm/metrics.json")["attempt"] == 1
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stages.core import cpu
 from stages.core.cpu import AVX2
 from stages.core.environment import SET, container_environment, job_environment, stage_environment
-from stages.kit.launcher.stage_run import STAGES
+from stages.kit.launcher.process import STAGES
 
 SECRETS = {
     "HF_TOKEN": "hf_secret",

@@ -415,5 +415,5 @@ def test_a_stage_that_the_kernel_kills_for_want_of_memory_starts_anew(
     limit_memory(container)
     assert running.process.wait() == 0, running.log()
     assert "ready r1-llm-only --attempt 1" in running.log()
-    assert "train r1-llm-only ran out of memory; it starts anew with micro_batch 4 -> 2" in running.log()
+    assert "train r1-llm-only ran out of memory; restarting it with micro_batch 4 -> 2" in running.log()
     wait_until(lambda: nothing_runs(playground))

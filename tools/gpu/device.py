@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import UserError
-from stages.kit.launcher.gpus import read_gpus
-from stages.kit.launcher.leases import leased_gpus
-from stages.kit.launcher.machine import cuda_of_torch
+from stages.kit.launcher.gpus import leased_gpus, read_gpus
+from stages.kit.launcher.process import cuda_of_torch
 
 log = logging.getLogger("stages")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.kit.launcher.machine import installed_packages
+from stages.kit.launcher.process import installed_packages
 from tools.gpu.pieces import Piece
 
 DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "flash-attn")

@@ -26,7 +26,7 @@ from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.parent_death import end_with_parent
 from stages.core.threads import usable_cores
-from stages.kit.launcher.machine import triton_dir
+from stages.kit.launcher.process import triton_dir
 from stages.kit.reporting.tables import seconds_text
 from tools.gpu.device import Device
 from tools.gpu.pieces import Piece

@@ -1,6 +1,6 @@
-"""Makes the SIF that Apptainer runs: of the image that docker or podman has, else of a base and the wheelhouse.
+"""Makes the SIF that Apptainer runs: from an image of docker or podman, or from a base and the wheelhouse.
 
-Nothing here needs root: a container in which the packages are installed writes to a folder of the caller's.
+Needs no root: the container in which the packages are installed writes to a folder of the caller.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
-from stages.kit.launcher.apptainer import SEAL, digest_path
+from stages.kit.launcher.apptainer import IMAGES_DIR, SEAL, digest_path
+from stages.kit.launcher.container import Mount
 from stages.kit.launcher.docker import Client
-from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Bases
-from stages.kit.launcher.mounts import Mount
+from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base
 
 COMPRESSION = ("--mksquashfs-args", "-comp zstd -Xcompression-level 1")
-"""A quarter of the time of gzip's, and not larger."""
+"""Takes a quarter of gzip's time, and the file is not larger."""
 
 
 def sif_of_image(client: Client, reference: str, path: Path) -> None:
-    """Make it from the archive of an image of docker's or podman's. Raises UserError where one of them fails."""
+    """Make it from the archive of an image of docker or podman. Raises UserError if one of them fails."""
     with scratch_dir(path.parent) as work_dir:
         if not client.show("save", "--output", str(work_dir / "image.tar"), reference):
             raise UserError(f"{client.program} could not save {reference}, for the reason above")
@@ -35,26 +35,19 @@ def sif_of_image(client: Client, reference: str, path: Path) -> None:
         _make_sif("docker-archive:image.tar", path, work_dir)
 
 
-def unpack_base(bases: Bases, stand_in_tar: Path, work_dir: Path) -> Base | None:
-    """Put a base's files into `root` there: the pinned one's where it can be pulled, else the stand-in's.
-
-    stand_in_tar: the stand-in's files. None where there is neither.
-    """
-    if _apptainer("build", "--sandbox", "root", f"docker://{bases.python.reference}", work_dir=work_dir):
-        return bases.python
-    if not stand_in_tar.is_file():
-        return None
-    (work_dir / "root").mkdir()
-    # Devices are root's to make; a container gets its own.
-    command = ["tar", "--extract", "--file", str(stand_in_tar), "--directory", "root", "--exclude=./dev/*"]
-    subprocess.run(command, cwd=work_dir, check=True)
-    return bases.stand_in
+def unpack_base(base: Base, work_dir: Path) -> None:
+    """Put a base's files into `root` in the folder. Raises UserError if it cannot be pulled."""
+    if not _apptainer("build", "--sandbox", "root", f"docker://{base.reference}", work_dir=work_dir):
+        raise UserError(
+            f"{base.image} cannot be pulled, for the reason above. Build the image on another machine, and copy "
+            f"{IMAGES_DIR}/cpu-* here"
+        )
 
 
 def sif_of_base(docker_dir: Path, wheelhouse_dir: Path, path: Path, work_dir: Path) -> None:
-    """Install the packages of target cpu on the base in `root`, as docker/Dockerfile does, and make its image of it.
+    """Install the packages of target cpu on the base in `root`, as docker/Dockerfile does, and make the image from it.
 
-    Raises UserError where Apptainer fails.
+    Raises UserError if Apptainer fails.
     """
     root_dir = work_dir / "root"
     mounts = [Mount(docker_dir, Path("/docker")), Mount(wheelhouse_dir, Path("/wheelhouse"))]
@@ -81,7 +74,7 @@ def sif_of_base(docker_dir: Path, wheelhouse_dir: Path, path: Path, work_dir: Pa
 
 
 def image_variables(dockerfile: str) -> list[str]:
-    """`NAME=VALUE` of each variable that the image cpu sets."""
+    """`NAME=VALUE` for each variable that the Dockerfile sets for the image cpu."""
     stage = re.search(r"^FROM python AS runtime$(.*?)^FROM", dockerfile, re.MULTILINE | re.DOTALL)
     assert stage is not None
     instructions = re.findall(r"^ENV ((?:.*\\\n)*.*)", stage[1], re.MULTILINE)
@@ -89,7 +82,7 @@ def image_variables(dockerfile: str) -> list[str]:
 
 
 def run_once(path: Path) -> None:
-    """Raises UserError where a container of this SIF does not start here."""
+    """Raises UserError if a container of this SIF does not start here."""
     if not _apptainer(
         "exec", *SEAL, "--net", "--network", "none", str(path), "python", "--version", work_dir=path.parent
     ):
@@ -101,14 +94,14 @@ def run_once(path: Path) -> None:
 
 @contextmanager
 def scratch_dir(images_dir: Path) -> Iterator[Path]:
-    """A folder for what comes and goes meanwhile, on the disk of the images: it takes more than they do."""
+    """A temporary folder on the disk of the images: it takes more room than they do."""
     images_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=images_dir) as work_dir:
         yield Path(work_dir)
 
 
 def _make_sif(source: str, path: Path, work_dir: Path) -> None:
-    """Make a SIF and note its digest; it appears when both are whole."""
+    """Make a SIF and a file with its digest; it appears when both are complete."""
     made = work_dir / path.name
     if not _apptainer("build", *COMPRESSION, str(made), source, work_dir=work_dir):
         raise UserError(f"{path} was not built, for the reason above")
@@ -117,7 +110,7 @@ def _make_sif(source: str, path: Path, work_dir: Path) -> None:
 
 
 def _apptainer(*args: str, work_dir: Path) -> bool:
-    """Run one of its commands in sight of the user; whether it succeeded."""
+    """Run one of its commands with its output shown; returns whether it succeeded."""
     assert shutil.which("apptainer")
     own = {"APPTAINER_TMPDIR": str(work_dir), "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}
     return subprocess.run(["apptainer", *args], cwd=work_dir, env=os.environ | own, check=False).returncode == 0

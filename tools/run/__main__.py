@@ -21,16 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
+from stages.kit.launcher.dvc_command import DVC_VARIABLE
 
 from stages.core.errors import UserError, counted
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.threads import usable_cores
-from stages.kit.launcher.dvc_command import DVC_VARIABLE
-from stages.kit.launcher.gpus import read_gpus
-from stages.kit.launcher.leases import leasable
-from stages.kit.launcher.needs import gpus_wanted
-from stages.kit.launcher.places import runs_in_slurm
+from stages.kit.launcher.gpus import leasable, read_gpus
+from stages.kit.launcher.pipeline import gpus_wanted
+from stages.kit.launcher.slurm import runs_in_slurm
 from tools.run.schedule import Step
 from tools.run.side_by_side import Result, SideBySide, say
 

@@ -24,10 +24,9 @@ from stages.core.errors import UserError, counted, listed
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, read_provenance
 from stages.core.signals import handling
-from stages.kit.launcher.needs import source_of
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_of
 from stages.kit.launcher.process import forwarded_signals
-from stages.kit.launcher.provenance_recorder import SEEN_BY_STAGES
+from stages.kit.launcher.record import SEEN_BY_STAGES
 
 MEASURED = {
     "training.json": ("train_seconds", "samples_per_second", "peak_memory_bytes", "reserved_memory_bytes"),

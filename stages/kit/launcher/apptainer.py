@@ -1,4 +1,11 @@
-"""The engine apptainer: a stage is a fresh, sealed container of a SIF, started without a daemon and without root."""
+"""The engine apptainer: a stage is a fresh, sealed container of a SIF, started without a daemon and without root.
+
+Apptainer filters no system calls by itself: a process could make a user namespace, in which it has every capability,
+or read the kernel's keyrings, which no namespace hides. seccomp.json forbids what docker's profile forbids of these:
+`clone` and `unshare` with CLONE_NEWUSER (0x10000000), keyrings, bpf and the like. The flags of `clone3` cannot be seen
+by a filter; traced without a tracer it fails with ENOSYS, upon which the C library uses `clone`. `ptrace` is forbidden
+so that there is no tracer.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +22,34 @@ import psutil
 from stages.core.environment import TMP_DIR
 from stages.core.errors import UserError
 from stages.core.signals import ENDING
-from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
-from stages.kit.launcher.images import image_references
-from stages.kit.launcher.mounts import Mount
-from stages.kit.launcher.outputs import Outputs
-from stages.kit.launcher.process import MACHINE_COUNTERS, as_out_of_memory, oom_kills
-from stages.kit.launcher.stage_run import Ended, StageRun
-from stages.kit.launcher.system_calls import FILTER_VARIABLE
+from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
+from stages.kit.launcher.images import image_reference
+from stages.kit.launcher.process import MACHINE_COUNTERS, Ended, StageRun, as_out_of_memory, oom_kills
 
 IMAGES_DIR = Path(".bakeoff/images")
-
 SEAL = (
-    # No namespace, folder or variable of the host; nothing of what a cluster's apptainer.conf adds; no evaluation of
-    # variables by a shell; and for root, who would keep them, no privileges.
+    # No namespace, folder or variable of the host; nothing that a cluster's apptainer.conf adds; no evaluation of
+    # variables by a shell; and no privileges for root, who would keep them.
     *("--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths,hostfs,sys", "--no-eval", "--no-privs"),
 )
-
+SECCOMP = ("--security", "seccomp:stages/kit/launcher/seccomp.json")
+"""Relative to the checkout, where the launcher runs: a comma in a path would end the option."""
 KERNEL_SETTINGS = (
     *(f"/proc/{name}" for name in ("acpi", "bus", "fs", "irq", "mtrr", "scsi", "sys", "sysrq-trigger")),
     *("/sys/bus", "/sys/class", "/sys/devices", "/sys/fs/cgroup"),
 )
-"""Seen read-only, where they exist: root may write there without a capability, and change the machine around the
-container. Of /sys, what torch and NCCL read of the machine's parts, and the memory that a job of Slurm's has."""
-
+"""Mounted read-only if they exist: root may write there without a capability, and change the machine around the
+container. From /sys, the parts that torch and NCCL read of the hardware, and the memory limit of a Slurm job."""
 HOSTS_PATH = Path("/etc/hosts")
 """An image has none, or an empty one."""
-
 CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR")
-"""Where Apptainer keeps its own files; all its other variables are options, and could undo the seal."""
+"""Folders of Apptainer's own files; all its other variables are options, and could undo the seal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApptainerEngine:
     reference: str
-    """As that of the image of docker and podman, made from the hash of what both are built from."""
+    """The name that the same image has in docker and podman."""
     sif_path: Path
     digest: str
 
@@ -56,18 +57,18 @@ class ApptainerEngine:
 
     @classmethod
     def find(cls, workspace_dir: Path, target: str) -> ApptainerEngine:
-        """The engine, with the SIF of this checkout. Raises NotUsable where one of them is missing."""
+        """The engine, with the SIF of this checkout. Raises NotUsable if one of them is missing."""
         if not shutil.which("apptainer"):
             raise NotUsable("apptainer is not installed")
-        references = image_references(workspace_dir, target)
-        folders = images_dirs(workspace_dir)
-        for reference in references:
-            for folder in folders:
-                if (path := sif_path(folder, reference)).is_file():
-                    return cls(reference=reference, sif_path=path, digest=recorded_digest(path))
+        reference = image_reference(workspace_dir, target)
+        # In the checkout, or beside the .venv that docker/run found for a clone or a git worktree.
+        folders = dict.fromkeys(folder / IMAGES_DIR for folder in (workspace_dir, Path(sys.prefix).parent))
+        paths = [sif_path(folder, reference) for folder in folders]
+        if path := next((path for path in paths if path.is_file()), None):
+            return cls(reference=reference, sif_path=path, digest=recorded_digest(path))
         others = sorted(path.name for folder in folders for path in folder.glob(f"{target}-*.sif"))
         raise NotUsable(
-            f"apptainer has no image {sif_path(folders[0], references[0])}"
+            f"apptainer has no image {paths[0]}"
             + (f" (there is {others[-1]}, built from other locks)" if others else "")
             + f"; build it with: make image ENGINE=apptainer TARGET={target}"
         )
@@ -79,29 +80,29 @@ class ApptainerEngine:
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
 
-        The signals that ask to end go on to the stage, which decides how. When the launcher is killed, the first
-        process of the container notices, and ends the stage; when Apptainer is killed, the stage is too.
+        Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
+        process of the container ends the stage; if Apptainer is killed, so is the stage.
         """
         return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
 
     def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
         passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
-        given |= {"BAKEOFF_IMAGE": self.digest, FILTER_VARIABLE: "1", "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
-        # Across nodes processes have to reach each other.
+        given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+        # Processes on several nodes have to reach each other.
         network, hosts_path = stage_run.network or stage_run.num_nodes > 1, HOSTS_PATH
         if not network:
             hosts_path = outputs.scratch_dir / "hosts"
             hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
         all_mounts = (*kernel_settings(), *found, Mount(hosts_path, HOSTS_PATH))
         command = [
-            *("apptainer", "--silent", "exec", *SEAL),
+            *("apptainer", "--silent", "exec", *SEAL, *SECCOMP),
             *(() if network else ("--net", "--network", "none")),
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
             *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
             *(("--nv",) if stage_run.gpus else ()),
             *(option for mount in all_mounts for option in ("--mount", mount.option())),
-            # Apptainer names a home of its own choice.
+            # Apptainer sets another HOME.
             *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
         ]
         killed_before = oom_kills(MACHINE_COUNTERS)
@@ -111,37 +112,32 @@ class ApptainerEngine:
             return True
 
         def failed(code: int) -> int:
-            # Its own failures have codes that a stage may have too: 255, and 1 without user namespaces.
+            # Its own failures have codes that a stage may have too: 255, or 1 without user namespaces.
             if outputs.ready_path.stat().st_size == 0 and code - 128 not in ENDING:
                 raise UserError(
                     "apptainer could not start the container, for the reason above. It needs user namespaces, or an "
                     f"installation with setuid, and a whole image (in {self.sif_path.parent}: sha256sum --check "
                     f"{digest_path(self.sif_path).name}). Without a container: BAKEOFF_ENGINE=process"
                 )
-            # It has no cgroup of its own whose counters could say.
+            # It has no cgroup of its own with counters.
             return as_out_of_memory(code, killed_before)
 
         environment = client_environment(passed, given, os.environ)
         return run_client(command, outputs.ready_path, environment=environment, send=send, failed=failed)
 
 
-def images_dirs(workspace_dir: Path) -> tuple[Path, ...]:
-    """Where images lie: in the checkout, or beside the .venv that docker/run found for a clone or a git worktree."""
-    return tuple(dict.fromkeys(folder / IMAGES_DIR for folder in (workspace_dir, Path(sys.prefix).parent)))
-
-
 def sif_path(folder: Path, reference: str) -> Path:
-    """Of `bakeoff:cpu-3f9c0d12ab34`: `cpu-3f9c0d12ab34.sif`."""
+    """`cpu-3f9c0d12ab34.sif` for `bakeoff:cpu-3f9c0d12ab34`."""
     return folder / f"{reference.rpartition(':')[2]}.sif"
 
 
 def digest_path(sif: Path) -> Path:
-    """As sha256sum writes it: reading gigabytes would take longer than some stages."""
+    """A file as sha256sum writes it: hashing gigabytes would take longer than some stages."""
     return sif.with_name(f"{sif.name}.sha256")
 
 
 def recorded_digest(sif: Path) -> str:
-    """Raises NotUsable where it is not recorded."""
+    """Raises NotUsable if there is no file with the digest."""
     path = digest_path(sif)
     if not path.is_file():
         raise NotUsable(
@@ -151,7 +147,7 @@ def recorded_digest(sif: Path) -> str:
 
 
 def kernel_settings() -> list[Mount]:
-    """With what is mounted inside them, as binfmt_misc in /proc/sys: it would stay writable."""
+    """Includes file systems mounted inside them, such as binfmt_misc in /proc/sys, which would stay writable."""
     found = {path for path in map(Path, KERNEL_SETTINGS) if path.exists()}
     mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
     found |= {path for path in mounted if not found.isdisjoint(path.parents)}
@@ -159,9 +155,9 @@ def kernel_settings() -> list[Mount]:
 
 
 def client_environment(passed: list[str], given: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:
-    """The environment of Apptainer's client. Values for the container go by variables, which no other account can see.
+    """The environment of Apptainer's client. It holds the container's variables: no other account can read them there.
 
-    passed: names of the caller's variables that the container gets; given: what it gets beside them.
+    passed: names of the caller's variables that the container gets; given: further variables.
     """
     own = {
         name: value

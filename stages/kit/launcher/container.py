@@ -1,38 +1,302 @@
-"""What engines with containers share: a stage sees its declared inputs; its outputs are taken when it ended well."""
+"""Parts that the engines with containers share: mounts of declared inputs, outputs written aside, the engine's client.
+
+A stage sees its declared inputs, read-only, and empty writable folders in place of its outputs; declared outputs move
+into the workspace when it has succeeded, and anything else that it wrote makes the run fail. Everything keeps its path,
+so that a path in a log, a lineage or a link means the same inside and outside.
+"""
 
 from __future__ import annotations
 
+import csv
+import fcntl
+import io
+import os
+import re
+import shutil
+import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from threading import Thread
 
+import psutil
 from pydantic import TypeAdapter
 
 from stages.core.dvc_cache import cache_dir
-from stages.core.environment import container_environment
-from stages.core.errors import UserError
-from stages.core.given_files import CACHE_VARIABLE
+from stages.core.environment import CERTIFICATES, container_environment
+from stages.core.errors import UserError, some
+from stages.core.given_files import CACHE_VARIABLE, stays_inside
 from stages.core.provenance import Machine
-from stages.kit.launcher.mounts import Mount, make_places, mounts
-from stages.kit.launcher.outputs import Outputs
-from stages.kit.launcher.process import forwarded_signals
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
+from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.process import Ended, StageRun, forwarded_signals
 
 INSIDE = ("python", "-m", "stages.kit.launcher.inside")
 """The first process of a container; a stage's name and arguments follow."""
-
+CODE = ("params.yaml", "stages")
+ASIDE_DIR = Path("data/.outputs")
+"""On the file system of the outputs, so that taking them is a rename."""
+DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
+"""A file in a cache of DVC, to which DVC may link an output."""
+MAX_LINKS = 256
+"""Most links in a source folder: each one is a mount of its own."""
 READY_S = 10.0
-"""How long a signal waits for the sign that the container handles it; a stage could remove that."""
+"""Time that a signal waits for the container to report that it handles signals; a stage could remove that report."""
 
 
 class NotUsable(UserError):
-    """This machine's engine cannot run a stage of this checkout; the message says why."""
+    """This machine's engine cannot run a stage of this checkout; the message gives the reason."""
+
+
+class Outputs:
+    """The folders in which a stage writes, and the move of its outputs into the workspace."""
+
+    def __init__(self, stage: DeclaredStage, workspace_dir: Path, *, node: int = 0) -> None:
+        """node: index of the machine; only the first one's outputs are taken."""
+        self.stage, self.workspace_dir = stage, workspace_dir
+        run_dir = workspace_dir / ASIDE_DIR / stage.name / (f"node-{node}" if node else "")
+        self.lock_path = run_dir / "lock"
+        """Locked (flock) as long as the launcher lives."""
+        self.ready_path = run_dir / "ready"
+        """Written by the container when it handles signals."""
+        self.view_dir = run_dir / "view"
+        """The workspace as the stage sees it: empty files and folders, on which everything else is mounted."""
+        self.written_dir = run_dir / "written"
+        """The files that the stage writes, under their paths in the workspace."""
+        self.scratch_dir = run_dir / "scratch"
+        """For an engine that keeps /tmp on a disk."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The writable folders, relative to the workspace: the parents of the outputs, none inside another."""
+        parents = {PurePosixPath(out).parent for out in self.stage.written}
+        return tuple(sorted(str(folder) for folder in parents if parents.isdisjoint(folder.parents)))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock of this stage. Raises UserError if another launcher runs the same stage in this workspace."""
+        self.lock_path.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file stays: were it removed, two launchers could each lock one of its name.
+        with self.lock_path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{self.stage.name} is already running in this workspace; wait for it, or end it"
+                raise UserError(message) from None
+            yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Make empty folders for the outputs, and remove them at the end, whether the stage succeeds or not."""
+        temporary = (self.view_dir, self.written_dir, self.scratch_dir, self.ready_path)
+        for path in temporary:
+            remove(path)  # left by a killed launcher
+        try:
+            self.view_dir.mkdir(parents=True)
+            self.scratch_dir.mkdir(mode=0o700)
+            for folder in self.folders:
+                (self.written_dir / folder).mkdir(parents=True)
+            self.written_dir.mkdir(exist_ok=True)
+            self.lock_path.touch()
+            self.ready_path.touch()
+            yield
+        finally:
+            for path in temporary:
+                remove(path)
+
+    def take(self, inputs: list[Path]) -> None:
+        """Move the outputs to their places, replacing what is there.
+
+        inputs: the empty files and folders in `written_dir` on which inputs were mounted.
+        Raises UserError, and takes nothing, if the stage wrote anything but declared files and folders. Links are
+        refused: whoever followed one, here or in a later stage, would leave the folders that the stage may see.
+        """
+        for place in sorted(inputs, reverse=True):
+            # Moved away, it would pass for an output.
+            if not os.path.lexists(place):
+                raise UserError(f"the stage moved its input {self._shown(place)}; none of its outputs is taken")
+            remove(place)
+        if strays := sorted(self._strays(inputs)):
+            raise UserError(
+                f"the stage wrote {some(strays, 3)}, which dvc.yaml does not declare; none of its outputs is taken"
+            )
+        allowed = self.view_dir.stat().st_mode & 0o777  # the rights that the caller's umask leaves
+        for out in self.stage.written:
+            written, place = self.written_dir / out, self.workspace_dir / out
+            if not written.exists():
+                continue  # DVC reports it
+            for path in (written, *(_everything_below(written) if written.is_dir() else ())):
+                # No setuid, no file that its owner cannot read, move and remove, and none open to more people than
+                # `allowed`: the umask in a container is another one.
+                path.chmod(path.stat().st_mode & allowed | (0o700 if path.is_dir() else 0o400))
+            remove(place)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(written, place)
+
+    def _strays(self, inputs: list[Path]) -> Iterator[str]:
+        declared = {PurePosixPath(out) for out in self.stage.written}
+        known = [*declared, *(PurePosixPath(self._shown(path)) for path in inputs)]
+        above = {parent for path in known for parent in path.parents}
+        for path in _everything_below(self.written_dir):
+            inside, mode = PurePosixPath(self._shown(path)), path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                yield f"{inside} (a link or a special file)"
+            elif declared.isdisjoint((inside, *inside.parents)) and not (stat.S_ISDIR(mode) and inside in above):
+                yield str(inside)
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self.written_dir))
+
+
+def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
+    """Raises UserError if a folder above one of the paths is a link out of the workspace.
+
+    Stages, and DVC, would remove and write there. A checkout of somebody else can bring such a link.
+    """
+    for folder in sorted({parent for out in outs for parent in PurePosixPath(out).parents} - {PurePosixPath()}):
+        place = workspace_dir / folder
+        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(workspace_dir.resolve()):
+            raise UserError(
+                f"{folder} is a link out of this checkout, to {os.path.realpath(place)}, where stages would remove and "
+                "write files; replace it by a folder. To have data on a larger disk, put the checkout there, or DVC's "
+                "cache: dvc cache dir --local FOLDER"
+            )
+
+
+def remove(path: Path) -> None:
+    """Remove a file, folder or link if it exists; a link itself, and not its target."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    path.chmod(0o700)
+    for inside in _everything_below(path):
+        if inside.is_dir() and not inside.is_symlink():
+            inside.chmod(0o700)  # nothing can be removed from a read-only folder
+    shutil.rmtree(path)
+
+
+def _everything_below(folder: Path) -> Iterator[Path]:
+    """Files, folders, links and the rest, parents first, without following links. An unreadable one is an OSError."""
+    for entry in os.scandir(folder):
+        yield Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _everything_below(Path(entry.path))
+
+
+@dataclass(frozen=True)
+class Mount:
+    source: Path
+    target: Path
+    writable: bool = False
+
+    def option(self) -> str:
+        """The value of `--mount` for docker, podman and apptainer: CSV, as a path may hold a comma."""
+        fields = ["type=bind", f"source={self.source}", f"target={self.target}"]
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow([*fields, *([] if self.writable else ["readonly"])])
+        return line.getvalue()
+
+
+def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> list[Mount]:
+    """Every mount of the container, parents before what lies in them.
+
+    Raises UserError if an input leads to something that the stage may not see.
+    """
+    workspace_dir = stage_run.workspace_dir
+    # The stage reports a missing input.
+    inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
+    found = [Mount(path, path) for path in inputs]
+    found += links_into_cache(inputs, cache_dir(workspace_dir))
+    if stage_run.source_dir is not None and stage_run.source_dir.exists():
+        found += [
+            Mount(stage_run.source_dir, stage_run.source_dir),
+            *_links_of_source(stage_run.source_dir, workspace_dir),
+        ]
+    if stage_run.network:
+        certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
+        found += [Mount(path, path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
+    _refuse_mounts_below(mount.source for mount in found)
+    found.append(Mount(outputs.view_dir, workspace_dir))
+    for folder in outputs.folders:
+        found.append(Mount(outputs.written_dir / folder, workspace_dir / folder, writable=True))
+    for path in stage_run.kept_dirs:
+        path.mkdir(parents=True, exist_ok=True)
+        found.append(Mount(path, path, writable=True))
+    found.append(Mount(outputs.lock_path, LAUNCHER_LOCK))
+    found.append(Mount(outputs.ready_path, READY, writable=True))
+    # One for each place: a source may be a declared input too.
+    return sorted({mount.target: mount for mount in found}.values(), key=lambda mount: len(mount.target.parts))
+
+
+def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
+    """Make the files and folders on which mounts lie inside other mounts; returns those among the outputs.
+
+    The container's own root is writable while it starts, so the rest needs no place.
+    """
+    places = []
+    for mount in found:
+        around = [other for other in found if other.target in mount.target.parents]
+        if around:  # parents come before what lies in them, so the last one is the nearest
+            place = around[-1].source / mount.target.relative_to(around[-1].target)
+            if not os.path.lexists(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.mkdir() if mount.source.is_dir() else place.touch()
+            if place.is_relative_to(outputs.written_dir):
+                places.append(place)
+    return places
+
+
+def links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
+    """The workspace's DVC cache, if DVC links outputs to it (cache.type symlink). Any other link is refused."""
+    found = set()
+    for link in (link for path in inputs for link in _links(path)):
+        target = _literal_target(link)
+        match = DVC_OBJECT.search(str(target))
+        folder = Path(str(target)[: match.end(1)]) if match else Path()
+        if match is None or not link.exists() or folder.resolve() != cache.resolve():
+            raise UserError(
+                f"{link} is a link to {target}, which is not in DVC's cache ({cache}), so a container cannot see it; "
+                f"put the file itself there"
+            )
+        found.add(folder)
+    return [Mount(folder.resolve(), folder) for folder in sorted(found)]
+
+
+def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
+    """Targets of links in a source folder, as in the hub's cache.
+
+    A link that leads out of it has no target in a container; the stage refuses it when it would read it.
+    """
+    links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
+    links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
+    if len(links) > MAX_LINKS:
+        raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
+    return [Mount(link.resolve(), _literal_target(link)) for link in links]
+
+
+def _links(path: Path) -> Iterator[Path]:
+    inside = (Path(folder, name) for folder, dirs, files in os.walk(path) for name in (*dirs, *files))
+    return (file for file in (path, *inside) if file.is_symlink())
+
+
+def _literal_target(link: Path) -> Path:
+    """The target as the link has it: inside, all folders on the way are real."""
+    return Path(os.path.normpath(link.parent / link.readlink()))
+
+
+def _refuse_mounts_below(sources: Iterable[Path]) -> None:
+    """A read-only mount leaves the file systems that are mounted below it writable."""
+    mounted = {Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)}
+    for source in sources:
+        if inside := sorted(path for path in mounted if source in path.parents):
+            raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")
 
 
 def run_sealed(stage_run: StageRun, run: Callable[[list[Mount], Outputs], int]) -> Ended:
-    """Run a stage on its declared inputs; where its exit code is 0, its outputs are in the workspace.
+    """Run a stage on its declared inputs; if its exit code is 0, its outputs are in the workspace.
 
     run: starts the container with these mounts and returns the stage's exit code.
     """
@@ -45,9 +309,17 @@ def run_sealed(stage_run: StageRun, run: Callable[[list[Mount], Outputs], int]) 
             code = run(found, outputs)
             if code == 0 and stage_run.node == 0:
                 outputs.take(places)
-            return Ended(code=code, machine=_machine(outputs.ready_path))
+            return Ended(code=code, machine=_reported_machine(outputs.ready_path))
     except OSError as error:  # no space, no permission, a read-only file system
-        raise UserError(f"the outputs of {stage_run.declared.name} cannot be handled: {error}") from error
+        raise UserError(f"the outputs of {stage_run.declared.name} cannot be written: {error}") from error
+
+
+def _reported_machine(ready_path: Path) -> Machine | None:
+    """The machine that the container wrote there; its stage could have overwritten it."""
+    try:
+        return TypeAdapter(Machine).validate_json(ready_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def run_client(
@@ -58,14 +330,14 @@ def run_client(
     send: Callable[[int, subprocess.Popen[bytes]], bool],
     failed: Callable[[int], int],
 ) -> int:
-    """Run the client of an engine, which shows what the stage prints; returns the stage's exit code.
+    """Run the client of an engine, which shows the stage's output; returns the stage's exit code.
 
-    Signals that ask to end go on to the container as soon as it has written to `ready_path`, by which it says that it
-    handles them. send: passes one on, given the client, and says whether the container was there to have it.
-    failed: called where the client failed, with its code (128 + n after signal n); returns that of the stage.
+    Signals that ask to end go on to the container as soon as it has written to `ready_path`, which means that it
+    handles them. send: passes one on, given the client; returns whether the container received it.
+    failed: called with the client's code if it failed (128 + n after signal n); returns the stage's.
     """
     with forwarded_signals() as signals:
-        # Of its own process group: a Ctrl-C then reaches the stage once, from here.
+        # In its own process group, a Ctrl-C reaches the stage once, from here.
         client = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
         def forward(number: int) -> None:
@@ -93,11 +365,3 @@ def variables(stage_run: StageRun, *, terminal: bool) -> tuple[list[str], dict[s
         num_nodes=stage_run.num_nodes,
     )
     return passed, {**given, **stage_run.variables, CACHE_VARIABLE: str(cache_dir(stage_run.workspace_dir))}
-
-
-def _machine(ready_path: Path) -> Machine | None:
-    """The machine that the container wrote there; its stage could have written there too."""
-    try:
-        return TypeAdapter(Machine).validate_json(ready_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

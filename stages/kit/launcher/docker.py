@@ -13,11 +13,9 @@ from pathlib import Path
 
 from stages.core.environment import TMP_DIR
 from stages.core.signals import GRACE_S
-from stages.kit.launcher.container import INSIDE, NotUsable, run_client, run_sealed, variables
-from stages.kit.launcher.images import image_references
-from stages.kit.launcher.mounts import Mount
-from stages.kit.launcher.outputs import Outputs
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
+from stages.kit.launcher.images import image_reference
+from stages.kit.launcher.process import Ended, StageRun
 
 HARDENING = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -31,7 +29,7 @@ HARDENING = (
 )
 
 CALLER = f"{os.getuid()}:{os.getgid()}"
-"""What the stage writes belongs to the caller."""
+"""Owner of the files that a stage writes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Client:
 
     @cached_property
     def is_podman(self) -> bool:
-        """Whether it is podman, also under docker's name: the package podman-docker installs a script that calls it."""
+        """Whether it is podman, also if it is called docker: the package podman-docker installs such a script."""
         path = Path(shutil.which(self.program) or self.program)
         if "podman" in path.name:
             return True
@@ -52,9 +50,9 @@ class Client:
         return start.startswith(b"#!") and b"podman" in start
 
     def ask(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Run one of its commands unseen."""
-        # Of its own process group: the signal that a closing terminal sends to all of the launcher's must not end the
-        # very command that passes it on.
+        """Run one of its commands and capture its output."""
+        # In its own process group: the signal that a closing terminal sends to the launcher's group must not end the
+        # command that passes it on.
         return subprocess.run(
             [self.program, *args],
             capture_output=True,
@@ -65,7 +63,7 @@ class Client:
         )
 
     def show(self, *args: str, **environment: str) -> bool:
-        """Run one of its commands in sight of the user; whether it succeeded."""
+        """Run one of its commands with its output shown; returns whether it succeeded."""
         return subprocess.run([self.program, *args], env=os.environ | environment, check=False).returncode == 0
 
     def answers(self, *args: str) -> bool:
@@ -73,12 +71,12 @@ class Client:
         return self.ask(*args).returncode == 0
 
     def image_id(self, reference: str) -> str | None:
-        """The digest of the image of that name on this machine; None where there is none, or no engine answers."""
+        """The digest of the image of that name on this machine; None if there is none, or no engine answers."""
         found = self.ask("image", "inspect", "--format", "{{.Id}}", reference)
         return found.stdout.strip() if found.returncode == 0 else None
 
     def problem(self) -> str | None:
-        """Why the engine cannot be used, in one line; None where it answers."""
+        """The reason why the engine cannot be used, in one line; None if it answers."""
         answer = self.ask("info" if self.is_podman else "version")
         return None if answer.returncode == 0 else (answer.stderr.strip() or "no reason given").splitlines()[-1]
 
@@ -89,21 +87,20 @@ class ContainerEngine:
     reference: str
     """The image's name, made from the hash of what it is built from."""
     image_id: str
-    """What is run: a name could be given to another image."""
+    """Digest of the image that is run: its name could be given to another image."""
 
     @classmethod
     def find(cls, program: str, workspace_dir: Path, target: str) -> ContainerEngine:
-        """The engine, with the image of this checkout. Raises NotUsable where one of them is missing."""
+        """The engine, with the image of this checkout. Raises NotUsable if one of them is missing."""
         if not shutil.which(program):
             raise NotUsable(f"{program} is not installed")
         client = Client(program)
-        references = image_references(workspace_dir, target)
-        for reference in references:
-            if image_id := client.image_id(reference):
-                return cls(client=client, reference=reference, image_id=image_id)
+        reference = image_reference(workspace_dir, target)
+        if image_id := client.image_id(reference):
+            return cls(client=client, reference=reference, image_id=image_id)
         if problem := client.problem():
             raise NotUsable(f"{program} does not work here ({problem})")
-        raise NotUsable(f"{program} has no image {references[0]}; build it with: make image TARGET={target}")
+        raise NotUsable(f"{program} has no image {reference}; build it with: make image TARGET={target}")
 
     @property
     def name(self) -> str:
@@ -116,8 +113,8 @@ class ContainerEngine:
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
 
-        The signals that ask to end go on to the stage, which decides how. When the launcher is killed, the first
-        process of the container notices, and ends the stage.
+        Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
+        process of the container ends the stage.
         """
         return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
 
@@ -125,10 +122,10 @@ class ContainerEngine:
         assert stage_run.declared is not None
         stage = stage_run.declared.name
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
-        # Across nodes processes have to reach each other.
+        # Processes on several nodes have to reach each other.
         network = "host" if stage_run.num_nodes > 1 else "bridge" if stage_run.network else "none"
         terminal = stage_run.terminal and sys.stdout.isatty()
-        # What the caller set is passed by name alone: a value would show in the machine's list of processes.
+        # Variables of the caller are passed by name alone: a value would show in the machine's list of processes.
         passed, given = variables(stage_run, terminal=terminal)
         environment = [*passed, *(f"{key}={value}" for key, value in given.items()), f"BAKEOFF_IMAGE={self.image_id}"]
         command = [
@@ -157,11 +154,11 @@ class ContainerEngine:
         return run_client(command, outputs.ready_path, send=send, failed=end)
 
     def account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
-        """Options for a container that is the caller's, with these GPUs, by their UUIDs, and no other."""
+        """Options for a container with the caller's account and these GPUs (UUIDs), and no other."""
         return _podman_options(gpus) if self.client.is_podman else self._docker_options(gpus)
 
     def _docker_options(self, gpus: tuple[str, ...]) -> list[str]:
-        # A rootless Docker shows the caller as root inside, and everybody else as somebody foreign.
+        # In a rootless Docker, root inside is the caller outside.
         rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
         return [*user, *(("--gpus", f'"device={",".join(gpus)}"') if gpus else ())]

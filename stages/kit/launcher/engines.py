@@ -1,4 +1,4 @@
-"""Where a stage runs: the seam between the launcher and what starts processes or containers."""
+"""The engines that run stages, and the choice of one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,25 +11,24 @@ from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import BELOW_VLLM, below
-from stages.kit.launcher.process import ProcessEngine
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.process import Ended, ProcessEngine, StageRun
 
 
 class Engine(Protocol):
-    """Runs stages, each in a process that did not exist before."""
+    """Runs stages, each in a process of its own."""
 
     @property
     def name(self) -> str:
-        """As BAKEOFF_ENGINE has it."""
+        """Its name in BAKEOFF_ENGINE."""
         ...
 
     @property
     def image(self) -> tuple[str, str] | None:
-        """The image of its containers: name and digest. None: no container, and nothing takes the network away."""
+        """Name and digest of the image of its containers. None: no container, and nothing restricts the network."""
         ...
 
     def run(self, stage_run: StageRun) -> Ended:
-        """Run it to its end, leave nothing running."""
+        """Run a stage to its end, and leave nothing running."""
         ...
 
 
@@ -38,27 +37,17 @@ CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
     "podman": partial(ContainerEngine.find, "podman"),
     "apptainer": ApptainerEngine.find,
 }
-"""In the order in which `auto` tries them: each takes (workspace, an image's target), and raises NotUsable."""
-
+"""In the order in which `auto` tries them. Each takes (workspace, an image's target), and raises NotUsable."""
 ENGINES = (*CONTAINER_ENGINES, "process", "auto")
-
 DEFAULT_ENGINE = "auto"
 
 
-def has_image(find: Callable[[Path, str], Engine], workspace_dir: Path, target: str) -> bool:
-    try:
-        find(workspace_dir, target)
-    except NotUsable:
-        return False
-    return True
-
-
 def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:
-    """The engine of that name; for auto the first that can run a stage of this checkout, which it says.
+    """The engine of that name; for auto the first one that can run a stage of this checkout, which it logs.
 
-    target: which image a container would need.
-    Raises UserError where there is no such engine, where it was asked for by name and cannot run the stage, and where
-    it is a process that vLLM is not installed for.
+    target: the image that a container would need.
+    Raises UserError if there is no such engine, if an engine chosen by name cannot run the stage, and if the engine is
+    a process without vLLM and the stage needs it.
     """
     if name not in ENGINES:
         raise UserError(
@@ -72,8 +61,8 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
         try:
             engine = find(workspace_dir, target)
         except NotUsable as reason:
-            if target in BELOW_VLLM and has_image(find, workspace_dir, below(target)):
-                raise  # where the other stages are sealed, this one is not to go without
+            if target in BELOW_VLLM and _is_usable(find, workspace_dir, below(target)):
+                raise  # the other stages are sealed here, so this one has to be
             reasons.append(str(reason))
         else:
             image = engine.image[0] if engine.image else "none"
@@ -82,5 +71,13 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
     if reasons:
         say(f"engine process, without a container: {'; '.join(reasons)}")
     if target in BELOW_VLLM:
-        installed(below(target))  # or a UserError names the command
+        installed(below(target))  # or a UserError with the command
     return ProcessEngine()
+
+
+def _is_usable(find: Callable[[Path, str], Engine], workspace_dir: Path, target: str) -> bool:
+    try:
+        find(workspace_dir, target)
+    except NotUsable:
+        return False
+    return True

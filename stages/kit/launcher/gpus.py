@@ -1,70 +1,78 @@
-"""GPUs of this machine, as NVIDIA's driver shows them (NVML)."""
+"""GPUs of this machine, as NVIDIA's driver reports them (NVML), and leases: whole GPUs for one stage at a time.
+
+A lease is a locked file for each GPU, which the kernel unlocks when the holder ends, however it ends. Leases keep the
+stages of one workspace apart. Processes without a lease, those of another workspace included, are seen through NVML,
+and a GPU on which one computes is not leased.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import fcntl
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TextIO
 
-from stages.core.errors import UserError
+import psutil
 
-IDLE_BYTES = 256 * 2**20
-"""In use on a GPU where nothing runs: the driver's own, a few MiB. A CUDA context on a large GPU takes more."""
+from stages.core.errors import UserError, bytes_text, counted
 
-DESKTOP_BYTES = 2 * 2**30
-"""In use where a desktop is drawn: two 4K screens and a browser. A workstation's only GPU must not be refused."""
+IDLE_BYTES = 2**30
+"""At most in use on a GPU that counts as free: the driver's own memory, or a desktop's windows."""
+SETTLE_S = 10.0
+"""Time that a GPU may stay in use after its lease ended: a process that just ended is still freeing memory."""
+POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One whole GPU. A figure that it does not support is None or empty, and does not count as use."""
+    """One GPU. A figure that the driver does not support is None, and does not count as use."""
 
     index: int
-    """As nvidia-smi counts, in PCI order; CUDA may count otherwise (CUDA_DEVICE_ORDER). A stage is given the UUID."""
+    """nvidia-smi's index (PCI order); CUDA may count differently (CUDA_DEVICE_ORDER). A stage gets the UUID."""
     uuid: str
-    """GPU-8932f937-d72c-...; empty where the GPU does not answer."""
+    """GPU-8932f937-d72c-..."""
     name: str
-    obstacle: str = ""
-    """Why no stage can have it, whoever uses it: it is split by MIG, or is lost."""
     used_bytes: int | None = None
-    """By all processes, those of other containers too; without what the driver reserves for itself."""
+    """In use by all processes, those of other containers included, without the driver's reserve."""
     total_bytes: int | None = None
-    compute: Mapping[int, int | None] = field(default_factory=dict)
-    """Bytes of each process that computes on it, by process id; None where the driver does not say."""
-    graphics: Mapping[int, int | None] = field(default_factory=dict)
-    """Likewise for processes that draw."""
-    draws: bool = False
-    """Whether it draws a desktop. Under WSL that is Windows', whose processes are not listed."""
+    processes: Mapping[int, int | None] = field(default_factory=dict)
+    """Bytes of each process that computes on it, by process id; None if the driver does not report them."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nobody computes on it. A desktop's programs may, as long as they stay small."""
-        allowed_bytes = DESKTOP_BYTES if self.draws or self.graphics else IDLE_BYTES
-        return self.compute.keys() <= self.graphics.keys() and (self.used_bytes or 0) <= allowed_bytes
+    def is_free(self) -> bool:
+        """Whether no process computes on it."""
+        return not self.processes and (self.used_bytes or 0) <= IDLE_BYTES
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of this machine, in NVML's order; none where there is no NVIDIA driver.
+    """Every GPU of this machine that answers, in NVML's order; none without an NVIDIA driver.
 
-    Raises UserError where there is a driver that does not work.
+    Raises UserError if there is a driver that does not work.
     """
     import pynvml
 
     try:
         with _nvml():
-            return tuple(_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+            found = [_read_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            return tuple(gpu for gpu in found if gpu is not None)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return ()
     except pynvml.NVMLError as error:
-        raise UserError(f"NVIDIA's driver does not answer ({error}); see what it says to: nvidia-smi") from error
+        raise UserError(f"NVIDIA's driver does not work ({error}); look at the output of: nvidia-smi") from error
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, e.g. "580.95.05"; None where it does not answer."""
+    """The version of NVIDIA's driver, e.g. "580.95.05"; None if there is none."""
     import pynvml
 
     try:
@@ -85,36 +93,181 @@ def _nvml() -> Iterator[None]:
         pynvml.nvmlShutdown()
 
 
-def _read_gpu(index: int) -> Gpu:
+def _read_gpu(index: int) -> Gpu | None:
+    """None for a GPU that the driver has lost."""
     import pynvml
 
-    def ask(query: Callable[..., Any], *args: Any, otherwise: Any) -> Any:
-        """What WSL, Jetsons, vGPUs and older drivers do not answer is no obstacle."""
+    def query(function: Callable[..., Any], *args: Any, otherwise: Any) -> Any:
+        """`otherwise` if this machine (WSL, a virtual GPU, an old driver) does not support the query."""
         try:
-            return query(device, *args)
+            return function(device, *args)
         except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission):
             return otherwise
 
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid, name = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
-        if ask(pynvml.nvmlDeviceGetMigMode, otherwise=(0, 0))[0]:
-            obstacle = f"split by MIG; made whole by: nvidia-smi -i {index} -mig 0"
-            return Gpu(index=index, uuid=uuid, name=name, obstacle=obstacle)
         # Version 1 counts the hundreds of MiB that the driver reserves as used.
-        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2, otherwise=None)
-        # By version: the plain names raise something else than NVMLError where the driver is too old.
-        compute = ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, otherwise=())
-        graphics = ask(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, otherwise=())
+        memory = query(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2, otherwise=None)
+        # With its version: the plain name raises something else than NVMLError if the driver is too old.
+        processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, otherwise=())
         return Gpu(
             index=index,
-            uuid=uuid,
-            name=name,
+            uuid=pynvml.nvmlDeviceGetUUID(device),
+            name=pynvml.nvmlDeviceGetName(device),
             used_bytes=memory and memory.used,
             total_bytes=memory and memory.total,
-            compute={process.pid: process.usedGpuMemory for process in compute},
-            graphics={process.pid: process.usedGpuMemory for process in graphics},
-            draws=bool(ask(pynvml.nvmlDeviceGetDisplayActive, otherwise=True)),
+            processes={process.pid: process.usedGpuMemory for process in processes},
         )
-    except pynvml.NVMLError as error:  # lost, say: the others are not
-        return Gpu(index=index, uuid="", name="not answering", obstacle=str(error))
+    except pynvml.NVMLError_GpuIsLost:
+        return None
+
+
+@contextmanager
+def leased_gpus(
+    count: int, *, locks_dir: Path | None, holder: str, visible: str | None, say: Callable[[str], None]
+) -> Iterator[tuple[Gpu, ...]]:
+    """`count` free GPUs that no other stage gets meanwhile; waits for those that other stages hold.
+
+    locks_dir: folder of the leases. None if a batch system assigns GPUs, and `visible` names the assigned ones.
+    holder: who leases, e.g. "train r1-llm-only", for messages to others.
+    visible: the caller's CUDA_VISIBLE_DEVICES; the GPUs come in its order. None: all of them.
+    say: gets one line that names the holders that it waits for, and another one when they change.
+
+    Raises UserError if waiting for other stages would not help: there are too few GPUs, or foreign processes use them.
+    KeyboardInterrupt or the end of the process end the wait, so call this before handling SIGINT or SIGTERM. A lease
+    ends with this process even after SIGKILL, and no child keeps it: the locks are closed when a program starts.
+    """
+    if count == 0:
+        yield ()
+        return
+    if locks_dir is not None:
+        locks_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as locks:
+        lease = _Lease(count, locks_dir, holder, visible, locks)
+        waits_for, settled_at = None, time.monotonic() + SETTLE_S
+        while not lease.attempt():
+            if waits_for != lease.held:  # a lease has ended or begun
+                settled_at = time.monotonic() + SETTLE_S
+                waits_for = lease.held
+                if holders := ", ".join(f"GPU {gpu.index} is leased to {other}" for gpu, other in lease.held):
+                    say(f"waiting for {counted(count, 'GPU')}, {len(lease.free)} free: {holders}")
+            if len(lease.free) + len(lease.held) < count and time.monotonic() >= settled_at:
+                raise UserError(lease.refusal())
+            time.sleep(POLL_S)
+        yield tuple(lease.free[:count])
+
+
+@dataclass
+class _Lease:
+    """The attempts to lease, and the state of the GPUs at the last one."""
+
+    count: int
+    locks_dir: Path | None
+    holder: str
+    visible: str | None
+    locks: ExitStack
+    free: list[Gpu] = field(default_factory=list)
+    held: list[tuple[Gpu, str]] = field(default_factory=list)
+    """GPUs that are leased, each with its holder."""
+    in_use: list[Gpu] = field(default_factory=list)
+    """GPUs that are not leased, yet in use."""
+
+    def attempt(self) -> bool:
+        """Lock `count` free GPUs; all or none, one process at a time: two that want two GPUs never hold one each."""
+        gpus = leasable(read_gpus(), visible=self.visible, count=self.count, holder=self.holder)
+        self.free, self.held, self.in_use = [], [], []
+        if self.locks_dir is None:
+            self._sort(gpus)
+            return len(self.free) >= self.count
+        with (self.locks_dir / "leasing").open("a") as leasing:
+            fcntl.flock(leasing, fcntl.LOCK_EX)
+            unlocked = []
+            for gpu in gpus:
+                try:
+                    _locked(self.locks_dir / gpu.uuid).close()
+                    unlocked.append(gpu)
+                except BlockingIOError:
+                    self.held.append((gpu, (self.locks_dir / gpu.uuid).read_text()))
+            self._sort(unlocked)
+            if len(self.free) < self.count:
+                return False
+            for gpu in self.free[: self.count]:
+                lock = self.locks.enter_context(_locked(self.locks_dir / gpu.uuid))
+                lock.truncate(0)
+                lock.write(f"{self.holder} (pid {os.getpid()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M})")
+                lock.flush()
+            return True
+
+    def _sort(self, gpus: Sequence[Gpu]) -> None:
+        for gpu in gpus:
+            (self.free if gpu.is_free else self.in_use).append(gpu)
+
+    def refusal(self) -> str:
+        """The GPUs in use, and their processes as far as they are known."""
+        tally = f"{len(self.free)} free, {len(self.held)} leased to other stages, {len(self.in_use)} in use"
+        lines = [f"{self.holder} wants {counted(self.count, 'GPU')}; {tally} by processes without a lease:"]
+        for gpu in self.in_use:
+            used = "" if gpu.used_bytes is None else f": {_bytes(gpu.used_bytes)} of {_bytes(gpu.total_bytes)} in use"
+            lines.append(f"  {gpu}{used}")
+            lines += [f"    pid {pid}, {_command_and_user(pid)}: {_bytes(used)}" for pid, used in gpu.processes.items()]
+            if not gpu.processes:
+                lines.append("    by a process that is not listed, e.g. in another container")
+        return "\n".join([*lines, "End these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES."])
+
+
+def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: str) -> list[Gpu]:
+    """The GPUs that may be leased, free or not, in the order of `visible`.
+
+    Raises UserError if they are fewer than `count`, or `visible` names one that is not there.
+    """
+    seen = list(gpus) if visible is None else _visible(gpus, visible)
+    if len(seen) >= count:
+        return seen
+    has = f"{counted(len(gpus), 'GPU')} that NVIDIA's driver shows"
+    if visible is not None:
+        has += f", {len(seen)} of them in CUDA_VISIBLE_DEVICES={visible}"
+    raise UserError(
+        f"{holder} wants {counted(count, 'GPU')}; this machine has {has}. Look at the output of nvidia-smi, or choose "
+        "another profile in params.yaml: one with a smaller device.count, or device.kind cpu"
+    )
+
+
+def _locked(path: Path) -> TextIO:
+    """The lock file of a GPU, locked as long as it is open. Raises BlockingIOError if somebody else holds it."""
+    lock = path.open("a")  # not "w": the holder's name stays until there is another
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise
+    return lock
+
+
+def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
+    """The GPUs of CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs; an empty entry or -1 ends the list."""
+    found = []
+    entries = takewhile(lambda entry: entry not in ("", "-1"), (entry.strip() for entry in visible.split(",")))
+    for entry in dict.fromkeys(entries):
+        is_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu in gpus if entry == str(gpu.index) or (is_uuid and gpu.uuid.startswith(entry))]
+        if len(named) != 1:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES names {entry!r}, which is {counted(len(named), 'GPU')} here; "
+                f"expected indices or UUIDs of: {', '.join(f'{gpu} {gpu.uuid}' for gpu in gpus)}"
+            )
+        found += named
+    return found
+
+
+def _command_and_user(pid: int) -> str:
+    """The command and user of a process, if the system reports them: it may be in another container."""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline()) or process.name()
+        return f"{textwrap.shorten(command, width=80, placeholder=' ...')} of {process.username()}"
+    except psutil.Error:
+        return "command unknown"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "memory unknown" if num_bytes is None else bytes_text(num_bytes)

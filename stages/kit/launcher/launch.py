@@ -1,58 +1,132 @@
-"""Starts one stage in a fresh container or process: what `docker/run STAGE [NAME]` ends in.
+"""Starts one stage in a fresh container or process: the end of `docker/run STAGE [NAME]`.
 
-DVC names the stage that it runs in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its commands unquoted, so
-one from a stranger's params.yaml would be run by its shell.
+A call becomes a Request; CHECKS refuse one that cannot succeed; then the stage runs here, or as a job of Slurm in
+which the same launcher runs it. DVC names the stage in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its
+commands unquoted, so that a shell would run one from a stranger's params.yaml.
+
 Reads BAKEOFF_PLACE (default: the profile's), BAKEOFF_ENGINE (default: auto), params.yaml and dvc.yaml, and the
-environment that the stage is to inherit parts of. Its exit code is the stage's, or the engine's own where that could
-not start it (125 to 127). A stage that ran out of memory is started anew, one rung of its ladder further down; any
-other failure is final. Imports nothing heavy: every stage waits for it.
+environment, parts of which the stage inherits. The exit code is the stage's, or the engine's own if that could not
+start it (125 to 127). A stage that runs out of memory is restarted one step down its fallback ladder; any other failure
+is final. Imports nothing heavy: every stage waits for it.
 """
+
+from __future__ import annotations
 
 import os
 import signal
-import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import click
 
 from stages.core.dvc_cache import cache_dir
-from stages.core.errors import UserError
+from stages.core.environment import job_environment, numeric_settings
+from stages.core.errors import OUT_OF_MEMORY, UserError
+from stages.core.lineage import file_digest
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.parent_death import end_with_own_parent
-from stages.kit.launcher.attempts import run_down_the_ladder
-from stages.kit.launcher.cache import share_with_cache
-from stages.kit.launcher.download_check import refuse_download_without_gpus
-from stages.kit.launcher.dvc_command import caller_pid, dvc_command_line, params_left
+from stages.kit.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
-from stages.kit.launcher.leases import leased_gpus
-from stages.kit.launcher.machine import triton_dir
-from stages.kit.launcher.needs import (
+from stages.kit.launcher.gpus import Gpu, leased_gpus
+from stages.kit.launcher.pipeline import (
     TRACKED,
+    DeclaredStage,
+    declared_stages,
     gpus_wanted,
     hub_cache,
     image_target,
+    item_of,
     kept_dirs,
-    repository_dir,
-    source_dir,
+    nodes_of,
+    repository_of,
+    sends_what_it_wrote,
     source_of,
+    stage_of_command,
 )
-from stages.kit.launcher.outputs import ASIDE_DIR, Outputs, refuse_links_out
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, item_of, sends_what_it_wrote, stage_of_command
-from stages.kit.launcher.places import job_facts, runs_in_slurm, stage_job
-from stages.kit.launcher.provenance_recorder import ProvenanceRecorder, recorded_inputs
-from stages.kit.launcher.slurm.inside_job import JOB_VARIABLE, run_inside_job
-from stages.kit.launcher.slurm.job_dir import JobDir
-from stages.kit.launcher.slurm.nodes import node_of, nodes_of, rendezvous
-from stages.kit.launcher.stage_run import STAGES, StageRun
+from stages.kit.launcher.process import STAGES, Ended, StageRun, triton_dir
+from stages.kit.launcher.record import ProvenanceRecorder, code_digest, recorded_inputs, used_params
+from stages.kit.launcher.slurm import (
+    JOB_VARIABLE,
+    JobDir,
+    job_options,
+    node_of,
+    rendezvous,
+    run_inside_job,
+    runs_in_slurm,
+)
+from stages.kit.launcher.slurm_wait import StageJob, digest
 from stages.kit.planning.disk import disk_use, require_room
+from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.plan import read_plan
+from stages.kit.planning.prediction import read_memory_record
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One call of the launcher, with the files that it reads."""
+
+    stage: str
+    args: tuple[str, ...]
+    params: Params
+    stages: Sequence[DeclaredStage]
+    """All of dvc.yaml."""
+    workspace_dir: Path
+    caller: Mapping[str, str]
+    """The launcher's environment."""
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe, base or dataset; "" for a stage without one."""
+        return self.args[0] if self.args else ""
+
+    @property
+    def title(self) -> str:
+        """E.g. "train r1-llm-only", for messages."""
+        return " ".join((self.stage, *self.args))
+
+    @property
+    def by_dvc(self) -> bool:
+        return "DVC_STAGE" in self.caller
+
+    @property
+    def in_job(self) -> bool:
+        return JOB_VARIABLE in self.caller
+
+    @property
+    def repository_dir(self) -> Path:
+        return repository_of(self.caller, self.workspace_dir)
+
+    @property
+    def engine_name(self) -> str:
+        return self.caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
+
+    @property
+    def source(self) -> str:
+        """Source of the data that the stage fetches, e.g. hub:OWNER/NAME@REVISION; "" for none."""
+        return source_of(self.stage, self.name, self.params)
+
+    @property
+    def sends(self) -> bool:
+        return sends_what_it_wrote(self.stage, self.args)
+
+    @cached_property
+    def declared(self) -> DeclaredStage | None:
+        """Its stage in dvc.yaml; None if there is none, as for docker/run train --help."""
+        return stage_of_command(self.stages, self.stage, self.args, required=False)
+
+    def require_declared(self) -> DeclaredStage:
+        """Raises UserError if dvc.yaml has no such stage."""
+        declared = stage_of_command(self.stages, self.stage, self.args)
+        assert declared is not None
+        return declared
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -60,212 +134,223 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
-    by_dvc, in_job = "DVC_STAGE" in os.environ, JOB_VARIABLE in os.environ
-    if by_dvc and not in_job:
-        # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` starts a second
-        # writer on the same folder. A launcher typed by hand may outlive its shell (nohup).
+    if "DVC_STAGE" in os.environ and JOB_VARIABLE not in os.environ:
+        # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` would start a second
+        # writer of the same folder. A launcher that a person started may outlive its shell (nohup).
         end_with_own_parent(caller_pid())
-    command_line = dvc_command_line(os.environ) if by_dvc else []
     args = args or item_of(os.environ.get("DVC_STAGE", ""))
 
     def run() -> int:
         try:
-            return launch(stage, args, command_line=command_line)
+            return launch(stage, args)
         except UserError as error:
             error.show()
             return error.exit_code
 
-    if in_job:
-        sys.exit(run_inside_job(stage, args, run, workspace_dir=WORKSPACE_DIR, say=say))
-    code = run()
-    if by_dvc and code != 0 and (back := params_left(command_line, os.environ, WORKSPACE_DIR)):
-        say(back)
-    sys.exit(code)
+    if JOB_VARIABLE not in os.environ:
+        sys.exit(run())
+    declared = stage_of_command(declared_stages(WORKSPACE_DIR), stage, args)
+    assert declared is not None
+    sys.exit(run_inside_job(stage, args[0] if args else "", declared, run, WORKSPACE_DIR, say))
 
 
-def launch(stage: str, args: tuple[str, ...], *, command_line: Sequence[str]) -> int:
-    """Run a stage to its end and return its exit code. Raises UserError where it cannot be run.
-
-    command_line: of the DVC that runs the stage; empty without one.
-    """
-    name, by_dvc, repository = (
-        args[0] if args else "",
-        "DVC_STAGE" in os.environ,
-        repository_dir(os.environ, WORKSPACE_DIR),
+def launch(stage: str, args: tuple[str, ...]) -> int:
+    """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
+    refuse_links_out(repository_of(os.environ, WORKSPACE_DIR), (".bakeoff/gpus",))
+    request = Request(
+        stage=stage,
+        args=args,
+        params=load_params(WORKSPACE_DIR / "params.yaml"),
+        stages=declared_stages(WORKSPACE_DIR),
+        workspace_dir=WORKSPACE_DIR,
+        caller=os.environ,
     )
-    refuse_links_out(repository, (".bakeoff/gpus",))
-    name_open_paths(repository)
-    params = load_params(WORKSPACE_DIR / "params.yaml")
-    sends = sends_what_it_wrote(stage, args)
-    stages = declared_stages(WORKSPACE_DIR)
-    # Of every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
-    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in stages for out in each.outs)))
-    if not sends and runs_in_slurm(stage, os.environ, params):  # a node has no network
-        return run_as_job(stage, args, params, stages)
-    in_job, device, visible = JOB_VARIABLE in os.environ, params.active.device, os.environ.get("CUDA_VISIBLE_DEVICES")
-    engine_name = os.environ.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
-    target = image_target(stage, params)
-    engine = choose_engine(engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say)
-    refuse_online_tracking(stage, engine, params)
-    # A process can do without, as for docker/run train --help.
-    declared = stage_of_command(stages, stage, args, required=engine.image is not None)
-    if declared is not None:
-        refuse_undeclared(declared, stage, name, params)
-        refuse_changed_job(stage, args, declared, params, stages)
-    source = source_of(stage, name, params)
-    if source and by_dvc and not in_job:  # the job that downloads has no GPU, and others will
-        in_container = engine.image is not None
-        refuse_download_without_gpus(
-            source, params, stages, command_line=command_line, in_container=in_container, visible=visible
-        )
-    num_nodes, node = nodes_of(stage, device), node_of(os.environ) if in_job else 0
-    outputs = Outputs(declared, WORKSPACE_DIR, node=node) if declared else None
+    # For every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
+    refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in request.stages for out in each.outs)))
+    if not request.sends and runs_in_slurm(stage, request.caller, request.params):  # a node has no network
+        return run_as_job(request)
+    target = image_target(stage, request.params)
+    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say)
+    for check in CHECKS:
+        check(request, engine)
+    return run_here(request, engine, target)
+
+
+def run_here(request: Request, engine: Engine, target: str) -> int:
+    """Run the stage on this machine, alone and on free GPUs; returns its exit code."""
+    stage, name, declared = request.stage, request.name, request.declared
+    node = node_of(request.caller) if request.in_job else 0
+    outputs = Outputs(declared, request.workspace_dir, node=node) if declared else None
     with (
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
-            gpus_wanted(stage, device),
-            # Slurm gives each of its GPUs to one job; a lock would not be seen on every network file system.
-            locks_dir=None if in_job else repository / ".bakeoff/gpus",
-            holder=" ".join((stage, *args)),
-            visible=visible,
+            gpus_wanted(stage, request.params.active.device),
+            # Slurm assigns each of its GPUs to one job; a network file system may not show locks to other nodes.
+            locks_dir=None if request.in_job else request.repository_dir / ".bakeoff/gpus",
+            holder=request.title,
+            visible=request.caller.get("CUDA_VISIBLE_DEVICES"),
             say=say,
         ) as gpus,
     ):
-        if stage == "merge" and name and by_dvc:  # DVC has kept what was trained: it is safe
-            remove_finished(checkpoints_dir(repository, name))
-        network = sends or source.startswith("hub:")
-        own_dirs = {"HF_HOME": hub_cache(os.environ)} if network else {}
-        if gpus:
-            own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository)
-        variables = {variable: str(folder) for variable, folder in own_dirs.items()}
-        if num_nodes > 1 and in_job:
-            variables |= rendezvous(os.environ)
-        stage_run = StageRun(
-            stage=stage,
-            args=args,
-            declared=declared,
-            workspace_dir=WORKSPACE_DIR,
-            source_dir=source_dir(source, WORKSPACE_DIR),
-            network=network,
-            kept_dirs=(*own_dirs.values(), *(() if sends else kept_dirs(stage, name, params, repository))),
-            gpus=tuple(gpu.uuid for gpu in gpus),
-            caller=os.environ,
-            variables=variables,
-            num_nodes=num_nodes,
-            node=node,
-            terminal=sys.stderr.isatty(),
-        )
+        if stage == "merge" and name and request.by_dvc:  # DVC has stored the trained weights
+            remove_finished(checkpoints_dir(request.repository_dir, name))
+        stage_run = stage_run_of(request, engine, gpus, node)
         recorder = None
-        if declared and outputs and node == 0:
-            inputs = recorded_inputs(WORKSPACE_DIR, stages, declared)
-            recorder = ProvenanceRecorder(stage_run, declared, params, engine, inputs, target=target)
-            if by_dvc:
-                share_with_cache(WORKSPACE_DIR, kept_inputs(declared, stages), aside=outputs.link_path)
-        refuse_full_disk(stage, name, params)
-        ended, attempt = run_down_the_ladder(engine, stage_run, params, say=say)
+        if declared and node == 0:
+            inputs = recorded_inputs(request.workspace_dir, request.stages, declared)
+            recorder = ProvenanceRecorder(stage_run, declared, request.params, engine, inputs, target=target)
+        refuse_full_disk(request)
+        ended, attempt = run_down_the_ladder(engine, stage_run, request.params, say=say)
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
 
 
-def run_as_job(stage: str, args: tuple[str, ...], params: Params, stages: Sequence[DeclaredStage]) -> int:
-    """Run a stage as a job of Slurm, whose launcher does what follows, and return its exit code.
+def stage_run_of(request: Request, engine: Engine, gpus: Sequence[Gpu], node: int) -> StageRun:
+    stage, repository_dir = request.stage, request.repository_dir
+    kind, _, where = request.source.partition(":")
+    network = request.sends or kind == "hub"
+    own_dirs = {"HF_HOME": hub_cache(request.caller)} if network else {}
+    if gpus:
+        own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository_dir)
+    kept = () if request.sends else kept_dirs(stage, request.name, request.params, repository_dir)
+    num_nodes = nodes_of(stage, request.params.active.device)
+    variables = {variable: str(folder) for variable, folder in own_dirs.items()}
+    return StageRun(
+        stage=stage,
+        args=request.args,
+        declared=request.declared,
+        workspace_dir=request.workspace_dir,
+        source_dir=Path(os.path.normpath(request.workspace_dir / where)) if kind == "folder" else None,
+        network=network,
+        kept_dirs=(*own_dirs.values(), *kept),
+        gpus=tuple(gpu.uuid for gpu in gpus),
+        caller=request.caller,
+        variables=variables | (rendezvous(request.caller) if num_nodes > 1 and request.in_job else {}),
+        num_nodes=num_nodes,
+        node=node,
+        terminal=sys.stderr.isatty(),
+    )
 
-    Raises UserError where it cannot run, or is not to be waited for in vain.
+
+def run_down_the_ladder(
+    engine: Engine, stage_run: StageRun, params: Params, *, say: Callable[[str], None]
+) -> tuple[Ended, int]:
+    """Run the stage, and again one step further down its fallback ladder each time it runs out of memory.
+
+    Returns how the last attempt ended, and its number. Raises UserError if memory runs out on the last step.
     """
-    declared = stage_of_command(stages, stage, args)
-    assert declared is not None
-    refuse_undeclared(declared, stage, args[0] if args else "", params)
-    job = stage_job(stage, args, declared, params, stages, WORKSPACE_DIR, os.environ, say=say)
-    if "DVC_STAGE" in os.environ:
-        # The end of dvc is no request to end the job.
-        end_with_own_parent(caller_pid(), signal.SIGHUP)
-    return job.run()
-
-
-def refuse_changed_job(
-    stage: str, args: tuple[str, ...], declared: DeclaredStage, params: Params, stages: Sequence[DeclaredStage]
-) -> None:
-    """Raises UserError where a job would do something else than it was submitted for, as files changed meanwhile."""
-    if JOB_VARIABLE not in os.environ:
-        return
-    facts = job_facts(stage, args, declared, params, stages, WORKSPACE_DIR, os.environ)
-    if changed := JobDir(Path(os.environ[JOB_VARIABLE])).changed_since(facts):
+    ended = engine.run(stage_run)
+    if ended.code != OUT_OF_MEMORY:
+        return ended, 0
+    what = " ".join((stage_run.stage, *stage_run.args))
+    changes = ladder(stage_run, params)
+    if stage_run.num_nodes > 1:
         raise UserError(
-            f"{', '.join(changed)} changed after this job was submitted; the same command submits it anew. "
-            "To change files while jobs wait, use an experiment: dvc exp run --queue"
+            f"{what} ran out of memory on a node, and is not restarted over several; these changes would take less, in "
+            f"this order: {', '.join(changes) or 'none that keeps its result'}"
         )
+    for attempt, change in enumerate(changes, start=1):
+        say(f"{what} ran out of memory; restarting it with {change}")
+        ended = engine.run(replace(stage_run, attempt=attempt))
+        if ended.code != OUT_OF_MEMORY:
+            return ended, attempt
+    if not changes:
+        raise UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
+    tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
+    memory_path = stage_run.workspace_dir / "data/runs" / stage_run.args[0] / "memory.json"
+    predicted = ""
+    if stage_run.stage == "train" and memory_path.exists():
+        record = read_memory_record(memory_path)
+        predicted = f"The prediction for the plan was {record.summary()} (calibration: {record.calibration}).\n"
+    raise UserError(
+        f"{what} ran out of memory with every setting lowered that keeps its result. It tried, one after the other:\n"
+        f"{tried}\n{predicted}Choose one of: a profile with more memory, fewer images.max_pixels, a smaller base"
+    )
 
 
-def name_open_paths(repository: Path) -> None:
-    """Name code and folders that other accounts may write to.
-
-    Whoever may write into the checkout, its .venv or its .bakeoff decides what runs there: Python imports from the
-    first two, and .bakeoff/triton holds compiled kernels. A checkpoint in .bakeoff holds no code
-    (stages/kit/training/resume.py), but a changed one gives other weights. docker/run makes nothing that everybody may
-    write to, whatever the umask.
-    """
-
-    def is_open(path: Path) -> bool:
-        return path.exists() and bool(path.stat().st_mode & stat.S_IWOTH)
-
-    own_dirs = (WORKSPACE_DIR, WORKSPACE_DIR / "docker", repository / ".bakeoff", Path(sys.prefix))
-    open_paths = [f"o-w '{folder}'" for folder in own_dirs if is_open(folder)]
-    code_dir = WORKSPACE_DIR / "stages"
-    if any(map(is_open, (code_dir, *code_dir.rglob("*")))):  # 3 ms
-        open_paths.append(f"-R o-w '{code_dir}'")
-    for path in open_paths:
-        say(f"every account of this machine can change what runs here; end that with: chmod {path}")
+def ladder(stage_run: StageRun, params: Params) -> list[str]:
+    """The change that each further attempt at a stage makes; empty if nothing can be lowered."""
+    generates = stage_run.stage in ("evaluate", "predict")
+    if stage_run.stage in ("train", "merge"):
+        plan = read_plan(stage_run.args[0] if stage_run.args else "", runs_dir=stage_run.workspace_dir / "data/runs")
+        if stage_run.stage == "train":
+            return rung_changes(plan)
+        # A merge out of 4 bits generates too; a training's last step may have turned to them.
+        generates = plan.quantization != "none" or plan.may_quantize
+    return batch_size_changes(params.active.evaluation.batch_size) if generates else []
 
 
-def refuse_online_tracking(stage: str, engine: Engine, params: Params) -> None:
-    tracking = params.tracking
-    if stage in TRACKED and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
-        raise UserError(
-            "tracking.wandb_mode is online, but a container has no network. Track offline and send the "
-            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or work without one: BAKEOFF_ENGINE=process"
-        )
+def refuse_undeclared(request: Request, engine: Engine) -> None:
+    """A container runs only what dvc.yaml declares; a process may run without, as for docker/run train --help."""
+    if engine.image is not None:
+        request.require_declared()
 
 
-def refuse_undeclared(declared: DeclaredStage, stage: str, name: str, params: Params) -> None:
-    """DVC takes no list of dependencies from params.yaml, and would make the stage before what it is made of.
+def refuse_missing_deps(request: Request, _engine: Engine | None = None) -> None:
+    """DVC takes no list of dependencies from params.yaml, and would run the stage before those that it depends on.
 
     Raises UserError with the lines that dvc.yaml lacks.
     """
-    needed: list[tuple[str, str]] = []  # (list of the stage, line of it)
-    if stage == "build" and name in params.builds:
-        for recipe in params.builds[name].recipes:
+    declared, params, needed = request.declared, request.params, list[tuple[str, str]]()  # (list of the stage, line)
+    if declared is None:
+        return
+    if request.stage == "build" and request.name in params.builds:
+        for recipe in params.builds[request.name].recipes:
             needed += [("deps", f"data/runs/{recipe}/merged"), ("params", f"recipes.{recipe}")]
-    elif stage == "prepare" and name in params.active.datasets:
-        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[name].mix or ()]
+    elif request.stage == "prepare" and request.name in params.active.datasets:
+        needed += [("deps", f"data/prepared/{part}") for part in params.active.datasets[request.name].mix or ()]
     kind = declared.name.partition("@")[0]
     lacking = [f"stages.{kind}.do.{key}:  - {line}" for key, line in needed if line not in getattr(declared, key)]
     if lacking:
         raise UserError(
-            f"{declared.name} needs what dvc.yaml does not name, so DVC would not wait for it; add:\n  "
+            f"{declared.name} needs dependencies that dvc.yaml does not name, so DVC would not wait for them; add:\n  "
             + "\n  ".join(lacking)
         )
 
 
-def kept_inputs(declared: DeclaredStage, stages: Sequence[DeclaredStage]) -> list[str]:
-    """Outputs of other stages that a stage reads, without files that git keeps."""
-    outs = {out for stage in stages for out in stage.outs}
-    return [path for path in declared.inputs("data") if outs.intersection((path, *map(str, Path(path).parents)))]
+def refuse_online_tracking(request: Request, engine: Engine) -> None:
+    tracking = request.params.tracking
+    if request.stage in TRACKED and engine.image is not None and tracking.wandb and tracking.wandb_mode == "online":
+        raise UserError(
+            "tracking.wandb_mode is online, but a container has no network. Track offline and send the "
+            "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or run without one: BAKEOFF_ENGINE=process"
+        )
 
 
-def refuse_full_disk(stage: str, name: str, params: Params) -> None:
-    """Raises UserError where a training or a merge would fill a disk before it is done.
+def refuse_changed_job(request: Request, _engine: Engine) -> None:
+    """Raises UserError if files changed after this job was submitted, so that it would do something else."""
+    if request.in_job and request.declared is not None:
+        facts = job_facts(request, request.declared)
+        if changed := JobDir(Path(request.caller[JOB_VARIABLE])).changed_since(facts):
+            raise UserError(
+                f"{', '.join(changed)} changed after this job was submitted; run the same command to submit it again. "
+                "To change files while jobs wait, use an experiment: dvc exp run --queue"
+            )
 
-    Nothing without a recipe that has a plan. Checkpoints count where they lie on the disk of the results;
-    on one of their own, a training goes on without those that have no room.
+
+CHECKS: tuple[Callable[[Request, Engine], None], ...] = (
+    refuse_undeclared,
+    refuse_missing_deps,
+    refuse_online_tracking,
+    refuse_changed_job,
+)
+
+
+def refuse_full_disk(request: Request) -> None:
+    """Raises UserError if a training or a merge would fill a disk before it is done.
+
+    Checked just before the stage starts: a wait for GPUs may be long. Checkpoints count if they are on the disk of the
+    results; on a disk of their own, a training goes on without those that do not fit.
     """
-    runs_dir = WORKSPACE_DIR / "data/runs"
+    stage, name, params = request.stage, request.name, request.params
+    runs_dir = request.workspace_dir / "data/runs"
     if stage not in ("train", "merge") or name not in params.recipes or not (runs_dir / name / "plan.yaml").is_file():
-        return  # the stage says what is wrong
+        return  # the stage reports it
     plan = read_plan(name, runs_dir=runs_dir)
     if not plan.trainable:
         return
-    use, saved_dir = disk_use(plan, params), checkpoints_dir(repository_dir(os.environ, WORKSPACE_DIR), name)
+    use, saved_dir = disk_use(plan, params), checkpoints_dir(request.repository_dir, name)
     if stage == "merge":
         needed = use.merged_bytes
         kept = needed * use.keeps_merged
@@ -273,18 +358,73 @@ def refuse_full_disk(stage: str, name: str, params: Params) -> None:
         kept = use.trained_bytes
         saved = sum(path.stat().st_size for path in saved_dir.rglob("*") if path.is_file())
         needed = kept + (max(0, use.checkpoints_bytes - saved) if same_disk(saved_dir, runs_dir) else 0)
-    require_room(needed, runs_dir, what=f"{stage} {name}")
-    if not same_disk(objects := cache_dir(WORKSPACE_DIR), runs_dir):
-        require_room(kept, nearest_existing(objects), what=f"{stage} {name}, in DVC's cache,")
+    require_room(needed, runs_dir, what=request.title)
+    if not same_disk(objects := cache_dir(request.workspace_dir), runs_dir):
+        require_room(kept, nearest_existing(objects), what=f"{request.title}, in DVC's cache,")
 
 
 def same_disk(one: Path, other: Path) -> bool:
-    """Whether two paths, which need not exist yet, lie or will lie on one file system."""
+    """Whether two paths, which need not exist yet, are or will be on one file system."""
     return nearest_existing(one).stat().st_dev == nearest_existing(other).stat().st_dev
 
 
 def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def run_as_job(request: Request) -> int:
+    """Run a stage as a job of Slurm, whose launcher runs it by `run_here`; returns its exit code.
+
+    Raises UserError if Slurm would refuse it, or it could not succeed.
+    """
+    declared = request.require_declared()
+    refuse_missing_deps(request)
+    job = stage_job(request, declared, say=say)
+    if request.by_dvc:
+        # The end of dvc does not end the job.
+        end_with_own_parent(caller_pid(), signal.SIGHUP)
+    return job.run()
+
+
+def stage_job(request: Request, declared: DeclaredStage, *, say: Callable[[str], None]) -> StageJob:
+    """The job of a stage. Raises UserError as `job_facts`."""
+    facts, params = job_facts(request, declared), request.params
+    return StageJob(
+        declared=declared,
+        workspace_dir=request.workspace_dir,
+        facts=facts,
+        fingerprint=digest({**facts, "environment": numeric_settings(request.caller)}),
+        command=("docker/run", request.stage, *request.args),
+        options=job_options(request.stage, request.name, params, workspace_dir=request.workspace_dir),
+        save_seconds=params.slurm.save_seconds,
+        num_nodes=nodes_of(request.stage, params.active.device),
+        environment=job_environment(request.stage, request.caller, network=request.source.startswith("hub:")),
+        comes_back=request.repository_dir.resolve() == request.workspace_dir,
+        is_orphan=lambda: request.by_dvc and os.getppid() != caller_pid(),
+        say=say,
+    )
+
+
+def job_facts(request: Request, declared: DeclaredStage) -> dict[str, object]:
+    """Everything that the result of a job depends on, by names for people.
+
+    Raises UserError if an input is not what its stage made.
+    """
+    folders = (request.workspace_dir / dep for dep in declared.inputs("docker"))
+    image_files = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        "command": [request.stage, *request.args],
+        "inputs": recorded_inputs(request.workspace_dir, request.stages, declared),
+        "params": used_params(request.params, declared),
+        "code": code_digest(request.workspace_dir, declared),
+        "image": {path.name: file_digest(path) for path in image_files},
+        "engine": request.engine_name,
+    }
+
+
+def caller_pid() -> int:
+    """Process that started docker/run: dvc, if it runs the stage."""
+    return int(os.environ.get("BAKEOFF_CALLER") or os.getppid())
 
 
 def say(line: str) -> None:

@@ -1,10 +1,13 @@
-"""What dvc.yaml declares of each stage, as DVC reads it: the launcher shows a stage nothing else of the data."""
+"""The stages of dvc.yaml as DVC reads them, and what each of them needs by params.yaml: GPUs, an image, a data source.
+
+A container shows a stage only the data that dvc.yaml declares for it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +15,32 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
+from stages.kit.evaluation.vllm.environment import TARGETS
+from stages.kit.training.checkpoints import checkpoints_dir
+
+TRACKED = ("train", "evaluate", "compare")
+"""Stages that write a run of Weights & Biases if tracking is on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredStage:
-    """One stage of dvc.yaml, its foreach item put in."""
+    """One stage of dvc.yaml, its foreach item filled in."""
 
     name: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     command: str
-    """The call of the launcher that runs it, e.g. "docker/run train r1-llm-only".
+    """The launcher's command with the item, e.g. "docker/run train r1-llm-only".
 
-    dvc.yaml has all of it but the name: no name may reach a shell.
+    dvc.yaml leaves the item out: no name from params.yaml may reach a shell.
     """
     params: tuple[str, ...]
     """Dotted paths into params.yaml; `${profile}` is left as it is."""
     deps: tuple[str, ...]
     """Paths relative to the workspace."""
     outs: tuple[str, ...]
-    """Likewise; metrics and plots are outputs too."""
+    """Paths relative to the workspace, metrics and plots included."""
 
     @property
     def provenance(self) -> str | None:
@@ -44,14 +53,14 @@ class DeclaredStage:
         return tuple(out for out in self.outs if out != self.provenance)
 
     def inputs(self, folder: str) -> tuple[str, ...]:
-        """What it depends on below a folder of the workspace, itself included."""
+        """The dependencies at or below a folder of the workspace."""
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
 
 
 def stage_of_command(
     stages: Sequence[DeclaredStage], stage: str, args: Sequence[str], *, required: bool = True
 ) -> DeclaredStage | None:
-    """The stage that this call of the launcher runs. Where dvc.yaml has none: None, or a UserError if required."""
+    """The stage of dvc.yaml with this command. Without one: None, or a UserError if required."""
     sends = sends_what_it_wrote(stage, args)
     command = " ".join(("docker/run", stage, *(args[:1] if sends else args)))
     found = next((each for each in stages if each.command == command), None)
@@ -65,24 +74,22 @@ def stage_of_command(
 
 
 def sends_what_it_wrote(stage: str, args: Sequence[str]) -> bool:
-    """Whether a call sends what the stage has written before: `publish NAME --to REPOSITORY`.
-
-    It then reads that and no other data, and writes nothing.
-    """
+    """Whether the call is `publish NAME --to REPOSITORY`: it reads what `publish NAME` wrote, and writes nothing."""
     return stage == "publish" and len(args) > 1
 
 
 def item_of(addressing: str) -> tuple[str, ...]:
-    """The foreach item of a stage as DVC addresses it: r1 of `train@r1` or `../dvc.yaml:train@r1`, none of `check`."""
+    """The foreach item in DVC's name of a stage: r1 for `train@r1` or `../dvc.yaml:train@r1`, none for `check`."""
     _, at, item = addressing.rpartition(":")[2].partition("@")
     return (item,) if at else ()
 
 
 def declared_stages(workspace_dir: Path) -> list[DeclaredStage]:
-    """Every stage of dvc.yaml, foreach items put in; none where the file is missing.
+    """Every stage of dvc.yaml, foreach items filled in; none if the file is missing.
 
-    Of DVC's templates it knows what dvc.yaml uses: a foreach over a list, a dict, or `${a key of params.yaml}`, and
-    `${item}`, `${key}`, `${item.name}`, `${item.name[0].inner}` within. DVC's own resolver takes a second to import.
+    It understands the part of DVC's templates that dvc.yaml uses: a foreach over a list, a dict, or `${a key of
+    params.yaml}`, and `${item}`, `${key}`, `${item.name}`, `${item.name[0].inner}` within. DVC's own resolver takes a
+    second to import.
     """
     if not (workspace_dir / "dvc.yaml").exists():
         return []
@@ -105,7 +112,7 @@ def _instances(name: str, entry: dict[str, Any], params: dict[str, Any]) -> Iter
 
 
 def _filled(entry: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The entry with every `${path}` put in that leads to something known; others stay as they are."""
+    """The entry with every `${path}` replaced that leads to a known value; others stay as they are."""
 
     def value(match: re.Match[str]) -> str:
         here: Any = known
@@ -130,3 +137,59 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
         # An output with options is a mapping of one key.
         outs=tuple(next(iter(out)) if isinstance(out, dict) else out for out in outs),
     )
+
+
+def gpus_wanted(stage: str, device: DeviceParams) -> int:
+    """Training takes all devices of the profile; a stage that holds one model for inference takes one of them."""
+    if device.kind == "cpu":
+        return 0
+    return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
+
+
+def nodes_of(stage: str, device: DeviceParams) -> int:
+    """Number of nodes that a stage runs on."""
+    return device.nodes if stage == "train" else 1
+
+
+def image_target(stage: str, params: Params) -> str:
+    """The image that a stage runs in. With vLLM as the evaluation engine, `plan` needs vLLM's image too, so that a
+    missing one is reported before a training and not after it.
+    """
+    uses_vllm = params.active.evaluation.engine == "vllm" and stage in ("plan", "evaluate")
+    kind = params.active.device.kind
+    return TARGETS[kind] if uses_vllm else kind
+
+
+def source_of(stage: str, name: str, params: Params) -> str:
+    """The data source of a `base` or `prepare` stage; "" for other stages, and for a name the stage will refuse."""
+    profile = params.active
+    if stage == "prepare" and name in profile.datasets:
+        return profile.datasets[name].source
+    return profile.bases.get(name, "") if stage == "base" else ""
+
+
+def hub_cache(caller: Mapping[str, str]) -> Path:
+    """The hub's cache, chosen as huggingface_hub does (huggingface_hub/constants.py)."""
+    cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+
+
+def kept_dirs(stage: str, name: str, params: Params, repository_dir: Path) -> tuple[Path, ...]:
+    """Folders that a stage writes to besides its outputs, and that outlive it.
+
+    A training keeps checkpoints and features, tracked stages their runs (stages/kit/training/records.py), and publish
+    a key. None for other stages, and for a name that a training will refuse.
+    """
+    if stage == "publish":
+        return (repository_dir / ".bakeoff/signing",)
+    tracked = (repository_dir / ".bakeoff/tracking",) if params.tracking.wandb and stage in TRACKED else ()
+    if stage != "train":
+        return tracked
+    if name not in params.recipes:
+        return ()
+    return (checkpoints_dir(repository_dir, name), repository_dir / ".bakeoff/features", *tracked)
+
+
+def repository_of(caller: Mapping[str, str], workspace_dir: Path) -> Path:
+    """The person's repository, also if DVC runs an experiment in a temporary clone of it."""
+    return Path(caller.get("DVC_ROOT") or workspace_dir)

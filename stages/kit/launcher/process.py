@@ -1,34 +1,101 @@
-"""The engine without containers: a stage is a fresh process on the host."""
+"""Stage runs, and the engine without containers: a stage is a fresh process on the host.
 
+Also describes the machine and the packages that a stage runs on, from names and files alone: importing torch would
+take as long as some stages do. Used inside containers too, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from stages.core.cpu import arithmetic, cpu_model
 from stages.core.environment import stage_environment
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.parent_death import end_with_parent
+from stages.core.provenance import Machine
 from stages.core.signals import SAME_REQUEST_S, handling
-from stages.kit.launcher.machine import this_machine
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.core.threads import usable_cores
+
+if TYPE_CHECKING:  # a container starts this module first, and needs no dvc.yaml
+    from stages.kit.launcher.pipeline import DeclaredStage
+
+STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare", "publish")
 
 MACHINE_COUNTERS = (Path("/proc/vmstat"),)
-"""Where the kernel counts the processes that it killed for want of memory; it reports them nowhere else."""
-
+"""Files with the kernel's count of processes that it killed because memory ran out."""
 CONTAINER_COUNTERS = (
     Path("/sys/fs/cgroup/memory.events"),  # cgroup v2
     Path("/sys/fs/cgroup/memory/memory.oom_control"),  # v1
 )
-"""Likewise, for a container from inside."""
+"""Files with this count for a container, seen from inside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """One stage, to be run once in a process of its own."""
+
+    stage: str
+    """One of STAGES; `stages.<stage>` is the module that is run."""
+    args: tuple[str, ...]
+    """Arguments of the stage, e.g. ("r1-llm-only",)."""
+    declared: DeclaredStage | None
+    """The entry in dvc.yaml; a container needs one."""
+    workspace_dir: Path
+    """The checkout that holds `stages`, absolute; the stage's working directory."""
+    source_dir: Path | None = None
+    """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
+    network: bool = False
+    """Whether it fetches from the hub or sends to it. Only then does it get the network and the token."""
+    kept_dirs: tuple[Path, ...] = ()
+    """Writable folders that outlive the run (checkpoints, the hub's cache); absolute."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the leased GPUs; the stage sees no other."""
+    caller: Mapping[str, str]
+    """The caller's environment; environment.py lists the variables that a stage inherits."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher sets, e.g. the cache folders of the hub and of Triton."""
+    terminal: bool = False
+    """Whether its output goes to a terminal."""
+    num_nodes: int = 1
+    """Number of machines that it runs on at once."""
+    node: int = 0
+    """Index of this machine; only the outputs of the first one are kept."""
+    attempt: int = 0
+    """Number of times it ran out of memory so far; the stage lowers its settings by as many steps."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The stage's name and all its arguments."""
+        return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The result of a stage run."""
+
+    code: int
+    """Exit code; 128 + n if signal n ended the stage."""
+    machine: Machine | None = None
+    """The machine it ran on; None if the container did not report it."""
 
 
 class ForwardedSignals:
-    """Passes on the signals that ask to end; those that arrive before anybody can have them are kept."""
+    """Forwards the signals that ask to end; those that arrive before there is a receiver are kept for it."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -48,7 +115,7 @@ class ForwardedSignals:
             send(number)
 
     def code_of_stage(self, code: int) -> int:
-        """The stage's exit code, but never one that would have it started anew after somebody asked it to end."""
+        """The stage's exit code; never "out of memory", which would restart it, after somebody asked it to end."""
         return 128 + self.received[-1] if self.received and code == OUT_OF_MEMORY else code
 
 
@@ -61,7 +128,7 @@ def forwarded_signals() -> Iterator[ForwardedSignals]:
 
 
 class ProcessEngine:
-    """Runs a stage with the launcher's own interpreter; can take away neither the network nor the disk."""
+    """Runs a stage with the launcher's own interpreter; restricts neither its network nor its files."""
 
     name = "process"
     image = None
@@ -69,8 +136,8 @@ class ProcessEngine:
     def run(self, stage_run: StageRun) -> Ended:
         """Run the stage to its end.
 
-        The signals that ask to end go on to the stage, which decides how to end; whatever it started and left
-        behind is killed. One that the kernel killed for want of memory ran out of memory.
+        Signals that ask to end go on to the stage, which decides how to end; processes that it leaves behind are
+        killed. If the kernel killed it because memory ran out, the code is OUT_OF_MEMORY.
         """
         environment = stage_environment(
             stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
@@ -82,20 +149,19 @@ class ProcessEngine:
         killed_before = oom_kills(MACHINE_COUNTERS)
         with forwarded_signals() as signals:
             code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
-        code = as_out_of_memory(code, killed_before)
-        return Ended(code=signals.code_of_stage(code), machine=machine)
+        return Ended(code=signals.code_of_stage(as_out_of_memory(code, killed_before)), machine=machine)
 
 
 def run_stage(
     command: Sequence[str], working_dir: Path, environment: Mapping[str, str], signals: ForwardedSignals
 ) -> int:
-    """Run a stage (its name and arguments) with this interpreter, and kill what it leaves behind.
+    """Run a stage (its name and arguments) with this interpreter, and kill the processes that it leaves behind.
 
     Returns its exit code: 128 + n after signal n.
     """
     stage, *args = command
-    # Of its own process group: a Ctrl-C then reaches it once, from here, and not a second time from
-    # the terminal while it is already saving its work.
+    # In its own process group, a Ctrl-C reaches it once, from here, and not a second time from the terminal while it
+    # is already saving its work.
     child = subprocess.Popen(
         [sys.executable, "-m", f"stages.{stage}", *args],
         cwd=working_dir,
@@ -106,28 +172,76 @@ def run_stage(
     )
     signals.forward_to(child.send_signal)
     code = child.wait()
-    # PermissionError: what macOS says of a group of which only zombies are left.
+    # macOS raises PermissionError for a group of which only zombies are left.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
 def as_out_of_memory(code: int, killed_before: int) -> int:
-    """OUT_OF_MEMORY for a stage that was killed while the kernel killed something on this machine for want of memory.
+    """OUT_OF_MEMORY for a stage that was killed while the machine's count of such kills went up.
 
-    killed_before: the machine's count of that before the stage began.
+    killed_before: the count before the stage began.
     """
     killed = code == 128 + signal.SIGKILL and oom_kills(MACHINE_COUNTERS) > killed_before
     return OUT_OF_MEMORY if killed else code
 
 
 def oom_kills(counters: Sequence[Path]) -> int:
-    """How many processes the kernel has killed for want of memory so far, by the first of the files that exists.
+    """Number of processes that the kernel has killed because memory ran out, from the first file that exists.
 
-    All of them have a line `oom_kill N`; 0 where none does, as on another system than Linux.
+    All of them have a line `oom_kill N`. 0 without such a line, as on other systems than Linux.
     """
     for path in counters:
         if path.exists():
             lines = (line.split() for line in path.read_text().splitlines())
             return next((int(count) for name, count in lines if name == "oom_kill"), 0)
     return 0
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """The machine and the packages that this process sees. environment: of the stage."""
+    return Machine(
+        python=platform.python_version(),
+        packages=installed_packages(sys.path),
+        cuda=cuda_of_torch(),
+        system=platform.platform(),
+        cpu=cpu_model(),
+        arithmetic=arithmetic(environment),
+        cores=usable_cores(),
+        memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+    )
+
+
+def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
+    """Version by normalized name; if a package is installed twice, the version that is imported.
+
+    From the names of their `NAME-VERSION.dist-info` (packaging.python.org, Recording installed projects).
+    """
+    found: dict[str, str] = {}
+    for folder in search_path:
+        for path in Path(folder or ".").glob("*.dist-info"):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return dict(sorted(found.items()))
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version of torch's build, from its version.py; None for a CPU build or without torch."""
+    spec = find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", path.read_text(encoding="utf-8"), re.MULTILINE) if path else None
+    return found[1] if found else None
+
+
+def triton_dir(image: tuple[str, str] | None, repository_dir: Path) -> Path:
+    """The folder of kernels that Triton compiled: one for each image, or for each set of packages of this interpreter.
+
+    image: name and digest; None without a container.
+    """
+    if image is not None:
+        name = image[1].removeprefix("sha256:")[:12]
+    else:
+        packages = [sys.version, installed_packages(sys.path)]
+        name = f"process-{hashlib.sha256(json.dumps(packages).encode()).hexdigest()[:12]}"
+    return repository_dir / ".bakeoff/triton" / name

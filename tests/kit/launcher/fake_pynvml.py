@@ -1,7 +1,7 @@
 """pynvml on the GPUs of the JSON file that FAKE_NVML names; errors and constants are those of the real module.
 
-Copied as pynvml.py to where Python searches first. `gpus` has the fields of Gpu; one without a UUID is lost, any other
-obstacle is MIG. `failing` has error codes by the name of the function that fails.
+Copied as pynvml.py to a folder that Python searches first. `gpus` has the fields of Gpu; one without a UUID is lost.
+`failing` has error codes by the name of the function that fails.
 """
 
 import importlib.util
@@ -34,8 +34,8 @@ def _handle(index: int) -> Any:
     return gpu
 
 
-def _processes(used: dict[str, int | None]) -> list[SimpleNamespace]:
-    return [SimpleNamespace(pid=int(pid), usedGpuMemory=num_bytes) for pid, num_bytes in used.items()]
+def _processes(gpu: Any) -> list[SimpleNamespace]:
+    return [SimpleNamespace(pid=int(pid), usedGpuMemory=used) for pid, used in gpu["processes"].items()]
 
 
 def _memory(gpu: Any, version: int) -> SimpleNamespace:
@@ -43,7 +43,7 @@ def _memory(gpu: Any, version: int) -> SimpleNamespace:
     return SimpleNamespace(used=gpu["used_bytes"], total=gpu["total_bytes"])
 
 
-_ANSWERS: dict[str, Any] = {
+_RESULTS: dict[str, Any] = {
     "nvmlInit": lambda: None,
     "nvmlShutdown": lambda: None,
     "nvmlSystemGetDriverVersion": lambda: "580.95.05",
@@ -51,22 +51,19 @@ _ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetHandleByIndex": _handle,
     "nvmlDeviceGetUUID": lambda gpu: gpu["uuid"],
     "nvmlDeviceGetName": lambda gpu: gpu["name"],
-    "nvmlDeviceGetMigMode": lambda gpu: [int(bool(gpu["obstacle"]))] * 2,
     "nvmlDeviceGetMemoryInfo": _memory,
-    "nvmlDeviceGetComputeRunningProcesses_v3": lambda gpu: _processes(gpu["compute"]),
-    "nvmlDeviceGetGraphicsRunningProcesses_v3": lambda gpu: _processes(gpu["graphics"]),
-    "nvmlDeviceGetDisplayActive": lambda gpu: int(gpu["draws"]),
+    "nvmlDeviceGetComputeRunningProcesses_v3": _processes,
 }
 
 
-def _answering(name: str) -> Any:
-    def answer(*args: Any) -> Any:
+def _function(name: str) -> Any:
+    def function(*args: Any) -> Any:
         inspect.signature(getattr(_real, name)).bind(*args)
         if code := _state()["failing"].get(name):
             raise _real.NVMLError(code)
-        return _ANSWERS[name](*args)
+        return _RESULTS[name](*args)
 
-    return answer
+    return function
 
 
-globals().update({name: _answering(name) for name in _ANSWERS})
+globals().update({name: _function(name) for name in _RESULTS})

@@ -1,10 +1,9 @@
-"""The engine apptainer, with a client that notes what it is asked for. The real one: tests/smoke."""
+"""The engine apptainer, with a client that notes its arguments. The real one: tests/smoke."""
 
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,17 +14,16 @@ import psutil
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.launcher.apptainer import IMAGES_DIR, ApptainerEngine, digest_path, sif_path
+from stages.kit.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.engines import choose_engine
-from stages.kit.launcher.images import image_references
+from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
-from stages.kit.launcher.process import ProcessEngine
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.process import Ended, ProcessEngine, StageRun
 from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
 
-# Says that it is ready where FAKE_READY is set, and ends with FAKE_CODE.
+# Reports that it is ready if FAKE_READY is set, and ends with FAKE_CODE.
 CLIENT = f"""#!{sys.executable}
 import json, os, pathlib, re, sys
 
@@ -57,7 +55,7 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sif(workspace: Path) -> Path:
-    return make_sif(workspace, image_references(workspace, "cpu")[0])
+    return make_sif(workspace, image_reference(workspace, "cpu"))
 
 
 def make_sif(checkout: Path, reference: str) -> Path:
@@ -81,24 +79,31 @@ def asked(clients: Path) -> tuple[list[str], dict[str, str]]:
     return arguments, environment
 
 
-def test_a_stage_is_sealed(clients: Path, workspace: Path, sif: Path) -> None:
+def test_stage_is_sealed_and_its_tmp_is_temporary(clients: Path, workspace: Path, sif: Path) -> None:
     run(workspace)
     arguments, _ = asked(clients)
     assert {"--containall", "--cleanenv", "--no-home", "--no-eval", "--no-privs", "--net"} <= set(arguments)
-    assert {("--network", "none"), ("--pwd", str(workspace))} <= set(pairwise(arguments))
+    assert {("--network", "none"), ("--pwd", str(workspace)), SECCOMP} <= set(pairwise(arguments))
     assert not {"--bind", "-B", "--writable", "--writable-tmpfs", "--fakeroot", "--keep-privs", "--nv"} & set(arguments)
     command = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only"]
     assert arguments[arguments.index(str(sif)) :][1:] == ["env", "HOME=/tmp", *command]
-
-
-def test_tmp_is_scratch_of_the_launcher_and_gone_with_the_stage(clients: Path, workspace: Path, sif: Path) -> None:
-    run(workspace)
-    (scratch,) = (Path(value) for option, value in pairwise(asked(clients)[0]) if option == "--workdir")
+    (scratch,) = (Path(value) for option, value in pairwise(arguments) if option == "--workdir")
     assert scratch.is_relative_to(workspace / "data/.outputs")
     assert not scratch.exists()
 
 
-def test_named_variables_pass_in_the_clients_environment_and_none_that_could_undo_the_seal(
+def test_profile_forbids_user_namespaces_and_lets_threads_start() -> None:
+    """A trace without a tracer fails with ENOSYS, upon which the C library uses clone instead of clone3."""
+    profile = json.loads((ROOT / SECCOMP[1].removeprefix("seccomp:")).read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    rules = {name: rule for rule in profile["syscalls"] for name in rule["names"]}
+    for name in ("clone", "unshare"):
+        assert (rules[name]["action"], rules[name]["args"][0]["value"]) == ("SCMP_ACT_ERRNO", 0x10000000)
+    assert rules["clone3"]["action"] == "SCMP_ACT_TRACE"
+    assert {rules[name]["action"] for name in ("ptrace", "setns", "keyctl", "bpf")} == {"SCMP_ACT_ERRNO"}
+
+
+def test_variables_pass_in_the_clients_environment_and_none_undoes_the_seal(
     clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = {"LANG": "C.UTF-8", "HF_TOKEN": "hf_secret", "APPTAINER_BIND": "/home", "APPTAINERENV_AWS_KEY": "secret"}
@@ -109,14 +114,13 @@ def test_named_variables_pass_in_the_clients_environment_and_none_that_could_und
     arguments, environment = asked(clients)
     assert "--net" not in arguments
     assert not any("secret" in argument for argument in arguments)
-    assert environment["APPTAINERENV_HF_TOKEN"] == "hf_secret"
-    assert environment["APPTAINERENV_HF_HOME"] == "/hub"
-    assert environment["APPTAINERENV_BAKEOFF_IMAGE"] == "sha256:0123"
+    expected = {"HF_TOKEN": "hf_secret", "HF_HOME": "/hub", "BAKEOFF_IMAGE": "sha256:0123"}
+    assert environment.items() >= {f"APPTAINERENV_{name}": value for name, value in expected.items()}.items()
     assert environment["APPTAINER_CACHEDIR"] == "/scratch"
     assert not {"APPTAINER_BIND", "APPTAINERENV_AWS_KEY", "SINGULARITY_NV", "APPTAINERENV_HOME"} & environment.keys()
 
 
-def test_what_root_could_change_of_the_machine_is_read_only_with_what_is_mounted_there(
+def test_kernel_settings_are_read_only_with_what_is_mounted_inside(
     clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = ("/", "/proc", "/sys", "/sys/kernel/debug", "/proc/sys/fs/binfmt_misc")
@@ -132,26 +136,22 @@ def test_what_root_could_change_of_the_machine_is_read_only_with_what_is_mounted
     assert not any("debug" in value for value in found)
 
 
-def test_only_across_nodes_and_where_it_downloads_a_stage_has_the_machines_network(
-    clients: Path, workspace: Path, sif: Path
+@pytest.mark.parametrize(
+    ("more", "sealed"), [({}, True), ({"num_nodes": 2}, False), ({"network": True, "gpus": ("GPU-a", "GPU-b")}, False)]
+)
+def test_network_and_gpus_are_seen_by_the_stages_that_need_them(
+    clients: Path, workspace: Path, sif: Path, more: dict[str, Any], sealed: bool
 ) -> None:
-    for more, alone in (({}, True), ({"num_nodes": 2}, False), ({"network": True}, False)):
-        run(workspace, **more)
-        arguments, _ = asked(clients)
-        assert ("--net" in arguments) == alone
-        assert ("type=bind,source=/etc/hosts,target=/etc/hosts,readonly" in arguments) != alone
-
-
-@pytest.mark.parametrize("gpus", [(), ("GPU-a", "GPU-b")])
-def test_gpus_are_seen_where_some_are_leased(clients: Path, workspace: Path, sif: Path, gpus: tuple[str, ...]) -> None:
-    run(workspace, gpus=gpus)
+    run(workspace, **more)
     arguments, environment = asked(clients)
-    assert ("--nv" in arguments) == bool(gpus)
-    assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ",".join(gpus)
+    assert ("--net" in arguments) == sealed
+    assert ("type=bind,source=/etc/hosts,target=/etc/hosts,readonly" in arguments) != sealed
+    assert ("--nv" in arguments) == bool(more.get("gpus"))
+    assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ",".join(more.get("gpus", ()))
 
 
 @pytest.mark.parametrize("code", [1, 255])
-def test_apptainers_own_failure_is_told_from_a_stage_that_ends_with_the_same_code(
+def test_apptainers_own_failure_is_told_from_a_stage_with_the_same_code(
     clients: Path, workspace: Path, sif: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setenv("FAKE_CODE", str(code))
@@ -161,54 +161,27 @@ def test_apptainers_own_failure_is_told_from_a_stage_that_ends_with_the_same_cod
     assert run(workspace).code == code
 
 
-def test_an_image_that_is_missing_is_named_and_so_is_one_of_other_locks(clients: Path, workspace: Path) -> None:
+def test_missing_image_is_named_with_one_of_other_locks(clients: Path, workspace: Path) -> None:
     with pytest.raises(NotUsable, match=r"no image .*/cpu-[0-9a-f]{12}\.sif; build it with: make image ENGINE=apptain"):
         ApptainerEngine.find(workspace, "cpu")
     sif = make_sif(workspace, "bakeoff:cpu-0123456789ab")
     with pytest.raises(NotUsable, match=r"\(there is cpu-0123456789ab\.sif, built from other locks\)"):
         ApptainerEngine.find(workspace, "cpu")
-    digest_path(sif.rename(sif_path(workspace / IMAGES_DIR, image_references(workspace, "cpu")[0]))).unlink(True)
+    digest_path(sif.rename(sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu")))).unlink(True)
     with pytest.raises(NotUsable, match=r"sif\.sha256 is missing"):
         ApptainerEngine.find(workspace, "cpu")
 
 
-def test_a_clone_and_a_git_worktree_find_the_image_beside_the_venv_that_they_use(
-    clients: Path, workspace: Path, tmp_path: Path
-) -> None:
-    sif = make_sif(tmp_path / "checkout", image_references(workspace, "cpu")[1])
+def test_clone_finds_the_image_beside_its_venv(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    reference = image_reference(workspace, "cpu")
+    sif = make_sif(tmp_path / "checkout", reference)
     engine = ApptainerEngine.find(workspace, "cpu")
-    assert (engine.sif_path, engine.image) == (sif, (image_references(workspace, "cpu")[1], "sha256:0123"))
+    assert (engine.sif_path, engine.image) == (sif, (reference, "sha256:0123"))
 
 
 def test_auto_takes_it_after_docker_and_podman_and_before_a_process(clients: Path, workspace: Path) -> None:
-    said: list[str] = []
-    assert isinstance(choose_engine("auto", workspace_dir=workspace, target="cpu", say=said.append), ProcessEngine)
-    make_sif(workspace, reference := image_references(workspace, "cpu")[0])
-    assert isinstance(choose_engine("auto", workspace_dir=workspace, target="cpu", say=said.append), ApptainerEngine)
-    assert said[1] == f"engine apptainer, image {reference} (docker is not installed; podman is not installed)"
-    (clients / "apptainer").unlink()
-    with pytest.raises(NotUsable, match="apptainer is not installed"):
-        choose_engine("apptainer", workspace_dir=workspace, target="cpu", say=said.append)
-
-
-# In a process of its own: what it forbids, it forbids for good.
-FORBIDDEN = """
-import ctypes, errno, platform, subprocess, threading
-from stages.kit.launcher.system_calls import CLONE_NEWUSER, FORBIDDEN, forbid_system_calls
-
-forbid_system_calls()
-numbers, libc = FORBIDDEN[platform.machine()], ctypes.CDLL(None, use_errno=True)
-for name, number in numbers.items():
-    argument = CLONE_NEWUSER if name in ("clone", "unshare") else 0
-    assert libc.syscall(number, argument, 0, 0, 0, 0, 0) == -1, name
-    assert ctypes.get_errno() == (errno.ENOSYS if name == "clone3" else errno.EPERM), name
-assert libc.unshare(0) == 0
-threading.Thread(target=print, args=("a thread",)).start()
-subprocess.run(["/bin/echo", "a process"], check=True)
-"""
-
-
-def test_forbidden_system_calls_fail_and_threads_and_processes_start() -> None:
-    ended = subprocess.run([sys.executable, "-c", FORBIDDEN], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert set(ended.stdout.splitlines()) == {"a thread", "a process"}
+    lines: list[str] = []
+    assert isinstance(choose_engine("auto", workspace_dir=workspace, target="cpu", say=lines.append), ProcessEngine)
+    make_sif(workspace, reference := image_reference(workspace, "cpu"))
+    assert isinstance(choose_engine("auto", workspace_dir=workspace, target="cpu", say=lines.append), ApptainerEngine)
+    assert lines[1] == f"engine apptainer, image {reference} (docker is not installed; podman is not installed)"

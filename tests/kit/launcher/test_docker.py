@@ -1,4 +1,4 @@
-"""The container engines, with a client that writes down what it is asked for. The real ones: tests/smoke."""
+"""The engines docker and podman, with a client that notes its arguments. The real ones: tests/smoke."""
 
 import json
 import os
@@ -22,18 +22,16 @@ from stages.kit.launcher import inside
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.engines import CONTAINER_ENGINES, choose_engine
-from stages.kit.launcher.images import image_references
-from stages.kit.launcher.machine import this_machine
+from stages.kit.launcher.images import image_reference
 from stages.kit.launcher.pipeline import declared_stages, stage_of_command
-from stages.kit.launcher.process import ProcessEngine
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.process import Ended, ProcessEngine, StageRun, this_machine
 from tests import ROOT
 from tests.kit.launcher.small_checkout import small_checkout
 
 PLAN = Path("data/runs/r1-llm-only/plan.yaml")
 
-# Answers as docker and as podman. `run` notes its arguments, writes the output FAKE_WRITES, and waits for a `kill`
-# where FAKE_WAITS is set.
+# Responds like docker and podman. `run` notes its arguments, writes the output FAKE_WRITES, and waits for a `kill` if
+# FAKE_WAITS is set.
 CLIENT = f"""#!{sys.executable}
 import json, os, pathlib, re, sys, time
 
@@ -58,7 +56,7 @@ if sys.argv[1] == "run":
         target, source = max(above)
         pathlib.Path(source + path.removeprefix(target)).write_text("written")
     (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
-    ready.write_text(os.environ.get("FAKE_TELLS", ""))
+    ready.write_text(os.environ.get("FAKE_REPORTS", ""))
     if os.environ.get("FAKE_WAITS"):
         time.sleep(0.3)
         (here / "waits").touch()
@@ -115,10 +113,8 @@ def the_run(clients: Path, workspace: Path, **changes: Any) -> list[str]:
     return call
 
 
-def test_a_stage_is_sealed_and_runs_in_the_image_itself_not_in_what_later_has_its_name(
-    clients: Path, workspace: Path
-) -> None:
-    call = the_run(clients, workspace)
+def test_stage_is_sealed_and_runs_in_the_image_by_its_digest(clients: Path, workspace: Path) -> None:
+    call = the_run(clients, workspace, attempt=2)
     assert {"--rm", "--read-only"} <= set(call)
     assert options(call, "--network") == ["none"]
     assert options(call, "--cap-drop") == ["ALL"]
@@ -128,17 +124,12 @@ def test_a_stage_is_sealed_and_runs_in_the_image_itself_not_in_what_later_has_it
     for limit in ("--pids-limit", "--shm-size", "--tmpfs"):
         assert options(call, limit)
     assert not {"--privileged", "--volume", "-v", "--cap-add", "--tty", "-t", "--gpus", "--device"} & set(call)
-    inside = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only"]
+    inside = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only", "--attempt", "2"]
     assert call[call.index("sha256:0123") :][1:] == inside
     assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
 
 
-def test_a_further_attempt_is_known_to_the_stage_alone(clients: Path, workspace: Path) -> None:
-    """dvc.yaml has the stage without it."""
-    assert the_run(clients, workspace, attempt=2)[-4:] == ["plan", "r1-llm-only", "--attempt", "2"]
-
-
-def test_the_network_is_for_what_comes_from_the_hub_and_no_value_of_the_callers_is_on_the_command_line(
+def test_network_is_for_the_hub_and_no_value_of_the_caller_is_on_the_command_line(
     clients: Path, workspace: Path
 ) -> None:
     caller = {"HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "LANG": "C.UTF-8", "AWS_KEY": "secret"}
@@ -151,9 +142,7 @@ def test_the_network_is_for_what_comes_from_the_hub_and_no_value_of_the_callers_
     assert "AWS_KEY" not in environment
 
 
-def test_gpus_are_given_by_their_uuids_and_triton_keeps_kernels_where_the_launcher_says(
-    clients: Path, workspace: Path
-) -> None:
+def test_gpus_are_given_by_their_uuids_and_triton_has_the_launchers_folder(clients: Path, workspace: Path) -> None:
     own = {"TRITON_CACHE_DIR": "/mine", "CC": "/mine/gcc"}
     variables = {"TRITON_CACHE_DIR": "/triton"}
     call = the_run(clients, workspace, gpus=("GPU-a", "GPU-b"), caller=own, variables=variables)
@@ -173,16 +162,16 @@ def test_podman_has_options_of_its_own(clients: Path, workspace: Path, monkeypat
     assert "--gpus" not in call
 
 
-def test_podman_is_known_under_dockers_name_too(clients: Path, workspace: Path) -> None:
-    """As the package podman-docker installs it."""
+def test_podman_is_recognized_under_dockers_name(clients: Path, workspace: Path) -> None:
+    """The package podman-docker installs such a script."""
     (clients / "docker").write_text(f"{CLIENT}\n# exec podman")
     assert "--read-only-tmpfs=false" in the_run(clients, workspace)
 
 
-def test_a_full_disk_or_a_missing_right_is_the_users_to_know(clients: Path, workspace: Path) -> None:
+def test_full_disk_or_missing_right_is_reported(clients: Path, workspace: Path) -> None:
     shutil.rmtree(workspace / "data")
     (workspace / "data").write_text("no folder")
-    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be handled: .*data"):
+    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be written: .*data"):
         run(workspace)
 
 
@@ -194,7 +183,7 @@ def test_in_a_rootless_docker_root_is_the_caller(
 
 
 @pytest.mark.parametrize(("code", "taken"), [("0", True), ("3", False)])
-def test_outputs_are_taken_from_a_stage_that_ended_well(
+def test_outputs_are_taken_if_the_stage_succeeds(
     clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: str, taken: bool
 ) -> None:
     (workspace / PLAN).unlink()
@@ -204,40 +193,40 @@ def test_outputs_are_taken_from_a_stage_that_ended_well(
     assert (workspace / PLAN).exists() == taken
 
 
-def test_the_machine_that_the_container_names_is_passed_on(
+def test_machine_that_the_container_reports_is_passed_on(
     clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = this_machine(os.environ)
     for written, read in ((json.dumps(asdict(machine)), machine), ("ready", None), ('{"python": 3}', None)):
-        monkeypatch.setenv("FAKE_TELLS", written)
+        monkeypatch.setenv("FAKE_REPORTS", written)
         assert run(workspace) == Ended(code=0, machine=read)
 
 
-def test_the_first_process_of_a_container_names_the_machine_that_the_stage_runs_on(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("filtered", [True, False])
+def test_first_process_reports_the_machine_and_refuses_to_run_without_a_filter(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filtered: bool
 ) -> None:
     (workspace / "stages/plan.py").write_text("import sys; sys.exit(3)")
-    ready, lock = tmp_path / "ready", tmp_path / "lock"
-    lock.touch()
     monkeypatch.chdir(workspace)
-    monkeypatch.setattr(inside, "forbid_system_calls", lambda: None)  # it would hold for all further tests
-    monkeypatch.setattr(inside, "READY", ready)
-    monkeypatch.setattr(inside, "LAUNCHER_LOCK", lock)
+    for name, text in (("STATUS", f"\nSeccomp:\t{2 * filtered}\n"), ("LAUNCHER_LOCK", ""), ("READY", "")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(inside, name, tmp_path / name)
     monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
-    with pytest.raises(SystemExit, match="3"):
+    with pytest.raises(SystemExit, match="3" if filtered else "no seccomp filter"):
         inside.main()
-    assert TypeAdapter(Machine).validate_json(ready.read_text()) == this_machine(os.environ)
+    reported = (tmp_path / "READY").read_text()
+    assert (TypeAdapter(Machine).validate_json(reported) == this_machine(os.environ)) if filtered else not reported
 
 
 def choose(workspace: Path, name: str) -> tuple[object, list[str]]:
-    said: list[str] = []
-    return choose_engine(name, workspace_dir=workspace, target="cpu", say=said.append), said
+    lines: list[str] = []
+    return choose_engine(name, workspace_dir=workspace, target="cpu", say=lines.append), lines
 
 
-def test_auto_takes_the_first_engine_that_has_this_trees_image_and_says_why(clients: Path, workspace: Path) -> None:
+def test_auto_takes_the_first_engine_with_this_trees_image(clients: Path, workspace: Path) -> None:
     engine, (line,) = choose(workspace, "auto")
     assert isinstance(engine, ContainerEngine)
-    assert line == f"engine docker, image {image_references(workspace, 'cpu')[0]}"
+    assert line == f"engine docker, image {image_reference(workspace, 'cpu')}"
     (clients / "docker").unlink()
     install(clients, "podman")
     engine, (line,) = choose(workspace, "auto")
@@ -253,7 +242,7 @@ def test_auto_takes_the_first_engine_that_has_this_trees_image_and_says_why(clie
         ("Cannot connect to the Docker daemon at unix:///x. Is it running?", "Cannot connect to the Docker daemon"),
     ],
 )
-def test_auto_runs_a_process_where_no_engine_can_run_the_stage_and_says_why(
+def test_auto_runs_a_process_without_a_usable_engine_and_gives_the_reason(
     clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, error: str, reason: str
 ) -> None:
     monkeypatch.setenv("FAKE_ERROR", error)
@@ -264,7 +253,7 @@ def test_auto_runs_a_process_where_no_engine_can_run_the_stage_and_says_why(
     assert "podman is not installed" in line
 
 
-def test_auto_leaves_no_stage_unsealed_where_the_others_are_sealed(
+def test_auto_leaves_no_stage_unsealed_if_the_others_are_sealed(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(_: Path, target: str) -> object:
@@ -277,21 +266,19 @@ def test_auto_leaves_no_stage_unsealed_where_the_others_are_sealed(
         choose_engine("auto", workspace_dir=workspace, target="vllm-cpu", say=print)
 
 
-def test_an_engine_asked_for_by_name_is_that_or_none(
-    clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_chosen_by_name_is_that_or_none(clients: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ERROR", "Error: No such image: bakeoff:cpu")
     with pytest.raises(NotUsable, match=r"bakeoff:cpu-.*make image TARGET=cpu"):
         choose(workspace, "docker")
     with pytest.raises(NotUsable, match="podman is not installed"):
         choose(workspace, "podman")
-    engine, said = choose(workspace, "process")
+    engine, lines = choose(workspace, "process")
     assert isinstance(engine, ProcessEngine)
-    assert said == []
+    assert lines == []
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
+def test_signal_goes_to_the_container_once_and_when_it_is_handled(
     clients: Path, workspace: Path, number: signal.Signals
 ) -> None:
     """Before its first process handles signals, the kernel would drop them."""
@@ -312,7 +299,7 @@ def test_a_signal_goes_to_the_container_once_and_when_it_can_hear_it(
     assert (clients / "killed").read_text() != str(os.getpgrp())
 
 
-def test_a_container_runs_only_what_dvc_yaml_declares(clients: Path, workspace: Path) -> None:
+def test_container_runs_only_declared_stages(clients: Path, workspace: Path) -> None:
     command = [sys.executable, "-m", "stages.kit.launcher.launch", "plan", "r9"]
     environment = {"PATH": str(clients), "BAKEOFF_ENGINE": "docker"}
     refused = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, check=False)

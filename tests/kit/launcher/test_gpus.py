@@ -1,53 +1,57 @@
-"""The reading of GPUs, by a fake of NVIDIA's driver below pynvml."""
+"""GPUs as a fake driver reports them; leases on made-up GPUs, and their locks between real processes."""
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.launcher.gpus import Gpu, read_gpus
+from stages.kit.launcher import gpus as module
+from stages.kit.launcher.gpus import POLL_S, SETTLE_S, Gpu, leased_gpus, read_gpus
 from tests import ROOT
 from tests.kit.launcher.small_checkout import set_gpus
 
 MIB, GIB = 2**20, 2**30
+NOBODY = 2**30  # no pid is that large
 
 
 def gpu(index: int, **known: Any) -> Gpu:
-    return Gpu(**{"index": index, "uuid": f"GPU-{index}", "name": "A100", "used_bytes": 4 * MIB, **known})
+    uuid = ("GPU-aaaa0000-01", "GPU-aaaa1111-02", "GPU-bbbb0000-03")[index]
+    return Gpu(**{"index": index, "uuid": uuid, "name": "H200", "used_bytes": 0, "total_bytes": 140 * GIB, **known})
 
 
-BUSY = gpu(1, used_bytes=30 * GIB, total_bytes=80 * GIB, draws=True, compute={11: GIB, 12: None}, graphics={13: 5})
-LOST = Gpu(index=0, uuid="", name="not answering", obstacle="GPU is lost")
-SPLIT = Gpu(index=2, uuid="GPU-2", name="A100", obstacle="split by MIG; made whole by: nvidia-smi -i 2 -mig 0")
+def in_use(index: int) -> Gpu:
+    return gpu(index, used_bytes=12 * GIB, processes={NOBODY: 11 * GIB})
 
 
 @pytest.mark.parametrize(
-    ("known", "empty"),
+    ("known", "free"),
     [
         ({}, True),
-        ({"compute": {7: 4 * MIB}}, False),
-        ({"used_bytes": 600 * MIB}, False),  # of a process in another container, which is not listed
-        ({"used_bytes": 600 * MIB, "graphics": {7: 300 * MIB}}, True),
-        ({"used_bytes": 600 * MIB, "graphics": {7: 300 * MIB}, "compute": {7: 300 * MIB}}, True),
-        ({"used_bytes": 600 * MIB, "draws": True}, True),
-        ({"used_bytes": 5 * GIB, "graphics": {7: 300 * MIB}, "draws": True}, False),
-        ({"used_bytes": 600 * MIB, "draws": True, "compute": {7: 300 * MIB}}, False),
+        ({"processes": {7: 4 * MIB}}, False),
+        ({"used_bytes": 600 * MIB}, True),  # a desktop
+        ({"used_bytes": 3 * GIB}, False),  # by a process in another container, which is not listed
         ({"used_bytes": None}, True),
-        ({"used_bytes": None, "compute": {7: None}}, False),
+        ({"used_bytes": None, "processes": {7: None}}, False),
     ],
 )
-def test_a_gpu_is_empty_where_at_most_a_small_desktop_uses_it(known: dict[str, Any], empty: bool) -> None:
-    assert gpu(0, **known).is_empty == empty
+def test_free_gpu_has_no_process_that_computes(known: dict[str, Any], free: bool) -> None:
+    assert gpu(0, **known).is_free == free
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose pynvml is used in this process. Without GPUs at first."""
     monkeypatch.setenv("FAKE_NVML", set_gpus(tmp_path)["FAKE_NVML"])
     monkeypatch.syspath_prepend(tmp_path)
@@ -56,34 +60,290 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_nvml_says_is_read_and_a_lost_gpu_does_not_hide_the_others(machine: Path) -> None:
+def test_gpus_are_read_and_a_lost_one_does_not_hide_the_others(driver: Path) -> None:
     assert read_gpus() == ()
-    gpus = (LOST, BUSY, SPLIT)
-    set_gpus(machine, *gpus)
-    assert read_gpus() == gpus
+    busy = gpu(1, used_bytes=30 * GIB, processes={11: GIB, 12: None})
+    set_gpus(driver, Gpu(index=0, uuid="", name=""), busy)
+    assert read_gpus() == (busy,)
 
 
 @pytest.mark.parametrize("error", ["NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"])
-def test_what_a_gpu_does_not_support_does_not_count_as_use(machine: Path, error: str) -> None:
-    queries = ("MigMode", "DisplayActive", "MemoryInfo", "ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3")
+def test_unsupported_query_does_not_count_as_use(driver: Path, error: str) -> None:
+    queries = ("MemoryInfo", "ComputeRunningProcesses_v3")
     failing = {f"nvmlDeviceGet{query}": getattr(pynvml, f"NVML_ERROR_{error}") for query in queries}
-    set_gpus(machine, gpu(0), BUSY, failing=failing)
-    assert read_gpus() == tuple(
-        Gpu(index=known.index, uuid=known.uuid, name="A100", draws=True) for known in (gpu(0), BUSY)
-    )
+    set_gpus(driver, in_use(0), failing=failing)
+    assert read_gpus() == (gpu(0, used_bytes=None, total_bytes=None),)
 
 
-def test_without_a_driver_there_are_no_gpus_and_one_that_does_not_work_is_the_users_to_fix(machine: Path) -> None:
+def test_missing_driver_means_no_gpus_and_a_broken_one_is_refused(driver: Path) -> None:
     for code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
-        set_gpus(machine, gpu(0), failing={"nvmlInit": code})
+        set_gpus(driver, gpu(0), failing={"nvmlInit": code})
         assert read_gpus() == ()
-    set_gpus(machine, gpu(0), failing={"nvmlInit": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
-    with pytest.raises(UserError, match=r"RM has detected an NVML/RM version mismatch.*nvidia-smi$"):
+    set_gpus(driver, gpu(0), failing={"nvmlInit": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
+    with pytest.raises(UserError, match=r"version mismatch.*nvidia-smi$"):
         read_gpus()
 
 
-def test_the_launcher_does_not_load_what_only_leases_need() -> None:
-    code = "import sys, stages.kit.launcher.leases; print({'pynvml', 'torch'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert loaded.stdout == "set()\n"
+class Machine:
+    """GPUs that change, and a clock that only sleeping moves: at its n-th sleep the n-th of the `events` happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gpus: list[Gpu] = []
+        self.events: list[Callable[[], object]] = []
+        self.now = 0.0
+        self.lines: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.events:
+            self.events.pop(0)()
+
+    def lease(
+        self, count: int, *gpus: Gpu, holder: str = "train r1", visible: str | None = None, locked: bool = True
+    ) -> AbstractContextManager[tuple[Gpu, ...]]:
+        self.gpus = list(gpus) or self.gpus
+        locks_dir = self.folder / "gpus" if locked else None
+        return leased_gpus(count, locks_dir=locks_dir, holder=holder, visible=visible, say=self.lines.append)
+
+    def refused(self, count: int, *gpus: Gpu, **given: Any) -> str:
+        """The refusal of a lease."""
+        with pytest.raises(UserError) as refusal, self.lease(count, *gpus, **given):
+            pass
+        return refusal.value.message
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(module, "read_gpus", lambda: machine.gpus)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: machine.now, sleep=machine.sleep))
+    return machine
+
+
+def nothing() -> None:
+    pass
+
+
+def indices(gpus: tuple[Gpu, ...]) -> list[int]:
+    return [gpu.index for gpu in gpus]
+
+
+def test_stages_get_different_free_gpus_and_return_them(machine: Machine) -> None:
+    with machine.lease(0) as none:
+        assert none == ()
+    with machine.lease(1, in_use(0), gpu(1), gpu(2)) as first:
+        with machine.lease(1) as second:
+            assert (first, indices(second)) == ((gpu(1),), [2])
+        with pytest.raises(ZeroDivisionError), machine.lease(1) as third:
+            assert indices(third) == [2]
+            raise ZeroDivisionError  # a stage that fails returns its GPUs too
+    with machine.lease(2) as both:
+        assert indices(both) == [1, 2]
+    assert (machine.lines, machine.now) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "leased"),
+    [
+        *((None, [0, 1]), ("2", [2]), ("2,0", [2, 0]), (" 1 , 2", [1, 2]), ("1,1,2", [1, 2]), ("1,-1,2", [1])),
+        *(("GPU-bbbb0000-03", [2]), ("GPU-b,0", [2, 0])),
+    ],
+)
+def test_visible_gpus_are_leased_in_their_order(machine: Machine, visible: str | None, leased: list[int]) -> None:
+    with machine.lease(len(leased), gpu(0), gpu(1), gpu(2), visible=visible) as gpus:
+        assert indices(gpus) == leased
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        ("3", "names '3', which is 0 GPUs here; expected indices or UUIDs of: GPU 0 (H200) GPU-aaaa0000-01, "),
+        *(("gpu0", "names 'gpu0'"), ("G", "names 'G'"), ("GPU-c", "names 'GPU-c'"), ("MIG-1234", "names 'MIG-1234'")),
+        ("GPU-aaaa", "names 'GPU-aaaa', which is 2 GPUs here"),
+        *(("", "0 of them in CUDA_VISIBLE_DEVICES="), ("-1,0", "0 of them in CUDA_VISIBLE_DEVICES=-1,0")),
+    ],
+)
+def test_wrong_visible_devices_are_refused(machine: Machine, visible: str, message: str) -> None:
+    assert message in machine.refused(1, gpu(0), gpu(1), gpu(2), visible=visible)
+
+
+def test_gpus_of_a_batch_system_are_used_without_a_lease(machine: Machine) -> None:
+    # Two nodes, each with its own GPU 1.
+    with (
+        machine.lease(1, gpu(0), gpu(1), visible="1", locked=False) as gpus,
+        machine.lease(1, visible="1", locked=False),
+    ):
+        assert indices(gpus) == [1]
+    assert not (machine.folder / "gpus").exists()
+    assert "in use by processes without a lease" in machine.refused(1, in_use(0), gpu(1), visible="0", locked=False)
+
+
+def test_a_machine_with_too_few_gpus_is_refused(machine: Machine) -> None:
+    assert "wants 1 GPU; this machine has 0 GPUs" in machine.refused(1)
+    assert "wants 2 GPUs; this machine has 1 GPU that" in machine.refused(2, gpu(0))
+
+
+def test_a_process_that_has_just_ended_may_still_free_memory(machine: Machine) -> None:
+    machine.events = [*[nothing] * (int(SETTLE_S) - 2), lambda: machine.gpus.__setitem__(0, gpu(0))]
+    with machine.lease(1, in_use(0)) as gpus:
+        assert indices(gpus) == [0]
+
+
+def test_waiting_stage_names_each_holder_once(machine: Machine) -> None:
+    holders = ExitStack()
+    holders.enter_context(machine.lease(1, gpu(0), holder="train r2"))
+
+    def change_hands() -> None:
+        holders.close()
+        holders.enter_context(machine.lease(1, holder="merge r3"))
+
+    machine.events = [*[nothing] * (10 * int(SETTLE_S)), change_hands, nothing, holders.close]
+    with machine.lease(1) as gpus:
+        assert indices(gpus) == [0]
+    first, second = machine.lines
+    assert first.startswith(f"waiting for 1 GPU, 0 free: GPU 0 is leased to train r2 (pid {os.getpid()}, since 20")
+    assert second.startswith("waiting for 1 GPU, 0 free: GPU 0 is leased to merge r3 (pid")
+
+
+def test_gpu_may_settle_when_its_lease_has_ended(machine: Machine) -> None:
+    """GPU 0 is foreign for good; GPU 1 is returned much later by a stage, whose memory is still being freed."""
+    other = ExitStack()
+    other.enter_context(machine.lease(1, in_use(0), gpu(1), holder="train r2"))
+    machine.gpus = [in_use(0), in_use(1)]
+    waiting = [nothing] * (2 * int(SETTLE_S))
+    machine.events = [*waiting, other.close, nothing, lambda: machine.gpus.__setitem__(1, gpu(1))]
+    with machine.lease(1) as gpus:
+        assert indices(gpus) == [1]
+
+
+def test_foreign_processes_are_named(machine: Machine) -> None:
+    busy = gpu(1, used_bytes=30 * GIB, processes={os.getpid(): 29 * GIB, NOBODY: None})
+    message = machine.refused(2, gpu(0), busy, gpu(2, used_bytes=5 * GIB))
+    assert SETTLE_S <= machine.now <= SETTLE_S + POLL_S
+    for part in (
+        "train r1 wants 2 GPUs; 1 free, 0 leased to other stages, 2 in use",
+        "GPU 1 (H200): 30.0 GiB of 140 GiB in use\n",
+        f"pid {os.getpid()}, {psutil.Process().cmdline()[0]}",
+        f"pid {NOBODY}, command unknown: memory unknown\n",
+        "GPU 2 (H200): 5.00 GiB of 140 GiB in use\n    by a process that is not listed",
+    ):
+        assert part in message
+
+
+def test_wait_that_no_lease_can_end_is_refused(machine: Machine) -> None:
+    with machine.lease(1, gpu(0)):
+        assert "0 free, 1 leased to other stages, 1 in use" in machine.refused(2, gpu(0), in_use(1))
+
+
+STAGE = """
+import signal, subprocess, sys
+from pathlib import Path
+from stages.kit.launcher import gpus as module
+from stages.kit.launcher.gpus import Gpu
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from birth if the tests run in the background
+name, count, num_gpus, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+module.read_gpus = lambda: [Gpu(index=index, uuid=f"GPU-{index}", name="H200") for index in range(num_gpus)]
+module.POLL_S = 0 if what == "turns" else 0.01
+
+def note(text):
+    with open("notes", "a") as notes:
+        notes.write(f"{name} {text}\\n")
+
+def lease():
+    say = lambda line: note(f"says {line}")
+    return module.leased_gpus(count, locks_dir=Path("gpus"), holder=name, visible=None, say=say)
+
+# The moments in which turns could clash are short: without a rest, and often.
+for _ in range(100 if what == "turns" else 1):
+    with lease() as gpus:
+        if what == "worker":
+            note(f"pid {subprocess.Popen(['sleep', '600'], close_fds=False).pid}")
+        note("has " + " ".join(gpu.uuid for gpu in gpus))
+        if what != "turns":
+            sys.stdin.readline()
+        note("returns")
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that leases `count` of `num_gpus` and keeps them until it gets a line of input."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, *, count: int, num_gpus: int, what: str = "hold") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", STAGE, name, str(count), str(num_gpus), what]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes))  # type: ignore[call-overload]
+        return started[-1]
+
+    yield start
+    for stage in started:
+        stage.kill()
+        stage.communicate()
+
+
+def notes(folder: Path) -> list[str]:
+    path = folder / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for_note(folder: Path, beginning: str) -> str:
+    for _ in range(3000):
+        for note in notes(folder):
+            if note.startswith(beginning):
+                return note
+        time.sleep(0.01)
+    pytest.fail(f"{beginning!r} was never written: {notes(folder)}")
+
+
+def let_return(stage: subprocess.Popen[str]) -> None:
+    _, errors = stage.communicate("\n")
+    assert stage.returncode == 0, errors
+
+
+def test_many_turns_neither_overlap_nor_deadlock(start: Start, tmp_path: Path) -> None:
+    stages = [start(name, count=count, num_gpus=2, what="turns") for name, count in (("a", 2), ("b", 2), ("c", 1))]
+    for stage in stages:
+        let_return(stage)
+    held: dict[str, set[str]] = {}
+    num_leases = 0
+    for name, what, *uuids in (note.split() for note in notes(tmp_path)):
+        if what == "returns":
+            del held[name]
+        elif what == "has":
+            assert not set(uuids) & set().union(*held.values()), notes(tmp_path)
+            held[name] = set(uuids)
+            num_leases += 1
+    assert (num_leases, held) == (3 * 100, {})
+
+
+def test_killed_holder_frees_its_gpus_though_its_worker_lives_on(start: Start, tmp_path: Path) -> None:
+    first = start("a", count=2, num_gpus=2, what="worker")
+    wait_for_note(tmp_path, "a has")
+    worker = psutil.Process(int(wait_for_note(tmp_path, "a pid").split()[-1]))
+    try:
+        second = start("b", count=2, num_gpus=2)
+        wait_for_note(tmp_path, "b says")
+        first.kill()
+        wait_for_note(tmp_path, "b has")
+        assert worker.is_running()
+        let_return(second)
+    finally:
+        worker.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_wait(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    first = start("a", count=1, num_gpus=1)
+    wait_for_note(tmp_path, "a has")
+    second = start("b", count=1, num_gpus=1)
+    wait_for_note(tmp_path, "b says")
+    second.send_signal(number)
+    assert second.wait() == -number
+    let_return(first)
+    assert not any(note.startswith("b has") for note in notes(tmp_path))

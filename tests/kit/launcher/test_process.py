@@ -16,8 +16,7 @@ import pytest
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import ENDING
 from stages.kit.launcher import process
-from stages.kit.launcher.process import ProcessEngine, oom_kills
-from stages.kit.launcher.stage_run import StageRun
+from stages.kit.launcher.process import ProcessEngine, StageRun, oom_kills
 from tests.kit.launcher.small_checkout import commit, run, small_checkout
 
 STAGE = """

@@ -1,6 +1,7 @@
-"""`make image` and `make base-image`, with a fake docker that writes down its commands."""
+"""`make image` with docker, and with Apptainer with or without docker: fakes that note their arguments."""
 
-import shutil
+import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,133 +9,162 @@ import pytest
 from click.testing import CliRunner
 
 from stages.core.errors import UserError
+from stages.kit.launcher.apptainer import digest_path, sif_path
 from stages.kit.launcher.docker import Client
-from stages.kit.launcher.images import image_references, read_pins
+from stages.kit.launcher.images import image_reference, read_pins
 from tests import ROOT
 from tools.image import __main__ as build
+from tools.image import sif
 
-# Answers as docker: has the images named in `images`, pulls only where PULLS is set, writes down what it is asked.
-FAKE = r"""#!/usr/bin/env bash
+# Responds like docker: has the images named in `images`, pulls only if PULLS is set, notes its arguments.
+DOCKER = r"""#!/usr/bin/env bash
 cd "$(dirname "$0")"
 echo "$*" >>asked
+[ -z "${STOPPED:-}" ] || { echo "Cannot connect" >&2; exit 1; }
 case "$*" in
   "image inspect --format {{.Size}}"*) echo 2040000000 ;;
   "image inspect"*) grep -qxF "${*: -1}" images && echo sha256:0123 ;;
   "pull"*) [ -n "${PULLS:-}" ] || { echo "no route to a registry" >&2; exit 1; } ;;
   "version"*Client*) echo "${CLIENT:-20.10.24}" ;;
-  "version"*) [ -z "${STOPPED:-}" ] || { echo "Cannot connect" >&2; exit 1; }; echo "${ARCH:-amd64}" ;;
+  "version"*) echo "${ARCH:-amd64}" ;;
   "buildx version") [ -n "${BUILDX:-}" ] ;;
-  *build*) ;;
+  save*) echo an archive >"$3" ;;
 esac
 """
 
+# Responds like apptainer: builds a file, or a folder for a sandbox, into which `exec` installs the packages.
+APPTAINER = r"""#!/usr/bin/env bash
+echo "apptainer $*" >>"$(dirname "$0")/asked"
+case "$*" in
+  "build --sandbox"*) [ -n "${PULLS:-}" ] || { echo "no route to a registry" >&2; exit 1; }; mkdir "$3" ;;
+  build*) [ -z "${BROKEN:-}" ] || exit 255; echo a SIF >"$4" ;;
+  *"/docker/install cpu") mkdir -p root/image/bakeoff-image/bin ;;
+  exec*) [ -z "${REFUSED:-}" ] || exit 1 ;;
+esac
+"""
+
+PINS = read_pins(ROOT)
+PYTHON = PINS.bases.python.reference
+CPU, CUDA = (image_reference(ROOT, target) for target in ("cpu", "cuda"))
+
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a fake docker, alone on the PATH with the system's shell."""
-    (tmp_path / "docker").write_text(FAKE)
-    (tmp_path / "docker").chmod(0o755)
-    (tmp_path / "images").write_text("")
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the fakes, alone on the PATH with the system's shell."""
+    for name, text in (("docker", DOCKER), ("apptainer", APPTAINER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "wheelhouse").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(build, "IMAGES_DIR", tmp_path / "sifs")
     monkeypatch.setattr(build, "make_wheelhouse", lambda *_: False)
     monkeypatch.setattr(build, "wheelhouse_digest", lambda _: 64 * "0")
-    monkeypatch.setattr(build, "wheelhouse_dir", lambda _: tmp_path)
+    monkeypatch.setattr(build, "wheelhouse_dir", lambda _: tmp_path / "wheelhouse")
     return tmp_path
 
 
-def make_image(docker: Path, *args: str, images: tuple[str, ...] = (), **environment: str) -> tuple[int, str, str]:
-    """Exit code, what was said, and the build command, "" where there was none."""
-    (docker / "images").write_text("\n".join(images))
-    result = CliRunner().invoke(
-        build.main, ["image", "--engine", str(docker / "docker"), "--target", "cpu", *args], env=environment
-    )
-    asked = (docker / "asked").read_text().splitlines()
-    return result.exit_code, result.output, next((line for line in asked if "--build-arg" in line), "")
+def make(machine: Path, *has: str, target: str = "cpu", engine: str = "docker", **environment: str) -> tuple[str, str]:
+    """(output, commands of the fakes). has: images that docker has."""
+    (machine / "images").write_text("\n".join(has))
+    (machine / "asked").write_text("")
+    result = CliRunner().invoke(build.main, ["--engine", engine, "--target", target], env=environment)
+    assert result.exit_code == ("Error: " in result.output), result.output
+    return result.output, (machine / "asked").read_text()
 
 
-PINS = read_pins(ROOT)
-PYTHON, STAND_IN = PINS.bases.python.reference, PINS.bases.stand_in.reference
-CPU = image_references(ROOT, "cpu")
-CUDA = image_references(ROOT, "cuda")
+def test_existing_image_is_not_built_again(machine: Path) -> None:
+    output, asked = make(machine, CPU)
+    assert f"{CPU} is built already" in output
+    assert not re.search("^(pull|build)", asked, re.MULTILINE)
 
 
-@pytest.mark.parametrize("reference", CPU)
-def test_an_image_that_is_there_is_not_built_again(docker: Path, reference: str) -> None:
-    code, said, command = make_image(docker, images=(reference,))
-    assert (code, command) == (0, "")
-    assert f"{reference} is built already" in said
-    assert "pull" not in (docker / "asked").read_text()
+def test_only_cuda_has_a_network_while_it_is_built(machine: Path) -> None:
+    _, asked = make(machine, PYTHON)
+    assert f"--tag {CPU} --network none" in asked
+    assert f"PYTHON_IMAGE={PYTHON}" in asked
+    _, asked = make(machine, PYTHON, target="cuda")
+    assert f"--tag {CUDA}" in asked
+    assert "--network" not in asked
+    assert f"FLASH_ATTN={int(PINS.flash_attn)}" in asked
 
 
-def test_the_pinned_base_is_preferred_and_only_cuda_has_a_network_for_its_compiler_and_for_flash_attn(
-    docker: Path,
-) -> None:
-    code, _, command = make_image(docker, images=(PYTHON, STAND_IN))
-    assert code == 0
-    assert f"--tag {CPU[0]} --network none" in command
-    assert f"PYTHON_IMAGE={PYTHON}" in command
-    assert PINS.flash_attn, "this test needs a target with flash-attn"
-    (docker / "asked").unlink()
-    _, _, command = make_image(docker, "--target", "cuda", images=(PYTHON,))
-    assert f"--tag {CUDA[0]}" in command
-    assert "--network" not in command
-    assert "FLASH_ATTN=1" in command
+def test_missing_base_is_pulled_by_its_digest(machine: Path) -> None:
+    _, asked = make(machine, PULLS="1")
+    assert f"pull --quiet {PYTHON}" in asked
+    assert f"--tag {CPU}" in asked
 
 
-def test_a_base_that_is_not_there_is_pulled_by_its_content_or_the_stand_in_is_used_and_that_is_said(
-    docker: Path,
-) -> None:
-    code, _, command = make_image(docker, images=(STAND_IN,), PULLS="1")
-    assert f"pull --quiet {PYTHON}" in (docker / "asked").read_text()
-    assert code == 0
-    assert CPU[0] in command
-    (docker / "asked").unlink()
-    code, said, command = make_image(docker, "--target", "cuda", images=(STAND_IN,))
-    assert code == 0
-    assert "using the stand-in bakeoff-base:bookworm: python:3.12" in said
-    assert f"--tag {CUDA[1]}" in command
-    assert "--network" not in command
-    assert "FLASH_ATTN=0" in command
-
-
-def test_a_client_that_builds_is_found_behind_one_that_does_not(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = docker / "newer"
+def test_client_that_builds_is_found_behind_one_that_does_not(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = machine / "newer"
     newer.mkdir()
-    (newer / "docker").write_text(FAKE.replace("20.10.24", "28.2.2"))
+    (newer / "docker").write_text(DOCKER.replace("20.10.24", "28.2.2"))
     (newer / "docker").chmod(0o755)
-    (newer / "images").write_text("")
-    monkeypatch.setenv("PATH", f"{newer}:{docker}:/bin")
-    assert build.find_builder(Client("docker")) == (Client(str(docker / "docker")), ("build",))
+    monkeypatch.setenv("PATH", f"{newer}:{machine}:/bin")
+    assert build.find_builder(Client("docker")) == (Client(str(machine / "docker")), ("build",))
 
 
-def test_a_newer_docker_builds_with_its_plugin(docker: Path) -> None:
-    _, _, command = make_image(docker, images=(PYTHON,), CLIENT="28.2.2", BUILDX="1")
-    assert command.startswith("buildx build --load ")
+def test_newer_docker_builds_with_its_plugin(machine: Path) -> None:
+    _, asked = make(machine, PYTHON, CLIENT="28.2.2", BUILDX="1")
+    assert "\nbuildx build --load " in asked
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("has", "environment", "message"),
     [
-        ({}, "make base-image"),  # there is no base
-        ({"STOPPED": "1"}, "does not answer: Cannot connect"),
-        ({"ARCH": "riscv64"}, "containers run on riscv64 here"),
-        ({"CLIENT": "28.2.2"}, "the plugin buildx is missing"),
+        ([], {}, "cannot be pulled, for the reason above; load it: docker load"),
+        ([PYTHON], {"STOPPED": "1"}, "does not answer: Cannot connect"),
+        ([PYTHON], {"ARCH": "riscv64"}, "containers run on riscv64 here"),
+        ([PYTHON], {"CLIENT": "28.2.2"}, "the plugin buildx is missing"),
     ],
 )
-def test_an_engine_or_a_machine_that_will_not_do_is_named(
-    docker: Path, environment: dict[str, Any], message: str
-) -> None:
-    code, said, command = make_image(docker, **environment)
-    assert (code, command) == (1, "")
-    assert message in said
-    assert ("pull" in (docker / "asked").read_text()) == (environment == {}), "nothing is fetched in vain"
+def test_unusable_docker_is_refused(machine: Path, has: list[str], environment: dict[str, Any], message: str) -> None:
+    output, asked = make(machine, *has, **environment)
+    assert message in output
+    assert "--build-arg" not in asked
 
 
-def test_what_is_not_installed_is_named(docker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shutil, "which", lambda program, **_: None if program == "mmdebstrap" else program)
-    result = CliRunner().invoke(build.main, ["base-image", "--engine", str(docker / "docker")])
-    assert result.exit_code == 1
-    assert "apt install mmdebstrap" in result.output
-    monkeypatch.setattr(shutil, "which", lambda program, **_: None)
+def test_missing_engine_is_named(machine: Path) -> None:
+    for name in ("docker", "apptainer"):
+        (machine / name).unlink()
     with pytest.raises(UserError, match="no docker, podman or apptainer is on the PATH"):
         build.find_engine(None)
+
+
+def test_sif_is_made_from_dockers_image_and_only_once(machine: Path) -> None:
+    output, asked = make(machine, CUDA, target="cuda", engine="apptainer")
+    made = sif_path(machine / "sifs", CUDA)
+    assert digest_path(made).read_text() == f"{hashlib.sha256(made.read_bytes()).hexdigest()}  {made.name}\n"
+    assert "docker-archive:image.tar" in asked
+    assert {path.name for path in (machine / "sifs").iterdir()} == {made.name, digest_path(made).name}, output
+    output, asked = make(machine, CUDA, target="cuda", engine="apptainer")
+    assert f"{made} is built already" in output
+    assert asked == ""
+
+
+def test_sif_is_made_on_the_pinned_base_without_docker_and_without_network(machine: Path) -> None:
+    make(machine, engine="apptainer", STOPPED="1", PULLS="1")
+    assert sif_path(machine / "sifs", CPU).is_file()
+    (install,) = (line for line in (machine / "asked").read_text().splitlines() if "/docker/install" in line)
+    assert "--network none" in install
+    assert "--no-privs" in install
+
+
+@pytest.mark.parametrize(
+    ("target", "environment", "message"),
+    [
+        ("cuda", {}, "the image of cuda is built by docker or podman"),
+        ("cpu", {}, "cannot be pulled, for the reason above"),
+        ("cpu", {"PULLS": "1", "BROKEN": "1"}, ".sif was not built, for the reason above"),
+        ("cpu", {"PULLS": "1", "REFUSED": "1"}, "cannot run it on this machine"),
+    ],
+)
+def test_failure_of_a_sif_is_reported(machine: Path, target: str, environment: dict[str, str], message: str) -> None:
+    output, _ = make(machine, target=target, engine="apptainer", STOPPED="1", **environment)
+    assert message in output
+
+
+def test_sif_has_the_variables_of_the_dockerfile() -> None:
+    variables = sif.image_variables((ROOT / "docker/Dockerfile").read_text())
+    assert "PYTHONPYCACHEPREFIX=/bakeoff-image/pycache" in variables
+    assert any(variable.startswith("PATH=/bakeoff-image/bin:") for variable in variables)
+    assert not any("NVIDIA" in variable or "\\" in variable for variable in variables)

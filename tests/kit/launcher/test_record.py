@@ -19,11 +19,11 @@ from stages.core.errors import UserError
 from stages.core.lineage import content_digest
 from stages.core.params.load import load_params
 from stages.core.provenance import Provenance, provenance_of_run, read_provenance
-from stages.kit.launcher import machine
+from stages.kit.launcher import process as machine
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.machine import cuda_of_torch, installed_packages, this_machine, triton_dir
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.launcher.provenance_recorder import code_digest, git_state, used_params
+from stages.kit.launcher.process import cuda_of_torch, installed_packages, this_machine, triton_dir
+from stages.kit.launcher.record import code_digest, git_state, used_params
 from stages.kit.planning.plan import read_plan
 from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run, set_gpus, small_checkout

@@ -24,17 +24,17 @@ from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.stage_run import Ended, StageRun
+from stages.kit.launcher.process import Ended, StageRun
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
 
 SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml")
-"""Whatever else is changed in a checkout, dvc.lock by every stage, is no part of a run."""
+"""Other changes in a checkout do not concern a run; every stage changes dvc.lock."""
 
 
 class ProvenanceRecorder:
-    """Made when a stage starts, since a person may edit files while a training runs; writes the record when the stage
-    has ended well, in place of the one of an earlier run.
+    """Notes the inputs when a stage starts, as files may be edited while a training runs, and writes the record when
+    the stage has succeeded.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProvenanceRecorder:
         *,
         target: str,
     ) -> None:
-        """target: of the image that the stage runs in, or would."""
+        """target: the image that the stage runs in, or would run in."""
         self.stage_run, self.stage, self.engine, self.inputs = stage_run, stage, engine, inputs
         self.started, self.clock = datetime.now(UTC), time.monotonic()
         workspace_dir = stage_run.workspace_dir
@@ -55,11 +55,11 @@ class ProvenanceRecorder:
         self.code = code_digest(workspace_dir, stage)
         self.params = used_params(params, stage)
         self.lock = lock_digest(workspace_dir, engine, target=below(target))
-        answers_by_vllm = target in BELOW_VLLM and stage_run.stage == "evaluate"
-        self.vllm_lock = file_digest(workspace_dir / f"docker/{target}.lock") if answers_by_vllm else None
+        uses_vllm = target in BELOW_VLLM and stage_run.stage == "evaluate"
+        self.vllm_lock = file_digest(workspace_dir / f"docker/{target}.lock") if uses_vllm else None
 
     def write(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
-        """Write the record, if dvc.yaml declares one. attempt: the one that ended well; the others left nothing."""
+        """Write the record, if dvc.yaml declares one. attempt: number of the one that succeeded."""
         if self.stage.provenance is None:
             return
         names = [gpu.name for gpu in gpus]
@@ -101,8 +101,8 @@ class ProvenanceRecorder:
 def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage: DeclaredStage) -> dict[str, str]:
     """Digests of the data that a stage reads, by path.
 
-    DVC takes a file whose time and size it knows for what it was; records have digests. Raises UserError, with the
-    commands that fix it, where an input is an output of a stage whose record has another digest.
+    DVC does not read a file again whose time and size it knows; records have digests. Raises UserError, with the
+    commands that fix it, if an input is an output of a stage whose record has another digest.
     """
     inputs = digests(workspace_dir, stage.inputs("data"))
     wrong = []
@@ -122,7 +122,7 @@ def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage:
 
 
 def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
-    """By path. What is missing or cannot be read is left out; the stage, or DVC, names it."""
+    """Digests by path. Missing and unreadable ones are left out; the stage, or DVC, reports them."""
     found = {}
     for path in paths:
         try:
@@ -133,17 +133,17 @@ def digests(workspace_dir: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def git_state(workspace_dir: Path, paths: Iterable[str]) -> tuple[str | None, list[str]]:
-    """(commit, those of the files below these paths that it does not have as they are); (None, []) without one."""
+    """(commit, files below these paths that differ from it); (None, []) without a commit."""
 
-    def ask(*command: str) -> str:
-        # No locks: else it would write to the index, beside dvc.
-        git = ["git", "--no-optional-locks", "-C", str(workspace_dir), *command]
-        return os.fsdecode(subprocess.run(git, capture_output=True, check=True).stdout)
+    def git(*command: str) -> str:
+        # Without locks: git would otherwise write to the index, at the same time as dvc.
+        full = ["git", "--no-optional-locks", "-C", str(workspace_dir), *command]
+        return os.fsdecode(subprocess.run(full, capture_output=True, check=True).stdout)
 
     try:
-        lines = ask("status", "--porcelain", "--no-renames", "--untracked-files=all", "-z", "--", *paths).split("\0")
+        lines = git("status", "--porcelain", "--no-renames", "--untracked-files=all", "-z", "--", *paths).split("\0")
         changed = sorted(line[3:] for line in lines if line)
-        return ask("rev-parse", "--verify", "--quiet", "HEAD").strip(), changed
+        return git("rev-parse", "--verify", "--quiet", "HEAD").strip(), changed
     except (OSError, subprocess.CalledProcessError):
         return None, []
 
@@ -162,7 +162,7 @@ def code_digest(workspace_dir: Path, stage: DeclaredStage) -> str:
 
 
 def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
-    """What the stage declares of params.yaml, by dotted path, defaults filled in; what is not there is left out."""
+    """The values of the params that the stage declares, by dotted path, defaults filled in; missing ones left out."""
     everything, found = asdict(params), {}
     for path in (declared.replace("${profile}", params.profile) for declared in stage.params):
         here: Any = everything
@@ -174,7 +174,7 @@ def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
 
 
 def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Plan | None:
-    """The plan that the stage reads; for a training, without what it gave up for want of memory."""
+    """The plan that the stage reads; for a training, as lowered by earlier attempts that ran out of memory."""
     for path in stage.inputs("data"):
         if path.endswith("/plan.yaml"):
             folder = (stage_run.workspace_dir / path).parent
@@ -184,7 +184,7 @@ def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Pl
 
 
 def lock_digest(workspace_dir: Path, engine: Engine, *, target: str) -> str | None:
-    """Digest of the lock that an image was built from, or that docker/setup installed completely."""
+    """Digest of the lock that the image was built from, or that docker/setup installed completely."""
     lock = workspace_dir / "docker" / f"{target}.lock"
     if engine.image is None:
         installed = Path(sys.prefix) / ".bakeoff"

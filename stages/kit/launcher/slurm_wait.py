@@ -1,0 +1,325 @@
+"""Runs a stage as a job of Slurm: submits it or reattaches to it, shows its output, and collects its results.
+
+A job's name has the workspace, the stage and a fingerprint of everything that the stage depends on: the same command
+after a lost connection, a killed dvc or a reboot finds the job that runs, or the results it left, and starts no second
+one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from stages.core.errors import UserError
+from stages.core.signals import GRACE_S
+from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
+from stages.kit.launcher.slurm import (
+    ENDING_STATE,
+    JOB_VARIABLE,
+    TIME_IS_UP,
+    End,
+    JobDir,
+    QueuedJob,
+    Unanswered,
+    ask_to_end,
+    cancel,
+    job_info,
+    queued_jobs,
+    stage_dir,
+    submit,
+)
+
+LOOK_S = 0.25
+"""Between two looks at the job's files."""
+QUERY_S = (1.0, 20.0)
+"""Between two queries of Slurm: at first, and at most."""
+SETTLES_S = 1.0
+"""After a signal: if dvc got it too, it has ended by then, and the signal is a closed terminal or a reboot."""
+APPEARS_S = 90.0
+"""Time that a file that a node has written may take to appear here, on a network file system."""
+LOCK_S = 30.0
+"""Longest wait for another launcher's lock: the sbatch of one that was killed keeps it until it has ended."""
+IMPOSSIBLE = (
+    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
+    *("PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+)
+"""Reasons for which a job would wait for ever, however empty the cluster gets."""
+USUAL = ("None", "Priority", "Resources", "BeginTime")
+"""Reasons that need no action."""
+FIXES = {
+    "TIMEOUT": "; it had no time to save: increase slurm.save_seconds in params.yaml",
+    "OUT_OF_MEMORY": "; request more host memory: slurm.gpu.memory_gb or slurm.cpu.memory_gb",
+}
+
+
+@dataclass(kw_only=True)
+class StageJob:
+    """A stage that is to run as a job."""
+
+    declared: DeclaredStage
+    workspace_dir: Path
+    facts: Mapping[str, object]
+    """The job's inputs, settings and code; it compares them with those that it finds when it starts."""
+    fingerprint: str
+    """Digest of everything that the stage depends on: 12 hexadecimal digits."""
+    command: tuple[str, ...]
+    """The launcher's command, e.g. ("docker/run", "train", "r1-llm-only")."""
+    options: list[str]
+    """sbatch's options for the resources."""
+    save_seconds: int
+    num_nodes: int
+    """A launcher is started on each of them."""
+    environment: Mapping[str, str]
+    """The whole environment of the launcher in the job."""
+    comes_back: bool
+    """Whether the same command can find the job again: not in a folder that DVC removes."""
+    is_orphan: Callable[[], bool]
+    """Whether the process that started this one has ended."""
+    say: Callable[[str], None]
+
+    number: str = ""
+    _shown_bytes: int = 0
+    _last_reason: str = ""
+    _asked_at: float | None = None
+
+    def __post_init__(self) -> None:
+        workspace = hashlib.sha256(os.fsencode(self.workspace_dir)).hexdigest()[:8]
+        self.stage_name = f"bakeoff-{workspace}-{self.declared.name}"
+        """Beginning of the names of all jobs of this stage."""
+        self.name = f"{self.stage_name}-{self.fingerprint}"
+        self.dir = JobDir(stage_dir(self.declared, self.workspace_dir) / f"job-{self.fingerprint}")
+
+    def run(self) -> int:
+        """Run the stage to its end, and return its exit code: 128 + n if this launcher detached or cancelled the job
+        on signal n.
+
+        Raises UserError if Slurm refuses the job, would never start it, or ended it.
+        """
+        with forwarded_signals() as signals, self._waiting_alone() as lock:
+            own = self._cancel_others(signals)
+            if own is None and self.dir.taken_dir.exists():
+                self.say("a launcher was killed while it collected the job's outputs; running the stage again")
+                self.dir.delete()
+            while not signals.received:
+                submitted = own is None and self.dir.end() is None
+                if submitted:
+                    self._submit(lock)
+                elif own is not None:
+                    self.number = own.number
+                    self.say(f"reattached to job {own.number}, {own.state.lower()}")
+                else:
+                    self.say("collecting the outputs of its job, which ended while no launcher waited")
+                end = self._follow(signals)
+                if end is None:
+                    break
+                if end.code == 0 and (submitted or set(end.outputs) == set(self.declared.outs)):
+                    self.dir.publish(self.workspace_dir, self.declared.outs)
+                    self.dir.delete()
+                    return 0
+                self._wait_until_unqueued()
+                self.dir.delete()
+                if end.code != 0:
+                    return end.code
+                self.say("dvc removed outputs of the job while it ended; running the stage again")
+                own = None
+            return 128 + (signals.received or [signal.SIGHUP])[-1]
+
+    @contextmanager
+    def _waiting_alone(self) -> Iterator[TextIO]:
+        """The lock of the one launcher that waits for jobs of the stage. Raises UserError if another one does."""
+        path = stage_dir(self.declared, self.workspace_dir) / "waiter"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        patience_ends = time.monotonic() + LOCK_S
+        with path.open("a") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > patience_ends:
+                        raise UserError(
+                            f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
+                        ) from None
+                    time.sleep(0.2)
+            yield lock
+
+    def _cancel_others(self, signals: ForwardedSignals) -> QueuedJob | None:
+        """Cancel jobs of the stage with other inputs, settings or code, and wait for their end; returns our own job."""
+        cancelled: set[str] = set()
+        while not signals.received:
+            jobs = [job for job in queued_jobs() if job.name.rpartition("-")[0] == self.stage_name]
+            own = next((job for job in jobs if job.name == self.name), None)
+            others = [job for job in jobs if job.name != self.name]
+            for job in others:
+                if job.number not in cancelled:
+                    self.say(f"cancelling job {job.number}: its inputs, settings or code are not the present ones")
+                    cancelled.add(job.number)
+                    with suppress(Unanswered):  # it has just ended
+                        cancel(job.number)
+            if not others and (own is None or own.state != ENDING_STATE):
+                for folder in stage_dir(self.declared, self.workspace_dir).glob("job-*"):
+                    if folder != self.dir.folder:
+                        JobDir(folder).delete()
+                return own
+            time.sleep(QUERY_S[0])
+        return None
+
+    def _submit(self, lock: TextIO) -> None:
+        self.dir.renew(self.facts)
+        self._shown_bytes = 0
+        log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
+        options = [
+            *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
+            f"--signal={'B:' if self.num_nodes == 1 else ''}{TIME_IS_UP.name.removeprefix('SIG')}@{self.save_seconds}",
+            *self.options,
+        ]
+        # A single launcher is the job's own process: srun would answer a signal by killing it.
+        srun = 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" ' if self.num_nodes > 1 else ""
+        script = f"#!/bin/bash\nexec {srun}{shlex.join(self.command)}\n"
+        environment = {**self.environment, JOB_VARIABLE: str(self.dir.folder)}
+        self.number = submit(script, self.name, options, environment=environment, lock=lock)
+        self.say(f"job {self.number}")
+
+    def _follow(self, signals: ForwardedSignals) -> End | None:
+        """Show the job's output until it has ended; None if this launcher detaches from it, or it was cancelled.
+
+        Raises UserError if it will not end, or ended without writing how.
+        """
+        query_at, between_s = time.monotonic(), QUERY_S[0]
+        gone_at: float | None = None
+        num_handled = 0
+        while True:
+            end = self.dir.end()
+            self._show()
+            if end is not None:
+                return end
+            if asked := len(signals.received) > num_handled:
+                time.sleep(SETTLES_S)
+            if signal.SIGHUP in signals.received or self.is_orphan():
+                self._detach()
+                return None
+            if asked or (self._asked_at is not None and time.monotonic() - self._asked_at > GRACE_S):
+                num_handled = len(signals.received)
+                self._end_job()
+            if time.monotonic() >= query_at:
+                with suppress(Unanswered):  # the job does not depend on an answer
+                    job = next((job for job in queued_jobs() if job.number == self.number), None)
+                    gone_at = gone_at or time.monotonic() if job is None else None
+                    if job is not None and job.state == "PENDING":
+                        self._say_why_it_waits(job)
+                between_s = QUERY_S[0] if gone_at or self._asked_at else min(1.5 * between_s, QUERY_S[1])
+                query_at = time.monotonic() + between_s
+                if gone_at is not None and self.dir.end() is None:
+                    if self._asked_at is not None and not self.dir.outputs_dir.exists():
+                        self.dir.delete()
+                        return None
+                    self._refuse_if_dead(time.monotonic() - gone_at)
+            time.sleep(LOOK_S)
+
+    def _show(self) -> None:
+        """Print the job's output since the last call."""
+        with suppress(FileNotFoundError), self.dir.log_path.open("rb") as log:
+            log.seek(self._shown_bytes)
+            printed = log.read()
+            self._shown_bytes += len(printed)
+            if printed:
+                with suppress(OSError):  # a closed terminal
+                    sys.stdout.buffer.write(printed)
+                    sys.stdout.buffer.flush()
+
+    def _say_why_it_waits(self, job: QueuedJob) -> None:
+        """Once for each reason. Raises UserError, the job withdrawn, if it would wait for ever."""
+        if job.reason in IMPOSSIBLE:
+            cancel(self.number)
+            self.dir.delete()
+            raise UserError(
+                f"job {self.number} would never start, for Slurm's reason {job.reason}, so it was withdrawn. "
+                f"Its options were: {' '.join(self.options)}"
+            )
+        if job.reason not in ("None", self._last_reason):
+            self._last_reason = job.reason
+            details = "" if job.reason in USUAL else f"; for details: scontrol show job {self.number}"
+            self.say(f"job {self.number} waits in the queue: {job.reason}{details}")
+
+    def _refuse_if_dead(self, gone_s: float) -> None:
+        """Raises UserError if the job has ended without writing how, and no file can still be on its way."""
+        job = job_info(self.number)
+        state, code = job.get("JobState", "unknown to Slurm"), job.get("ExitCode", "")
+        # It writes how it ended, unless a signal killed it: that is the second number. A stage that Slurm calls
+        # OUT_OF_MEMORY may have been restarted by its launcher.
+        by_itself = state in ("COMPLETED", "FAILED", "OUT_OF_MEMORY", "unknown to Slurm")
+        by_itself = (by_itself and code.partition(":")[2] in ("", "0")) or self.dir.outputs_dir.exists()
+        if state in ("PENDING", "RUNNING", ENDING_STATE) or (by_itself and gone_s < APPEARS_S):
+            return
+        silent = "" if self.dir.log_path.exists() else f"; it printed nothing: do the nodes see {self.workspace_dir}?"
+        self.dir.delete()
+        reason = "" if job.get("Reason", "None") == "None" else f", {job['Reason']}"
+        raise UserError(
+            f"job {self.number} of {self.declared.name} has ended without a result: {state}{reason}"
+            f"{f', exit code {code}' if code else ''}{FIXES.get(state, silent)}. Run the same command to resubmit it"
+        )
+
+    def _wait_until_unqueued(self) -> None:
+        """Wait until the queue no longer lists the job, which has ended: the next launcher would reattach to it."""
+        patience_ends = time.monotonic() + APPEARS_S
+        with suppress(Unanswered):
+            while any(job.name == self.name for job in queued_jobs()) and time.monotonic() < patience_ends:
+                time.sleep(LOOK_S)
+
+    def _detach(self) -> None:
+        """The terminal is closed, or dvc has ended."""
+        with suppress(OSError):  # there may be no terminal
+            if self.comes_back:
+                self.say(f"detached from job {self.number}; run the same command to reattach")
+            else:
+                self.say(f"asking job {self.number} to save and end, as no command would reattach to it")
+        if not self.comes_back:
+            with suppress(Unanswered):
+                self._request_end()
+
+    def _end_job(self) -> None:
+        """At first so that it can save its work; a second time, or if it takes too long, at once."""
+        try:
+            if self._asked_at is not None:
+                self.say(f"ending job {self.number} now")
+                cancel(self.number)
+            elif self._request_end():
+                self.say(
+                    f"asking job {self.number} to save and end; it is ended after {GRACE_S} s, or if you ask again"
+                )
+            else:
+                self.say(f"job {self.number} was waiting in the queue, and is withdrawn")
+            self._asked_at = time.monotonic()
+        except Unanswered as error:
+            self.say(f"job {self.number} was not asked to end: {error.message}")
+
+    def _request_end(self) -> bool:
+        """Ask a running job to end, withdraw a waiting one; returns whether it runs."""
+        self.dir.cancel_path.touch()
+        try:
+            waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
+            if waits:
+                cancel(self.number)
+            else:
+                ask_to_end(self.number, alone=self.num_nodes == 1)
+        except Unanswered:
+            self.dir.cancel_path.unlink()  # or the job would take its time limit for this request
+            raise
+        return not waits
+
+
+def digest(facts: object) -> str:
+    """The fingerprint of a job."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
