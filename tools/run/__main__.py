@@ -12,7 +12,6 @@ that do not depend on it are finished; it ends with the exit code of the first t
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import sys
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
-from stages.kit.launcher.dvc_command import DVC_VARIABLE
 
 from stages.core.errors import UserError, counted
 from stages.core.params.load import load_params
@@ -54,7 +52,7 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
         run = SideBySide(
             steps=steps,
             dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, "--single-item"),
-            environment=stage_environment(("dvc", "repro", *options, *targets), num_threads=num_threads),
+            environment=stage_environment(num_threads=num_threads),
             logs_dir=LOGS_DIR,
             jobs=jobs,
             gpus=num_gpus(params, jobs=jobs),
@@ -130,14 +128,13 @@ def num_gpus(params: Params, *, jobs: int) -> int:
         return 1
 
 
-def stage_environment(command: Sequence[str], *, num_threads: int | None) -> dict[str, str]:
-    """The caller's environment, and what the launcher takes for the command of DVC: the one serial one.
+def stage_environment(*, num_threads: int | None) -> dict[str, str]:
+    """The caller's environment, with the number of threads of each stage unless the caller sets it.
 
-    num_threads: of each stage, unless the caller says. None leaves it open, as on a GPU and in Slurm: a checkpoint and
-    a job are known by it too, and `dvc repro` could not go on from them.
+    num_threads: None leaves it open, as on a GPU and in Slurm: a checkpoint and a job are known by it too, and
+    `dvc repro` could not resume them.
     """
-    shared = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return {**shared, **os.environ, DVC_VARIABLE: json.dumps(command)}
+    return {**({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}), **os.environ}
 
 
 def closing_words(steps: dict[str, Step], result: Result) -> int:
