@@ -63,8 +63,9 @@ class Family:
     """Whether its activations may leave the range of fp16."""
     same_without_padding: bool
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
-    same_with_fused_kernels: bool
-    """Whether a test shows the same for Liger's kernels."""
+    fused_like: str | None = None
+    """model_type whose layers, in Liger's list, its language model has; None until a test shows that Liger's kernels
+    give the same loss and gradients (tests/kit/models/interpreted.py)."""
 
 
 _QWEN_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -93,21 +94,21 @@ FAMILIES = {
         name="Gemma 3, text",
         overflows_in_fp16=True,  # its residual stream (transformers#36822)
         same_without_padding=False,  # layers with sliding attention
-        same_with_fused_kernels=False,
+        fused_like="gemma3_text",
     ),
     "llama": Family(
         name="Llama 3, 3.1, 3.2, 3.3",
         answer_marks={_LLAMA_ANY_TURN: _LLAMA_MARKED},
         same_without_padding=True,
-        same_with_fused_kernels=False,
+        fused_like="llama",
     ),
     "phi3": Family(
         name="Phi-3, Phi-3.5",
         linears=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
         same_without_padding=True,
-        same_with_fused_kernels=False,
+        fused_like="phi3",
     ),
-    "qwen2": Family(name="Qwen2, Qwen2.5", same_without_padding=True, same_with_fused_kernels=True),
+    "qwen2": Family(name="Qwen2, Qwen2.5", same_without_padding=True, fused_like="qwen2"),
     "qwen2_5_vl": Family(
         name="Qwen2.5-VL",
         vision=Vision(
@@ -120,13 +121,13 @@ FAMILIES = {
             same_from_features=False,
         ),
         same_without_padding=True,
-        same_with_fused_kernels=False,
+        fused_like="qwen2",
     ),
     "qwen2_moe": Family(
         name="Qwen1.5-MoE, Qwen2-MoE",  # and the mixtures that are built here
         linears=("q_proj", "k_proj", "v_proj", "o_proj"),  # experts are no linear layers, and a shared one may be idle
         same_without_padding=True,
-        same_with_fused_kernels=True,
+        fused_like="qwen2",
     ),
     "qwen2_vl": Family(
         name="Qwen2-VL",
@@ -140,7 +141,7 @@ FAMILIES = {
             same_from_features=True,
         ),
         same_without_padding=True,
-        same_with_fused_kernels=True,
+        fused_like="qwen2",
     ),
     "qwen3": Family(
         name="Qwen3",
@@ -151,7 +152,7 @@ FAMILIES = {
             _QWEN3_END + _QWEN3_TOOL: _QWEN3_END + "{%- endgeneration %}" + _QWEN3_TOOL,
         },
         same_without_padding=True,
-        same_with_fused_kernels=False,
+        fused_like="qwen3",
     ),
     "qwen3_vl": Family(
         name="Qwen3-VL",
@@ -165,7 +166,7 @@ FAMILIES = {
             same_from_features=False,  # some features go to several layers
         ),
         same_without_padding=True,
-        same_with_fused_kernels=False,
+        fused_like="qwen3",
     ),
 }
 """Every family by its model_type."""

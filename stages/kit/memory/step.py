@@ -62,8 +62,8 @@ def record_step(
 
             model = quantize_nf4(model, here.precision)
         model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-        stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
         stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.device.kind == "cuda" else 1))
+        stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
         if plan.placement == "sharded":
             stack.enter_context(recorder.watching_resizes())
             shard(model, here, stack.enter_context(pretended_processes(plan.device.total)))

@@ -10,21 +10,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.core.errors import UserError
+from stages.kit.families import family_of
+from stages.kit.internals.accelerate_internals import hooks_kept
 
 
 class PatchProjection(nn.Conv3d):
@@ -189,80 +190,63 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 ROTATE = "apply_rotary_pos_emb"
-"""What transformers' modules of models call their rotation of queries and keys."""
+"""Name of the rotation of queries and keys in transformers' modules of models."""
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden: (..., H), as is what it returns. weight: (H,)."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+@contextmanager
+def fused_kernels(model: PreTrainedModel | PeftModel, *, used: bool) -> Iterator[None]:
+    """Liger's kernels for RMS norms, gated MLPs and rotations of a model, within the block; its weights stay.
 
-    return LigerRMSNormFunction.apply(hidden, weight, eps, 0.0, "llama", False)
+    Each goes over a GPU's memory once, where torch's operations do so several times, and less is kept for backward
+    (github.com/linkedin/Liger-Kernel). They compute the same and round differently, so a plan says whether they are
+    used. The model is not to be used after the block.
+    """
+    with ExitStack() as stack:
+        if used:
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            for name, module in list(sys.modules.items()):  # Liger replaces classes and functions in them
+                if ".modeling_" in name:
+                    stack.enter_context(patch.dict(vars(module)))
+            with hooks_kept(base):
+                fuse_layers(base)
+            for module in {sys.modules[type(each).__module__] for each in base.modules()}:
+                if hasattr(module, ROTATE):
+                    setattr(module, ROTATE, rotated)
+        yield
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up. Its backward writes the gradients over both."""
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Replace the `forward` of RMS norms and gated MLPs in the language model by Liger's."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # installed on GPU machines only
 
-    return LigerSiLUMulFunction.apply(gate, up)
+    fused_like, decoder = family_of(model.config.model_type).fused_like, model.get_decoder()
+    assert fused_like is not None, model.config.model_type
+    options = {} if has_mlps(decoder) else {"swiglu": False}
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[fused_like]
+    apply(model=decoder, rope=False, fused_linear_cross_entropy=False, **options)
+
+
+def has_mlps(decoder: Any) -> bool:
+    """Whether the layers of a language model have MLPs, not mixtures of experts."""
+    return hasattr(decoder.layers[0].mlp, "down_proj")
 
 
 def rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query, key: (B, heads, L, D), written over where they lie as a projection left them. cos, sin: (B, L, D)."""
+    """query, key: (B, heads, L, D), overwritten in place as a projection left them. cos, sin: (B, L, D)."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    # Triton launches on the current device, wherever the tensors lie; of the three, only this one forgets that.
+    # Triton launches on the current device, wherever the tensors lie; Liger guards its other kernels, but not this one.
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         return LigerRopeFunction.apply(query, key, cos, sin, None, unsqueeze_dim)
 
 
-class FusedRMSNorm(nn.Module):
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-class FusedMLP(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(gated(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
-
-
-@contextmanager
-def fused_kernels(model: nn.Module, *, used: bool) -> Iterator[None]:
-    """Within it, a model's norms, gated products and rotations are those of this module; its weights stay.
-
-    Which they are is known by their names and parts, as the families of transformers share them.
-    """
-    with ExitStack() as stack:
-        for module in model.modules() if used else ():
-            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-                _become(module, FusedRMSNorm)
-            elif hasattr(module, "gate_proj") and isinstance(getattr(module, "act_fn", None), SiLUActivation):
-                _become(module, FusedMLP)
-            elif hasattr(home := sys.modules[type(module).__module__], ROTATE):
-                stack.enter_context(patch.object(home, ROTATE, _rotated))
-        yield
-
-
-def _become(module: nn.Module, fused: type[nn.Module]) -> None:
-    module.__class__ = fused
-    if "_old_forward" in vars(module):  # what accelerate's hook calls, on a model that is spread over GPUs
-        vars(module)["_old_forward"] = MethodType(fused.forward, module)
-
-
-def _rotated(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotated(*args, **kwargs)
-
-
 def refuse_wrong_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Raises UserError where a kernel does not run on the device, or gives another result or gradient than torch."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
     tolerance = 2 * torch.finfo(dtype).eps ** (1.0 if dtype != torch.float32 else 0.75)
     generator = torch.Generator().manual_seed(0)
 
@@ -272,11 +256,15 @@ def refuse_wrong_kernels(device: torch.device, dtype: torch.dtype) -> None:
     angles = random(1, 24, 64).repeat(1, 1, 2)
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         "RMS norm": (
-            lambda hidden, weight: rms_norm(hidden, weight, 1e-6),
+            lambda hidden, weight: LigerRMSNormFunction.apply(hidden, weight, 1e-6),
             _plain_norm,
             (random(24, 896), random(896)),
         ),
-        "gated product": (gated, lambda gate, up: F.silu(gate) * up, (random(24, 896), random(24, 896))),
+        "gated product": (
+            LigerSiLUMulFunction.apply,
+            lambda gate, up: F.silu(gate) * up,
+            (random(24, 896), random(24, 896)),
+        ),
         "rotation": (
             lambda query, key: torch.cat(rotated(query, key, angles.cos(), angles.sin()), dim=1),
             lambda query, key: _plain_rotation(torch.cat([query, key], dim=1), angles),

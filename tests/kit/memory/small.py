@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
+from stages.kit.families import FAMILIES
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, predict, with_depth
 from stages.kit.memory.recording import Recording
@@ -28,6 +29,7 @@ from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.planning.prediction import Prediction
 from stages.kit.training.batches import packed
 from tests import ROOT
+from tests.tiny_families import config_for
 
 TINY = ROOT / "data/tiny/qwen2-vl"
 PIXELS = 112 * 112
@@ -59,8 +61,10 @@ GEOMETRY: dict[str, Any] = {
 
 
 def config_of(model: str, depth: Depth = (2, 2)) -> PreTrainedConfig:
-    """model: detection, text or moe. depth: of the language model, and of the vision tower where there is one."""
+    """model: detection, text, moe or a model_type. depth: of the language model, and of the vision tower if any."""
     text, _ = depth
+    if model in FAMILIES:
+        return config_for(model)
     if model == "detection":
         config = load_config(TINY)
         config.text_config.layer_types = ["full_attention"] * text
@@ -108,7 +112,7 @@ def plan_of(
 @cache
 def processor_of(model: str) -> Processor:
     processor = load_processor(TINY, None)
-    return processor if model == "detection" else processor.tokenizer
+    return processor if model == "detection" or model.endswith("_vl") else processor.tokenizer
 
 
 def batch_of(plan: Plan, config: PreTrainedConfig, *, pixels: int = PIXELS) -> Mapping[str, torch.Tensor]:

@@ -171,7 +171,7 @@ def test_fused_kernels_need_a_gpu(plan: Plan, wanted: Any, config: PreTrainedCon
 
 
 def test_fused_kernels_need_a_tested_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    untested = replace(family_of("qwen2_5_vl"), same_with_fused_kernels=False)
+    untested = replace(family_of("qwen2_5_vl"), fused_like=None)
     monkeypatch.setattr(module, "family_of", {"qwen2_5_vl": untested}.get)
     assert not with_fused_kernels(GPU, "auto", Qwen2_5_VLConfig())[0]
 
