@@ -18,7 +18,7 @@ from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.publish import published
-from stages.kit.data.hub import fetch_snapshot
+from stages.kit.data.sources import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,
     STAND_IN_DIR,

@@ -9,44 +9,47 @@ Run     docker/run prepare nutrition-tables
 from __future__ import annotations
 
 import logging
-from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import click
 
 from stages.core.documents import refusal
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
+from stages.core.params.schema import DataParams, DatasetParams
+from stages.kit.data.prepared import write_prepared
 from stages.tasks import load_task, reader_of, reader_problems
 
 log = logging.getLogger("stages")
 
 
 @click.command(help=__doc__)
-@click.argument("dataset")
-def main(dataset: str) -> None:
-    configure_logging(f"prepare {dataset}")
+@click.argument("name", metavar="DATASET")
+def main(name: str) -> None:
+    configure_logging(f"prepare {name}")
     params = load_params()
-    chosen = params.dataset(dataset)
-    path = f"profiles.{params.profile}.datasets.{dataset}"
-    sources = load_task(chosen.task, "sources")
-    found = reader_problems(sources, chosen, path)
-    if chosen.mix and "mix" not in signature(sources.prepare).parameters:
-        found[f"{path}.mix"] = f"datasets of the task {chosen.task} cannot be mixed"
+    dataset, path = params.dataset(name), f"profiles.{params.profile}.datasets.{name}"
+    sources = load_task(dataset.task, "sources")
+    found = reader_problems(sources, dataset, path)
+    if dataset.mix and not hasattr(sources, "mix"):
+        found[f"{path}.mix"] = f"datasets of the task {dataset.task} cannot be mixed"
     if found:
         raise refusal(Path("params.yaml"), found)
-    stats = sources.prepare(
-        chosen.source,
-        limit=chosen.limit,
-        selection=params.data.selection,
-        skip_invalid=params.data.skip_invalid,
-        out_dir=Path("data/prepared") / dataset,
-        **({"mix": chosen.mix} if chosen.mix else {}),
-        **({"reader": reader_of(sources, chosen)} if chosen.reader else {}),
-    )
-    log.info("dataset %s from %s", dataset, stats["source"])
+    stats = prepare(dataset, params.data, Path("data/prepared") / name)
+    log.info("dataset %s from %s", name, stats["source"])
     for split, counts in stats["splits"].items():
         log.info("%s: %d records, %d invalid rows left out", split, counts["records"], counts["invalid_rows"])
+
+
+def prepare(dataset: DatasetParams, data: DataParams, out_dir: Path) -> dict[str, Any]:
+    """Read and check a dataset and write it, whole or not at all, to `out_dir`. Returns the content of stats.json."""
+    sources = load_task(dataset.task, "sources")
+    if dataset.mix:
+        raw = sources.mix(dataset.mix, out_dir.parent, with_selection=data.selection > 0)
+    else:
+        raw = sources.read(dataset.source, reader_of(sources, dataset))
+    return write_prepared(raw, out_dir, data, dataset.limit)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from stages.core.lineage import Lineage, content_digest, write_lineage
 from stages.core.params.schema import LimitParams
 from stages.core.provenance import records_dir, write_provenance
 from stages.kit.reporting.runs import cards_dir, write_card
-from stages.tasks.detection.sources import prepare
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 from tests.made_up_runs import made_up_ious, project_params, write_made_up_run
+from tests.tasks import prepare
 
 RUN = "r4-joint"
 
@@ -33,7 +33,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     prepared_dir = data_dir / "prepared/nutrition-tables"
     source = params.dataset("nutrition-tables").source
     with contextlib.chdir(ROOT):
-        prepare(source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
+        prepare("detection", source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
     base = _model(data_dir / "bases/vlm", "base", "vlm", source=base_source or {"folder": "data/tiny/qwen2-vl"})
     run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_pictures=2)
     for path in run_dir.glob("model_lineage.json"):  # that of a card

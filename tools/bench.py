@@ -48,6 +48,7 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.features import frozen_features
 from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.resume import seed_everything
+from stages.prepare import prepare
 from stages.tasks import load_task
 from stages.train import load, load_base
 from tools.gpu.device import device_to_measure
@@ -188,8 +189,7 @@ class Bench:
 def bench_of(params: Params, recipe: str, dataset: str, base_dir: Path, folder: Path) -> Bench:
     """A recipe's training of a few steps, on samples of the demo's data, prepared in `folder`."""
     task, shipped = params.recipe(recipe).task, params.profiles["tiny"].datasets[params.recipe(recipe).data]
-    limit = LimitParams(train=SAMPLES, val=8)
-    load_task(task, "sources").prepare(shipped.source, out_dir=folder / dataset, limit=limit)
+    prepare(replace(shipped, limit=LimitParams(train=SAMPLES, val=8)), params.data, folder / dataset)
     samples = load_task(task, "samples")
     plan = resolve_plan(params, recipe, train_samples=SAMPLES)
     schedule = replace(plan.schedule, num_steps=STEPS, warmup_steps=0)

@@ -1,0 +1,23 @@
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import stages.prepare
+from stages.core.params.schema import DataParams, DatasetParams, LimitParams
+
+
+def prepare(
+    task: str,
+    source: str,
+    *,
+    out_dir: Path,
+    skip_invalid: bool = False,
+    selection: float = 0.0,
+    limit: LimitParams | None = None,
+    mix: dict[str, int | None] | None = None,
+    reader: Any = None,
+) -> dict[str, Any]:
+    """Prepares a dataset as the stage does. reader: the task's Reader. Returns the content of stats.json."""
+    settings = asdict(reader) if reader else {}
+    dataset = DatasetParams(task=task, source=source, limit=limit, mix=mix, reader=settings)
+    return stages.prepare.prepare(dataset, DataParams(skip_invalid=skip_invalid, selection=selection), out_dir)

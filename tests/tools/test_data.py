@@ -4,9 +4,8 @@ import pytest
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
-from stages.core.params.schema import DatasetParams
-from stages.tasks import reader_of
-from stages.tasks.detection import sources
+from stages.core.params.schema import DataParams, DatasetParams
+from stages.prepare import prepare
 from tests import ROOT
 from tests.tasks.detection.sources.written import PHOTOS, WRITERS
 from tools.data.__main__ import chosen_examples, main
@@ -48,8 +47,7 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     entry = YAML(typ="safe").load(ended.stdout.split("params.yaml:")[1])["nutrition-tables"]
     assert entry["reader"]["category"] == ["Nährwerte", "cup", "red lid"]
     (workspace / "photos/train/labels/a.txt").write_text("0 0.5 0.5 0.1 0.1\n")
-    chosen = DatasetParams(**entry)
-    stats = sources.prepare(chosen.source, out_dir=workspace / "prepared", reader=reader_of(sources, chosen))
+    stats = prepare(DatasetParams(**entry), DataParams(), workspace / "prepared")
     assert stats["splits"]["train"]["records"] == 3
 
 
@@ -73,7 +71,7 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
 
 def test_what_cannot_be_shown_is_refused_in_words(workspace: Path) -> None:
     (workspace / "photos").mkdir()
-    assert "has no annotations of a form that is read here: it is empty" in run("photos").output
+    assert "has no annotations of a known form: it is empty" in run("photos").output
     assert "name a folder, or a dataset alone with --dataset: nutrition-tables" in run().output
     assert "has no pictures with boxes of its own" in run("--dataset", "visempar").output
     assert run("photos", "--format", "labelme").exit_code == 2

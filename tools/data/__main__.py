@@ -26,11 +26,11 @@ from stages.core.documents import cut
 from stages.core.errors import UserError, counted, listed, printable
 from stages.core.logs import configure_logging
 from stages.core.params.load import load_params
-from stages.core.params.schema import Params
+from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.publish import publish_text
 from stages.kit.reporting.page import InlineImage, inline_image
-from stages.tasks import reader_of
-from stages.tasks.detection import samples, sources
+from stages.prepare import prepare
+from stages.tasks.detection import samples
 from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.samples.records import DetectionRecord
 from stages.tasks.detection.scoring.pictures import draw_truth
@@ -61,15 +61,16 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         )
     if source is not None:
         source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
-        limit, reader = None, Reader(format=form, category=None, empty_images=True)
+        reader = {"format": form, "category": None, "empty_images": True}
+        chosen = DatasetParams(task="detection", source=source, reader=reader)
     else:
         chosen = params.dataset(name)
         if chosen.task != "detection" or chosen.source == "mix":
             raise UserError(f"dataset {name} has no pictures with boxes of its own")
-        source, limit, reader = chosen.source, chosen.limit, reader_of(sources, chosen)
+        source = chosen.source
     with tempfile.TemporaryDirectory() as folder:
         prepared_dir = Path(folder) / "prepared"
-        stats = sources.prepare(source, out_dir=prepared_dir, skip_invalid=True, limit=limit, reader=reader)
+        stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
         splits = {split: read_split(prepared_dir, split) for split in stats["splits"]}
     lines = [("source", source), *figures(stats, splits), *token_lengths(params, name, splits)]
     problems = [
@@ -84,7 +85,7 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
         click.echo(printable(listed(problems)))
     page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
     click.echo(f"\npictures with their boxes  {page}")
-    if reader.category is None:
+    if chosen.reader.get("category", "") is None:
         click.echo(
             f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, splits)}", nl=False
         )

@@ -11,12 +11,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from stages.core.documents import shown
-from stages.kit.data.prepared import PreparedRow
+
+if TYPE_CHECKING:
+    from stages.kit.data.prepared import PreparedRow
 
 DECODING_ERRORS = (
     OSError,

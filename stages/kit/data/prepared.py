@@ -1,43 +1,354 @@
-"""A dataset as `prepare` wrote it: its records, and the origin that its stats.json names."""
+"""Prepared datasets: from samples as a task reads them to the splits that training and evaluation read, and back.
+
+A prepared folder holds train.parquet, val.parquet, stats.json and, if one is set aside, selection.parquet. It appears
+only once every check has passed: each sample well-formed, no split empty, and no subject in two of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+import hashlib
+import heapq
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 from pydantic import ConfigDict
 
 from stages.core.documents import read_json
-from stages.core.errors import UserError
-from stages.kit.data.parquet import read_rows, read_schema
+from stages.core.errors import UserError, counted, listed
+from stages.core.params.schema import DataParams, LimitParams
+from stages.core.publish import published
+from stages.kit.data.images import ImageRecord
+from stages.kit.data.parquet import read_rows, read_schema, write_rows
+from stages.kit.data.sources import READ_ON, Place
+from stages.kit.data.texts import UnreadableText
 
 STATS_FILE = "stats.json"
-PICTURES = "images"
-"""The column of the pictures that conversations show, one or several a row."""
+IMAGE_COLUMN = "images"
+"""The column of the images that conversations show, one or several a row."""
+MAX_UNUSED = 20
+"""Unused files named in stats.json and in the log; the rest are counted."""
 
+log = logging.getLogger("stages")
 T = TypeVar("T")
+
+
+class Record(Protocol):
+    """A sample of any task."""
+
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits."""
+
+    def content(self) -> Sequence[Any]:
+        """All fields but where the record was read, as JSON values; the first names the record in messages."""
+
+
+R = TypeVar("R", bound=Record)
+Sample = tuple[Place, R | list[str]]
+"""Where a sample was read, and its record, or every problem that keeps the sample or a whole file from being one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Generic[R]):
+    """Properties of a task's datasets."""
+
+    schema: pa.Schema
+    """Columns of the prepared splits: attributes of the records."""
+    summary: Callable[[str, Sequence[R]], Mapping[str, Any]]
+    """Figures for stats.json from a split's name and its records, at least one."""
+    expected: str
+    """The files that the task reads, for messages."""
+    subject: str
+    """A word for what may not be in two splits."""
+    held_out: float
+    """Share of the subjects that becomes the validation split of a dataset that has none: always the same ones."""
+    adapt: Callable[[str, R], R] = lambda _, record: record
+    """Changes a record of the split of that name before it is written."""
+
+
+@dataclass(kw_only=True)
+class RawDataset(Generic[R]):
+    """A dataset as a task reads it."""
+
+    rules: Rules[R]
+    source: str
+    """As it was resolved."""
+    splits: Mapping[str, Iterable[Sample[R]]]
+    """`train`, and `val` if the dataset has one; read while they are iterated over. `selection` only if it is not to
+    be set aside here."""
+    revision: str | None = None
+    """The full commit of a hub dataset."""
+    validation: str | None = None
+    """A description of the validation split; None if files named after splits say enough."""
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The files of each split, by name; the others' are the training split's."""
+    unused_files: Callable[[], Sequence[str]] = tuple
+    """Names of files that no split took, called once all are read."""
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The datasets that a mix consists of, by name: `source`, `asked` (training samples to take at most; None: all),
+    `available` and `taken`."""
+
+
+def read_text_files(
+    source: str,
+    files: Sequence[Path],
+    chosen: Mapping[str, Sequence[Path]],
+    read: Callable[[Path], Iterable[Sample[R]]],
+    rules: Rules[R],
+    *,
+    held_out: str,
+) -> RawDataset[R]:
+    """The files that are chosen for each split, read by `read`, which may raise UnreadableText before its first sample.
+
+    files: all that might have been chosen. held_out: describes the validation split if none are chosen for `val`.
+    """
+
+    def readable(path: Path) -> Iterator[Sample[R]]:
+        try:
+            yield from read(path)
+        except UnreadableText as error:
+            yield Place(path.name), [str(error)]
+
+    used = {path for paths in chosen.values() for path in paths}
+    names = {split: [path.name for path in paths] for split, paths in chosen.items()}
+    return RawDataset(
+        rules=rules,
+        source=source,
+        splits={split: [sample for path in paths for sample in readable(path)] for split, paths in chosen.items()},
+        validation=", ".join(names["val"]) if "val" in names else held_out,
+        files=names,
+        unused_files=lambda: [path.name for path in files if path not in used],
+    )
+
+
+def write_prepared(
+    dataset: RawDataset[R], out_dir: Path, data: DataParams, limit: LimitParams | None = None
+) -> dict[str, Any]:
+    """Check a dataset and write it, whole or not at all, to `out_dir`. Samples are held in memory without images.
+
+    data.skip_invalid: leave out invalid samples and training samples whose subject is validated on, counted and listed
+    in stats.json, instead of refusing them. data.selection: about this share of the training subjects becomes the
+    selection split: always the same ones. limit: at most this many records of a split, chosen by their content.
+    Returns the content of stats.json. Raises UserError if samples are invalid, a split is empty or a subject is in
+    both splits.
+    """
+    preparation = _Preparation(dataset, data)
+    with published(out_dir) as folder:
+        for split, records in preparation.records():
+            taken = preparation.splits[split].rows(records, getattr(limit, split, None), split, dataset.rules)
+            write_rows(taken, folder / f"{split}.parquet", dataset.rules.schema)
+        preparation.check()
+        stats = preparation.stats()
+        text = json.dumps(stats, indent=2, ensure_ascii=False)
+        (folder / STATS_FILE).write_text(text + "\n", encoding="utf-8")
+    if dataset.validation:
+        log.info("validation split: %s", dataset.validation)
+    if unused := stats["unused_files"]:
+        log.warning("not read: %s", ", ".join(unused))
+    if leaked := preparation.splits["train"].leaked:
+        log.warning("%s left out: in the validation split too", counted(len(leaked), "training sample"))
+    return stats
+
+
+@dataclass
+class _Split(Generic[R]):
+    """A split as far as it was read."""
+
+    records: list[R] = field(default_factory=list)
+    """The records that were written, without images."""
+    num_valid: int = 0
+    """Valid samples, before any is left out for another reason."""
+    invalid: list[tuple[Place, str]] = field(default_factory=list)
+    """One entry a problem; a sample can have several."""
+    invalid_rows: int = 0
+    leaked: list[tuple[Place, Place, str]] = field(default_factory=list)
+    """Samples whose subject is validated on: their place, its place there, and a name."""
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def valid(self, samples: Iterable[Sample[R]]) -> Iterator[tuple[Place, R]]:
+        for place, record in samples:
+            if isinstance(record, list):
+                self.invalid += [(place, problem) for problem in record]
+                self.invalid_rows += 1
+            else:
+                self.num_valid += 1
+                yield place, record
+
+    def without_leaks(self, samples: Iterable[tuple[Place, R]], validated: Mapping[str, Place]) -> Iterator[R]:
+        """validated: where each subject of the validation split was read."""
+        for place, record in samples:
+            if seen := validated.get(record.subject()):
+                self.leaked.append((place, seen, str(record.content()[0])))
+            else:
+                yield record
+
+    def rows(self, records: Iterable[R], limit: int | None, name: str, rules: Rules[R]) -> Iterator[dict[str, Any]]:
+        for record in self._limited(records, limit):
+            adapted = rules.adapt(name, record)
+            self.digest.update(json.dumps(adapted.content()).encode())
+            self.records.append(replace(adapted, image=b"") if isinstance(adapted, ImageRecord) else adapted)
+            yield to_row(adapted, rules.schema)
+
+    def _limited(self, records: Iterable[R], limit: int | None) -> Iterable[R]:
+        """At most this many of the records, chosen by a digest of their content, in their order."""
+        if limit is None:
+            return records
+
+        def digest(numbered: tuple[int, R]) -> bytes:
+            return hashlib.sha256(json.dumps(numbered[1].content()).encode()).digest()
+
+        return [
+            record for _, record in sorted(heapq.nsmallest(limit, enumerate(records), key=digest), key=itemgetter(0))
+        ]
+
+
+class _Preparation(Generic[R]):
+    """The samples of a dataset on their way to its splits."""
+
+    def __init__(self, dataset: RawDataset[R], data: DataParams) -> None:
+        self.dataset, self.rules, self.data = dataset, dataset.rules, data
+        self.splits: dict[str, _Split[R]] = {"train": _Split(), "val": _Split()}
+        if data.selection or "selection" in dataset.splits:
+            self.splits["selection"] = _Split()
+
+    def records(self) -> Iterator[tuple[str, Iterator[R]]]:
+        """Each split with its records, to be consumed in this order."""
+        samples = {split: self.splits[split].valid(given) for split, given in self.dataset.splits.items()}
+        if "val" not in samples:
+            samples = self._hold_out(list(samples["train"]))
+        validated: dict[str, Place] = {}
+        aside: list[R] = []
+
+        def noted() -> Iterator[R]:
+            for place, record in samples["val"]:
+                validated.setdefault(record.subject(), place)
+                yield record
+
+        def trained_on() -> Iterator[R]:
+            for record in self.splits["train"].without_leaks(samples["train"], validated):
+                digest = hashlib.sha256(f"selection {record.subject()}".encode()).digest()
+                if int.from_bytes(digest[:4], "big") < share * 2**32:
+                    aside.append(record)
+                else:
+                    yield record
+
+        share = 0.0 if "selection" in samples else self.data.selection
+        yield "val", noted()
+        yield "train", trained_on()
+        if "selection" in samples:
+            yield "selection", self.splits["selection"].without_leaks(samples["selection"], validated)
+        elif "selection" in self.splits:
+            yield "selection", iter(aside)
+
+    def _hold_out(self, valid: Sequence[tuple[Place, R]]) -> dict[str, Iterator[tuple[Place, R]]]:
+        """The training samples in two. All samples of a subject are on one side; the order within a side stays."""
+        self._refuse_invalid(["train"])
+        subjects = sorted({record.subject() for _, record in valid})  # digests, so their order is random
+        if len(subjects) < 2:
+            found = counted(len(subjects), self.rules.subject)
+            raise UserError(
+                f"{self.dataset.source} has only {found} to train on, and no validation files; expected at least 2, to "
+                "hold one out"
+            )
+        held = set(subjects[: max(1, round(len(subjects) * self.rules.held_out))])
+        return {
+            "train": (sample for sample in valid if sample[1].subject() not in held),
+            "val": (sample for sample in valid if sample[1].subject() in held),
+        }
+
+    def check(self) -> None:
+        """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
+        self._refuse_invalid(self.splits)
+        self._refuse_leaks()
+        for name, split in self.splits.items():
+            if not split.records:
+                left_out = split.invalid_rows + len(split.leaked)
+                why = f"; {counted(left_out, 'sample')} left out" if left_out else ""
+                raise UserError(
+                    f"{self.dataset.source} has no valid sample in the split {name}{why}; expected at least one"
+                )
+
+    def _refuse_invalid(self, names: Iterable[str]) -> None:
+        splits = {name: self.splits[name] for name in names}
+        invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
+        if not invalid or self.data.skip_invalid:
+            return
+        found = counted(sum(split.invalid_rows for split in splits.values()), "invalid sample")
+        if empty := " and ".join(name for name, split in splits.items() if not split.num_valid):
+            expected = f"Expected: {self.rules.expected}; {READ_ON}"
+            advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. {expected}"
+        else:
+            advice = "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
+        raise UserError(
+            f"{self.dataset.source} has {found} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}"
+        )
+
+    def _refuse_leaks(self) -> None:
+        leaked = [f"{place} and {seen}: {name}" for split in self.splits.values() for place, seen, name in split.leaked]
+        if not leaked or self.data.skip_invalid:
+            return
+        raise UserError(
+            f"{self.dataset.source} has {counted(len(leaked), 'training sample')} whose {self.rules.subject} is in the "
+            f"validation split too, which makes scores worthless:\n{listed(leaked)}\n"
+            "Remove each from one of them, or leave the training ones out with data.skip_invalid: true in params.yaml"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """The content of stats.json."""
+        unused = sorted(self.dataset.unused_files())
+        more = [f"{len(unused) - MAX_UNUSED:,} more"] if len(unused) > MAX_UNUSED else []
+        return {
+            "source": self.dataset.source,
+            "revision": self.dataset.revision,
+            "validation": self.dataset.validation,
+            "unused_files": unused[:MAX_UNUSED] + more,
+            **({"parts": self.dataset.parts} if self.dataset.parts else {}),
+            "splits": {name: self._split_stats(name, split) for name, split in self.splits.items()},
+        }
+
+    def _split_stats(self, name: str, split: _Split[R]) -> dict[str, Any]:
+        files = self.dataset.files.get(name, self.dataset.files.get("train"))
+        return {
+            "records": len(split.records),
+            **({"files": list(files)} if files is not None else {}),
+            **self.rules.summary(name, split.records),
+            "digest": f"sha256:{split.digest.hexdigest()}",
+            "invalid_rows": split.invalid_rows,
+            "invalid": [{"file": at.file, at.unit: at.number, "problem": problem} for at, problem in split.invalid],
+            "leaked_rows": len(split.leaked),
+            "leaked": [{"train": str(place), "val": str(seen)} for place, seen, _ in split.leaked],
+        }
+
+
+def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
+    """A record as a row of a prepared split: its attributes of the columns' names."""
+    return {name: getattr(record, name) for name in schema.names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A dataset that a mix was made of."""
+    """A dataset of a mix."""
 
     source: str
     asked: int | None
-    """Training samples to take of it at most; None for all."""
+    """Training samples to take at most; None for all."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
+    """Where a prepared dataset comes from."""
+
     source: str
     """As it was resolved."""
     parts: dict[str, Part] = field(default_factory=dict)
-    """Of a mix, by name."""
+    """The datasets of a mix, by name."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -59,14 +370,9 @@ class PreparedRow:
         return UserError(f"{self.path} row {self.row}: {problem}; {_rebuild(self.path.parent)}")
 
 
-def shows_pictures(prepared_dir: Path) -> bool:
-    """Whether conversations of a dataset show pictures: where any split has some, all have the column."""
-    return PICTURES in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
-
-
-def to_row(record: Any, schema: pa.Schema) -> dict[str, Any]:
-    """A record as a row of a prepared split: its attributes of the columns' names."""
-    return {name: getattr(record, name) for name in schema.names}
+def shows_images(prepared_dir: Path) -> bool:
+    """Whether conversations of a dataset show images: if any split has some, all have the column."""
+    return IMAGE_COLUMN in read_schema(prepared_dir / "train.parquet", fix=_rebuild(prepared_dir)).names
 
 
 def read_prepared(
@@ -78,11 +384,11 @@ def read_prepared(
     may_lack: Collection[str] = (),
     may_have: pa.Field | None = None,
 ) -> list[T]:
-    """The records of a split that `prepare` wrote, in their order, at least one.
+    """The records of a split that `write_prepared` wrote, in their order, at least one.
 
-    parse: makes a record of a row; raises ValueError or TypeError for a row that is none.
-    may_lack: columns whose value may be missing. may_have: a column more, at the end of some files.
-    Raises UserError where prepare has not run, and where the file is damaged or another task's.
+    parse: makes a record of a row; raises ValueError or TypeError for an invalid one.
+    may_lack: columns whose value may be missing. may_have: a further column at the end of some files.
+    Raises UserError if the split is not prepared, damaged, or another task's.
     """
     path, fix = prepared_dir / f"{split}.parquet", _rebuild(prepared_dir)
     if not path.is_file():
@@ -108,7 +414,7 @@ def read_prepared(
 
 
 def _beyond(one: pa.Schema, other: pa.Schema) -> list[str]:
-    """The columns of one that the other has not."""
+    """The columns of one that the other lacks."""
     return [f"{column.name} ({column.type})" for column in one if not any(map(column.equals, other))]
 
 

@@ -1,23 +1,23 @@
-"""Where a dataset comes from: the folder that a source names, and the files of its splits."""
+"""Where a model or a dataset comes from: a repository of the hub or a folder, and the files of a dataset's splits."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from stages.core.errors import UserError, counted, listed
 from stages.core.given_files import given_files
-from stages.kit.data.hub import fetch_snapshot
 from stages.kit.data.parquet import count_rows, missing_columns, read_rows
 
-READ_ON = "docs/data.md says more"
+READ_ON = "see docs/data.md"
 VALIDATION = ("val", "dev", "test")
 """Beginnings of the names of validation files; the first that any file has counts."""
 MAX_FILES, MAX_NAMED = 10_000, 3
@@ -30,62 +30,112 @@ class Place:
     file: str
     """Relative to the dataset's folder, so that it reads the same on every machine."""
     number: int | str | None = None
-    """Of a line, counted from 1, or of a row, counted from 0, or an entry's own id; None for a fault of the whole
-    file."""
+    """Number of the line, counted from 1, or of the row, counted from 0, or an entry's own id; None: the whole file."""
     unit: str = "line"
 
     def __str__(self) -> str:
         return self.file if self.number is None else f"{self.file} {self.unit} {self.number}"
 
 
-def source_folder(source: str, *, known: str) -> Path:
-    """The folder of `folder:PATH`. Raises UserError for another source, and where the folder does not exist.
+def fetch_snapshot(
+    repo_type: Literal["model", "dataset"], repo_id: str, revision: str, *, patterns: Sequence[str]
+) -> tuple[Path, str]:
+    """Download the files of a hub repository that match `patterns`, or find them in the local cache.
 
-    known: the sources that there are, for the message.
+    revision: a full commit, the first 7 or more hex digits of one, or a branch or tag.
+    Returns the folder and the full commit it holds. Only a full commit can be found in the cache without a network.
+    Raises UserError if the repository or the revision does not exist, or the hub cannot be reached.
     """
-    kind, _, rest = source.partition(":")
-    if kind != "folder" or not rest:
+    # Slow to import, and needed for this source only.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+    try:
+        commit = _full_commit(repo_type, repo_id, revision)
+        folder = snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=list(patterns))
+    # OSError: no such repository, not in the cache, offline mode. HTTPError: no connection, whatever library makes it.
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"could not fetch the {repo_type} {repo_id}@{revision} from the hub: {reason.strip().rstrip('.')}. "
+            "Check the name, the revision and the network (HF_HUB_OFFLINE must be unset), "
+            "or use a copy on disk with folder:PATH"
+        ) from error
+    return Path(folder), commit
+
+
+def _full_commit(repo_type: str, repo_id: str, revision: str) -> str:
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    if not re.fullmatch("[0-9a-f]{7,39}", revision):
+        commit = HfApi().repo_info(repo_id, revision=revision, repo_type=repo_type).sha
+        assert commit is not None, f"the hub gave no commit for {repo_id}@{revision}"
+        return commit
+    # The hub resolves branches and full commits only.
+    commits = [commit.commit_id for commit in HfApi().list_repo_commits(repo_id, repo_type=repo_type)]
+    matching = [commit for commit in commits if commit.startswith(revision)]
+    if len(matching) != 1:
+        count = "no commit" if not matching else f"{len(matching)} commits"
+        raise UserError(
+            f"{count} of the {repo_type} {repo_id} on the hub start with {revision}, expected exactly one; "
+            f"its newest is {commits[0] if commits else 'missing'}"
+        )
+    return matching[0]
+
+
+def source_folder(source: str, *, known: str = "folder:PATH or hub:OWNER/NAME@REVISION") -> Path:
+    """The folder of `folder:PATH`. Raises UserError for another source, and if the folder does not exist.
+
+    known: the sources that the task reads, for the message.
+    """
+    kind, _, path = source.partition(":")
+    if kind != "folder" or not path:
         raise UserError(f"unknown source {source!r}; expected {known}")
-    if not Path(rest).is_dir():
-        raise UserError(f"no dataset folder {rest}; point the dataset's `source` in params.yaml at one that exists")
-    return Path(rest)
+    if not Path(path).is_dir():
+        raise UserError(f"no dataset folder {path}; point the dataset's `source` in params.yaml at one that exists")
+    return Path(path)
 
 
 def parquet_folder(source: str) -> tuple[Path, str, str | None]:
     """(folder, source as resolved, full commit if any) of `folder:PATH` or `hub:OWNER/NAME@REVISION`.
 
-    Raises UserError as source_folder, and where the hub does not have it.
+    Raises UserError as source_folder, and if the hub does not have it.
     """
     kind, _, rest = source.partition(":")
     repo_id, at, revision = rest.partition("@")
     if kind == "hub" and at:
         folder, commit = fetch_snapshot("dataset", repo_id, revision, patterns=["data/*.parquet"])
         return folder, f"hub:{repo_id}@{commit}", commit
-    return source_folder(source, known="folder:PATH or hub:OWNER/NAME@REVISION"), source, None
+    return source_folder(source), source, None
 
 
 def read_parquet_split(
-    folder: Path, split: str, *, required: Sequence[str], form: str
+    folder: Path, split: str, *, required: Sequence[str], expected: str
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The raw rows of a split, in order of file name.
 
     required: columns, `outer.inner` for a field of a struct; others are not read.
-    form: of the files, for the message of the UserError raised where there are none or a column is missing.
+    expected: describes the files, for the message of the UserError raised if there are none or a column is missing.
     """
     paths = split_paths(folder, split)
     if not paths:
         raise UserError(
-            f"{folder} has no files for the split {split}: {holds(folder)}. Expected: {form}, named "
+            f"{folder} has no files for the split {split}: {describe_folder(folder)}. Expected: {expected}, named "
             f"data/{split}-*.parquet or {split}*.parquet as a Hugging Face dataset has them; {READ_ON}"
         )
     lacking = [(path, ", ".join(missing)) for path in paths if (missing := missing_columns(path, required))]
     if lacking:
         lines = [f"{path} lacks {columns}, for all {count_rows(path)} rows" for path, columns in lacking]
-        raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {form}; {READ_ON}")
+        raise UserError(f"columns are missing:\n{listed(lines)}\nExpected: {expected}; {READ_ON}")
     columns = dict.fromkeys(name.partition(".")[0] for name in required)
     for path in paths:
         file = path.relative_to(folder).as_posix()
-        for number, row in enumerate(with_progress(read_rows(path, list(columns)), file, count_rows(path))):
+        rows = read_rows(path, list(columns))
+        # disable=None shows it on a terminal only.
+        shown = tqdm(rows, desc=file, total=count_rows(path), unit=" rows", leave=False, disable=None)
+        for number, row in enumerate(shown):
             yield Place(file, number, "row"), row
 
 
@@ -96,36 +146,25 @@ def split_paths(folder: Path, split: str) -> list[Path]:
     return next((paths for name in names if (paths := given_files(folder, name))), [])
 
 
-def with_progress(rows: Iterator[dict[str, Any]], name: str, count: int) -> Iterator[dict[str, Any]]:
-    # disable=None shows it on a terminal only.
-    yield from tqdm(rows, desc=name, total=count, unit=" rows", leave=False, disable=None)
-
-
 def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files that are named train*, and those of the first of VALIDATION; without `val` where there are none."""
+    """The files that are named train*, and those of the first of VALIDATION; without `val` if there are none."""
     named = {begin: [path for path in files if path.name.startswith(begin)] for begin in ("train", *VALIDATION)}
     val = next((named[begin] for begin in VALIDATION if named[begin]), None)
     return {"train": named["train"]} | ({"val": val} if val else {})
 
 
-def holds(folder: Path) -> str:
+def describe_folder(folder: Path) -> str:
     """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)
     files = list(islice(walked, MAX_FILES))
     if not files:
         return "it is empty"
-    by_suffix: dict[str, list[Path]] = defaultdict(list)
+    by_suffix: dict[str, list[str]] = defaultdict(list)
     for path in sorted(files):
-        by_suffix[path.suffix.lower()].append(path)
-    kinds = [
-        _kind(suffix, paths, folder) for suffix, paths in sorted(by_suffix.items(), key=lambda kind: -len(kind[1]))
-    ]
+        by_suffix[path.suffix.lower()].append(path.relative_to(folder).as_posix())
+    kinds = []
+    for suffix, names in sorted(by_suffix.items(), key=lambda kind: -len(kind[1])):
+        shown = names[:MAX_NAMED] + ["..."] * (len(names) > MAX_NAMED)
+        kinds.append(f"{counted(len(names), (suffix or 'other') + ' file')} ({', '.join(shown)})")
     more = " and others" if len(kinds) > MAX_NAMED or len(files) == MAX_FILES else ""
     return f"it holds {', '.join(kinds[:MAX_NAMED])}{more}"
-
-
-def _kind(suffix: str, paths: list[Path], folder: Path) -> str:
-    names = [path.relative_to(folder).as_posix() for path in paths[:MAX_NAMED]]
-    shown = ", ".join(names) + (", ..." if len(paths) > MAX_NAMED else "")
-    what = f"{suffix or 'other'} file"
-    return f"{counted(len(paths), what)} ({shown})"

@@ -27,7 +27,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
-from stages.kit.data.prepared import shows_pictures
+from stages.kit.data.prepared import shows_images
 from stages.kit.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
 from stages.kit.internals.transformers_internals import num_image_tokens
 from stages.kit.models.load import load_config, read_from
@@ -351,7 +351,7 @@ def takes(processor: Processor, conversation: Conversation) -> bool:
 
 def require_takes(processor: Processor, prepared_dir: Path) -> None:
     """Raises UserError if a dataset has images in any of its splits, and the model is a text model."""
-    if isinstance(processor, PreTrainedTokenizerBase) and shows_pictures(prepared_dir):
+    if isinstance(processor, PreTrainedTokenizerBase) and shows_images(prepared_dir):
         raise _takes_no_images(processor, f"{prepared_dir} has samples with images (see its stats.json)")
 
 

@@ -1,12 +1,74 @@
-from pathlib import Path
+"""Sources of models and datasets. The hub's client is replaced at the calls that go out."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import errors
 
 from stages.core.errors import UserError
-from stages.kit.data import sources
-from stages.kit.data.sources import files_by_split, holds, parquet_folder, read_parquet_split, source_folder
+from stages.kit.data.sources import (
+    describe_folder,
+    fetch_snapshot,
+    files_by_split,
+    parquet_folder,
+    read_parquet_split,
+)
+
+FIRST, SECOND = "0123456" + "a" * 33, "0123456" + "b" * 33
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, object]]:
+    """The downloads of a repository of two commits, whose files lie in tmp_path."""
+    calls: list[dict[str, object]] = []
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        calls.append({"repo_id": repo_id, **options})
+        return str(tmp_path)
+
+    commits = [SimpleNamespace(commit_id=FIRST), SimpleNamespace(commit_id=SECOND)]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_commits", lambda self, repo, repo_type: commits)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "repo_info", lambda self, repo, revision, repo_type: SimpleNamespace(sha=SECOND)
+    )
+    return calls
+
+
+@pytest.mark.parametrize(("given", "commit"), [(FIRST, FIRST), (SECOND[:9], SECOND), ("main", SECOND)])
+def test_a_revision_is_resolved_to_the_full_commit(
+    hub: list[dict[str, object]], tmp_path: Path, given: str, commit: str
+) -> None:
+    assert parquet_folder(f"hub:owner/name@{given}") == (tmp_path, f"hub:owner/name@{commit}", commit)
+    options = {"repo_type": "dataset", "revision": commit, "allow_patterns": ["data/*.parquet"]}
+    assert hub == [{"repo_id": "owner/name", **options}]
+
+
+@pytest.mark.parametrize(("given", "count"), [("0123456", "2 commits"), ("fffffff", "no commit")])
+def test_a_short_commit_must_name_exactly_one(hub: list[dict[str, object]], given: str, count: str) -> None:
+    with pytest.raises(UserError, match=f"{count} of the dataset owner/name on the hub start with {given}"):
+        fetch_snapshot("dataset", "owner/name", given, patterns=["data/*"])
+    assert not hub
+
+
+@pytest.mark.parametrize("error", [errors.LocalEntryNotFoundError("not cached"), OSError(28, "No space left")])
+def test_a_failed_download_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError, match=r"owner/name@0123.*(not cached|No space left).*folder:PATH"):
+        fetch_snapshot("model", "owner/name", FIRST, patterns=["*"])
+
+
+@pytest.mark.parametrize("source", ["nonsense", "folder:", "hub:owner/name", "ftp:somewhere@1", "folder:nowhere"])
+def test_an_unknown_source_or_missing_folder_is_refused(source: str) -> None:
+    with pytest.raises(UserError, match=r"expected folder:PATH or hub:OWNER/NAME@REVISION|no dataset folder nowhere"):
+        parquet_folder(source)
 
 
 def write(path: Path, *names: str) -> None:
@@ -15,7 +77,7 @@ def write(path: Path, *names: str) -> None:
 
 
 def read(folder: Path, split: str, *required: str) -> list[tuple[str, str]]:
-    rows = read_parquet_split(folder, split, required=required or ("name",), form="files with names")
+    rows = read_parquet_split(folder, split, required=required or ("name",), expected="files with names")
     return [(str(place), row["name"]) for place, row in rows]
 
 
@@ -32,56 +94,28 @@ def test_the_rows_of_a_split_come_in_order_of_file_and_row(tmp_path: Path) -> No
     assert read(tmp_path, "val") == [("data/test-0.parquet row 0", "d")]
 
 
-def test_a_missing_column_is_refused_by_file(tmp_path: Path) -> None:
+def test_a_missing_column_or_split_is_refused_with_the_expected_files(tmp_path: Path) -> None:
     for file in ("data/train-0", "data/train-1"):
         write(tmp_path / f"{file}.parquet", "a", "b")
     with pytest.raises(UserError, match=r"train-1.parquet lacks age, box\.width, for all 2 rows\nExpected: files with"):
         read(tmp_path, "train", "name", "age", "box.width")
-
-
-@pytest.mark.parametrize("content", ["empty", "photos"])
-def test_a_folder_of_another_form_is_refused_with_what_it_holds(tmp_path: Path, content: str) -> None:
-    if content != "empty":
-        (tmp_path / "1.jpg").touch()
-    with pytest.raises(
-        UserError, match=r"no files for the split val.*Expected: files with names.*docs/data\.md"
-    ) as refused:
+    with pytest.raises(UserError, match=r"split val: it holds 2 .parquet files.*Expected: files with names"):
         read(tmp_path, "val")
-    found = {"empty": "it is empty", "photos": "it holds 1 .jpg file"}
-    assert {name for name, reason in found.items() if reason in refused.value.message} >= {content}
 
 
-@pytest.mark.parametrize("source", ["nonsense", "folder:", "hub:owner/name", "ftp:somewhere@1"])
-def test_an_unknown_source_is_refused_with_the_known_ones(source: str) -> None:
-    with pytest.raises(UserError, match="expected folder:PATH or hub:OWNER/NAME@REVISION"):
-        parquet_folder(source)
-    with pytest.raises(UserError, match="expected this or that"):
-        source_folder(source, known="this or that")
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no dataset folder .*nowhere; point the dataset's `source` in params.yaml"):
-        parquet_folder(f"folder:{tmp_path}/nowhere")
-
-
-def test_a_hub_source_is_resolved_to_the_full_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = "0123456" + "a" * 33
-    monkeypatch.setattr(sources, "fetch_snapshot", lambda *repo, patterns: (tmp_path, commit))
-    assert parquet_folder("hub:owner/name@0123456") == (tmp_path, f"hub:owner/name@{commit}", commit)
-
-
-def test_files_are_of_a_split_by_their_names() -> None:
+def test_files_belong_to_a_split_by_their_names() -> None:
     files = [Path(name) for name in ("dev.txt", "notes.txt", "test.txt", "train_1.txt", "training.txt")]
     assert files_by_split(files) == {"train": files[3:], "val": files[:1]}
     assert files_by_split(files[1:2]) == {"train": []}
 
 
-def test_the_files_of_a_folder_are_listed_by_kind_and_links_not_followed(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_are_described_by_kind_and_links_not_followed(tmp_path: Path) -> None:
+    assert describe_folder(tmp_path) == "it is empty"
     (tmp_path / "photos").mkdir()
     for index in range(5):
         (tmp_path / f"photos/{index}.JPG").touch()
     (tmp_path / "out").symlink_to("/etc")
-    assert holds(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
+    assert describe_folder(tmp_path) == "it holds 5 .jpg files (photos/0.JPG, photos/1.JPG, photos/2.JPG, ...)"
     (tmp_path / "all.json").symlink_to("/dev/zero")
     (tmp_path / "LICENSE").touch()
-    assert holds(tmp_path).endswith("1 other file (LICENSE), 1 .json file (all.json)")
+    assert describe_folder(tmp_path).endswith("1 other file (LICENSE), 1 .json file (all.json)")

@@ -10,78 +10,54 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import LimitParams
-from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
-from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, source_folder
+from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
 from stages.kit.data.texts import markup_problem
+from stages.tasks import NoSettings
 from stages.tasks.amr.samples.graphs import MalformedGraph
 from stages.tasks.amr.samples.records import SCHEMA, Record, parse_record
 from stages.tasks.amr.samples.targets import ANSWER_FORMATS, encode
 from stages.tasks.amr.sources.corpora import Block, read_blocks, read_lines
 
-FORM = "train*.txt with #::snt lines, each above its graph in PENMAN"
-HELD_OUT = 0.1
-"""Share of the training sentences that is the validation split where there are no such files."""
+
+def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
+    graphs = [record.parsed() for record in records]
+    return {
+        "repeated_sentences": len(records) - len({record.subject() for record in records}),
+        "graphs_with_references": sum(bool(graph.referred()) for graph in graphs),
+        "largest_graph": max(sum(1 for _ in graph.walk()) for graph in graphs),
+        "longest_sentence": max(len(record.sentence) for record in records),
+        "longest_answer": {
+            answer_format: max(len(encode(graph, answer_format)) for graph in graphs)
+            for answer_format in ANSWER_FORMATS
+        },
+    }
 
 
-def prepare(
-    source: str,
-    *,
-    out_dir: Path,
-    skip_invalid: bool = False,
-    selection: float = 0.0,
-    limit: LimitParams | None = None,
-) -> dict[str, Any]:
-    """Validate a dataset and write it, whole or not at all, to `out_dir`.
+RULES = Rules(
+    schema=SCHEMA,
+    summary=_summary,
+    expected="train*.txt with #::snt lines, each above its graph in PENMAN",
+    subject="sentence",
+    held_out=0.1,
+)
 
-    source: `folder:PATH` with train*.txt and val*, dev* or test*.txt, in the form of ViSemPar or of the LDC. Without a
-        validation file, HELD_OUT of the training sentences are held out.
-    skip_invalid: leave out malformed samples, and training samples whose sentence is validated on.
-    selection: share of the training sentences to set aside.
-    limit: at most so many samples of a split; which ones, their content alone decides.
-    Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
-    by split, beside what write_prepared says, `files`, `repeated_sentences`, `graphs_with_references`, `largest_graph`
-    in nodes, `longest_sentence` and `longest_answer` (by answer_format) in characters.
+
+def read(source: str, _: NoSettings) -> RawDataset[Record]:
+    """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt, in the form of ViSemPar or of the LDC.
+
+    Without a validation file a share of the training sentences is held out.
     """
-    found = _from_folder(source)
-
-    def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
-        graphs = [record.parsed() for record in records]
-        return {
-            "files": found.files_of(split),
-            "repeated_sentences": len(records) - len({record.subject() for record in records}),
-            "graphs_with_references": sum(bool(graph.referred()) for graph in graphs),
-            "largest_graph": max(sum(1 for _ in graph.walk()) for graph in graphs),
-            "longest_sentence": max(len(record.sentence) for record in records),
-            "longest_answer": {
-                answer_format: max(len(encode(graph, answer_format)) for graph in graphs)
-                for answer_format in ANSWER_FORMATS
-            },
-        }
-
-    return write_prepared(
-        found,
-        out_dir,
-        schema=SCHEMA,
-        summary=summary,
-        form=FORM,
-        subject="sentence",
-        skip_invalid=skip_invalid,
-        held_out=HELD_OUT,
-        selection=selection,
-        limit=limit,
-    )
-
-
-def _from_folder(source: str) -> Source[Record]:
     known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
     folder = source_folder(source, known=known)
     files = given_files(folder, "*.txt")
     chosen = files_by_split(files)
     if not chosen["train"]:
-        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
-    held_out = f"{HELD_OUT:.0%} of the training sentences, by a digest of each"
-    found = read_text_files(source, files, chosen, _read_file, held_out=held_out)
+        raise UserError(
+            f"{folder} has no training files: {describe_folder(folder)}. Expected: {RULES.expected}; {READ_ON}"
+        )
+    held_out = f"{RULES.held_out:.0%} of the training sentences, by a digest of each"
+    found = read_text_files(source, files, chosen, _read_file, RULES, held_out=held_out)
     return replace(found, splits=_with_distinct_ids(found.splits))
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from stages.core.documents import shown
 from stages.kit.data.images import ImageRecord, require_prepared_image
-from stages.kit.data.prepared import PICTURES, PreparedRow, read_prepared, to_row
+from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
 from stages.kit.data.texts import TextMetric, same_text
 
 SCHEMA = pa.schema(
@@ -42,7 +42,7 @@ PICTURE = pa.schema(
         ("offset", pa.int64()),
     ]
 )
-IMAGES = pa.field(PICTURES, pa.list_(pa.struct(list(PICTURE))))
+IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(PICTURE))))
 """The column more that a split with pictures has."""
 
 

@@ -1,5 +1,5 @@
 """Where conversations come from: files of messages, or the hub."""
 
-from stages.tasks.chat.sources.preparation import Reader, prepare
+from stages.tasks.chat.sources.preparation import Reader, read
 
-__all__ = ["Reader", "prepare"]
+__all__ = ["Reader", "read"]

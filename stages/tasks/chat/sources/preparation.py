@@ -16,20 +16,16 @@ from pydantic.dataclasses import dataclass
 from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
-from stages.core.params.schema import STRICT, LimitParams, Text
+from stages.core.params.schema import STRICT, Text
 from stages.kit.data.images import MAX_IMAGE_PIXELS
 from stages.kit.data.parquet import read_rows
-from stages.kit.data.preparation import Sample, Source, read_text_files, write_prepared
-from stages.kit.data.sources import READ_ON, Place, files_by_split, holds, parquet_folder, split_paths
+from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, parquet_folder, split_paths
 from stages.kit.data.texts import TEXT_METRICS, TextMetric, json_lines, read_text
 from stages.tasks.chat.samples.fields import parsed
 from stages.tasks.chat.samples.records import IMAGES, SCHEMA, Record
 from stages.tasks.chat.sources.messages import Talk, pictures_of, talk_of
 from stages.tasks.chat.sources.pictures import read_pictures
-
-FORM = "train*.jsonl or train*.parquet with messages, or with prompt and completion, in each line or row"
-HELD_OUT = 0.1
-"""Share of the groups that is the validation split where no files make one."""
 
 Samples = Iterable[Sample[Record]]
 
@@ -47,85 +43,70 @@ class Reader:
     """A conversation with a larger image is invalid, and refused before the image is decoded."""
 
 
-def prepare(
-    source: str,
-    *,
-    out_dir: Path,
-    skip_invalid: bool = False,
-    selection: float = 0.0,
-    limit: LimitParams | None = None,
-    reader: Reader | None = None,
-) -> dict[str, Any]:
-    """Validate conversations and write them, whole or not at all, to `out_dir`.
+def read(source: str, reader: Reader) -> RawDataset[Record]:
+    """Conversations of `folder:PATH`, JSON Lines or parquet, or of `hub:OWNER/NAME@REVISION`, parquet.
 
-    source: `folder:PATH` with JSON Lines or parquet files, or `hub:OWNER/NAME@REVISION` with parquet. Files train* and
-        val*, dev* or test* are the two splits; without the latter, HELD_OUT of the groups are held out.
-    skip_invalid: leave out malformed samples, and training samples of a group that is validated on.
-    selection: share of the training groups to set aside.
-    limit: at most so many samples of a split; which ones, their content alone decides.
-    reader: settings of the dataset.
-    Returns what stats.json holds: `source`, `revision`, `validation` (where that split comes from), `unused_files`, and
-    by split, beside what write_prepared says, `files`, `groups`, `most_messages`, `longest_question` and
-    `longest_answer` in characters, and where there are any, `pictures`.
-    Raises UserError also where a folder holds files of both kinds.
+    Files train* and val*, dev* or test* are the two splits; without the latter a share of the groups is held out.
+    Raises UserError if a folder holds files of both kinds, or no training files.
     """
-    reader = reader or Reader()
-    group, metrics = reader.group, reader.metrics
-    parse = partial(_sample, group=group, as_json="json" in metrics, max_pixels=reader.max_image_pixels)
-    found = _from_files(source, parse)
-    found.splits = splits = _in_groups(found.splits)
-    pictured = any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples)
+    dataset = _from_files(source, reader)
+    dataset.splits = splits = _in_groups(dataset.splits)
+    if any(isinstance(each, Record) and each.pictures for samples in splits.values() for _, each in samples):
+        dataset.rules = replace(dataset.rules, schema=SCHEMA.append(IMAGES))
+    return dataset
 
-    def scored(split: str, record: Record) -> Record:
-        return record if split == "train" else replace(record, metrics=metrics)
 
-    def summary(split: str, records: Sequence[Record]) -> dict[str, Any]:
-        pictures = {"pictures": sum(len(record.pictures) for record in records)} if pictured else {}
-        return {
-            **pictures,
-            "files": found.files_of(split),
-            "groups": len({record.group for record in records}),
-            "most_messages": max(len(record.messages) for record in records),
-            "longest_question": max(len(record.question()) for record in records),
-            "longest_answer": max(len(record.answer) for record in records),
-        }
+def _rules(reader: Reader) -> Rules[Record]:
+    def adapt(split: str, record: Record) -> Record:
+        return record if split == "train" else replace(record, metrics=reader.metrics)
 
-    return write_prepared(
-        found,
-        out_dir,
-        schema=SCHEMA.append(IMAGES) if pictured else SCHEMA,
-        summary=summary,
-        form=FORM,
-        subject="question" if group is None else f"question or {group}",
-        skip_invalid=skip_invalid,
-        held_out=HELD_OUT,
-        selection=selection,
-        limit=limit,
-        adapt=scored,
+    return Rules(
+        schema=SCHEMA,
+        summary=_summary,
+        expected="train*.jsonl or train*.parquet with messages, or with prompt and completion, in each line or row",
+        subject="question" if reader.group is None else f"question or {reader.group}",
+        held_out=0.1,
+        adapt=adapt,
     )
 
 
-def _from_files(source: str, parse: Callable[..., Sample[Record]]) -> Source[Record]:
+def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
+    num_pictures = sum(len(record.pictures) for record in records)
+    return {
+        **({"pictures": num_pictures} if num_pictures else {}),
+        "groups": len({record.group for record in records}),
+        "most_messages": max(len(record.messages) for record in records),
+        "longest_question": max(len(record.question()) for record in records),
+        "longest_answer": max(len(record.answer) for record in records),
+    }
+
+
+def _from_files(source: str, reader: Reader) -> RawDataset[Record]:
+    rules, parse = _rules(reader), partial(_sample, reader=reader)
     folder, resolved, revision = parquet_folder(source)
     lines = [] if revision else given_files(folder, "*.jsonl")
     tables = given_files(folder, "*.parquet", "data/*.parquet")
     if lines and tables:
-        raise UserError(f"{folder} holds JSON Lines and parquet: {holds(folder)}. Keep one of them; {READ_ON}")
+        raise UserError(
+            f"{folder} holds JSON Lines and parquet: {describe_folder(folder)}. Keep one of them; {READ_ON}"
+        )
     if lines:
         chosen = files_by_split(lines)
     else:
         chosen = {split: paths for split in ("train", "val") if (paths := split_paths(folder, split))}
     if not chosen.get("train"):
-        raise UserError(f"{folder} has no training files: {holds(folder)}. Expected: {FORM}; {READ_ON}")
+        raise UserError(
+            f"{folder} has no training files: {describe_folder(folder)}. Expected: {rules.expected}; {READ_ON}"
+        )
     found = read_text_files(
         resolved,
         lines or tables,
         chosen,
         lambda path: _read_file(path, path.relative_to(folder).as_posix(), parse),
-        held_out=f"{HELD_OUT:.0%} of the training groups, by a digest of each",
+        rules,
+        held_out=f"{rules.held_out:.0%} of the training groups, by a digest of each",
     )
-    found.origin["revision"] = revision
-    return found
+    return replace(found, revision=revision)
 
 
 def _read_file(path: Path, file: str, parse: Callable[..., Sample[Record]]) -> Iterator[Sample[Record]]:
@@ -142,9 +123,7 @@ def _sample(
     place: Place,
     content: Mapping[str, Any],
     *,
-    group: str | None,
-    as_json: bool,
-    max_pixels: int,
+    reader: Reader,
     folder: Path | None,
 ) -> Sample[Record]:
     """Its `group` is what the column says, or empty without one. folder: as of read_pictures."""
@@ -152,14 +131,15 @@ def _sample(
     talk = talk_of(content)
     problems = [] if isinstance(talk, Talk) else list(talk)
     spots = talk.spots if isinstance(talk, Talk) else ()
-    pictures, unreadable = read_pictures(pictures_of(content), spots, folder, max_pixels)
+    pictures, unreadable = read_pictures(pictures_of(content), spots, folder, reader.max_image_pixels)
     problems += unreadable
+    group = reader.group
     value = content.get(group) if group else ""
     if not isinstance(value, str | int) or (group and value == ""):
         problems.append(f"{group} is {shown(value)}, expected the text or number of a group")
     if not isinstance(talk, Talk):
         return place, problems
-    if as_json and parsed(answer := talk.messages[-1].content) is None:
+    if "json" in reader.metrics and parsed(answer := talk.messages[-1].content) is None:
         problems.append(f"the answer is no JSON, by which the dataset's metrics score: {shown(answer)}")
     if problems:
         return place, problems

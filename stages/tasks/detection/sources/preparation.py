@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from stages.core.documents import cut, nearest
-from stages.core.errors import UserError, counted
-from stages.core.params.schema import LimitParams
-from stages.kit.data.preparation import Sample, Source, write_prepared
+from stages.core.errors import UserError
+from stages.kit.data.prepared import RawDataset, Rules, Sample
 from stages.kit.data.sources import parquet_folder
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples.boxes import codec_of, decode_boxes, encode_boxes
@@ -21,29 +18,9 @@ from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample
 from stages.tasks.detection.sources.folders.forms import understand
 from stages.tasks.detection.sources.rows import Reader, parse_row
 
-log = logging.getLogger("stages")
 
-
-def prepare(
-    source: str,
-    *,
-    out_dir: Path,
-    skip_invalid: bool = False,
-    selection: float = 0.0,
-    limit: LimitParams | None = None,
-    reader: Reader | None = None,
-) -> dict[str, Any]:
-    """Validate a dataset and write it, whole or not at all, to `out_dir`.
-
-    source: `folder:PATH`, or `hub:OWNER/NAME@REVISION`.
-    skip_invalid: leave invalid rows out, counted and listed in stats.json. An image in both splits is always refused.
-    selection: share of the training images to set aside.
-    limit: at most so many samples of a split; which ones, their content alone decides.
-    reader: settings of the dataset. What it asks for, and how, is kept with each record.
-    Returns what stats.json holds: `source` and `revision` as resolved, and by split, beside what write_prepared says,
-    `boxes`, `boxes_per_image`, `categories` and `largest_image` [width, height].
-    """
-    reader = reader or Reader()
+def read(source: str, reader: Reader) -> RawDataset[DetectionRecord]:
+    """Images with boxes of `folder:PATH`, in any form that is read here, or of `hub:OWNER/NAME@REVISION`."""
     _require_answerable(reader)
     folder, resolved, revision = parquet_folder(source)
     understood = understand(folder, "parquet" if revision else reader.format, reader.columns)
@@ -53,27 +30,22 @@ def prepare(
             if isinstance(row, list):
                 yield place, row
             else:
-                yield place, parse_row(row, reader=reader, form=understood.boxes)
+                yield (
+                    place,
+                    parse_row(row, reader=reader, form=understood.boxes),
+                )
 
-    stats = write_prepared(
-        Source(
-            origin={"source": resolved, "revision": revision, **understood.splits.origin},
-            splits={split: parsed(rows) for split, rows in understood.splits.samples.items()},
-        ),
-        out_dir,
-        schema=SCHEMA,
-        summary=_summary,
-        form=understood.expected,
-        subject="image",
-        skip_invalid=skip_invalid,
-        skip_leaks=False,
-        held_out=HELD_OUT,
-        selection=selection,
-        limit=limit,
+    def unused_files() -> Sequence[str]:
+        return [*understood.splits.unused, *(understood.folder.unread() if understood.folder else ())]
+
+    return RawDataset(
+        rules=Rules(schema=SCHEMA, summary=_summary, expected=understood.expected, subject="image", held_out=HELD_OUT),
+        source=resolved,
+        revision=revision,
+        splits={split: parsed(rows) for split, rows in understood.splits.samples.items()},
+        validation=understood.splits.validation,
+        unused_files=unused_files,
     )
-    if understood.folder and (unread := understood.folder.unread()):
-        log.warning("not read, as no annotation names them: %s, such as %s", counted(len(unread), "picture"), unread[0])
-    return stats
 
 
 def _require_answerable(reader: Reader) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.documents import dotted, shown
-from stages.kit.data.preparation import Sample
+from stages.kit.data.prepared import Sample
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text
 from stages.tasks.moe.samples.records import Domain, Record

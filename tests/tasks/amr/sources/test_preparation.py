@@ -9,8 +9,8 @@ from hypothesis import given
 from stages.core.errors import UserError
 from stages.tasks.amr.samples.records import read_split
 from stages.tasks.amr.sources.corpora import read_blocks
-from stages.tasks.amr.sources.preparation import prepare
 from tests.damage import damaged_bytes, damaged_text, quick
+from tests.tasks import prepare
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
 
@@ -32,7 +32,7 @@ def folder(path: Path, **files: str | bytes) -> Path:
 def refused(source: Path, *, skip_invalid: bool = False) -> str:
     out_dir = source.parent / "out"
     with pytest.raises(UserError) as raised:
-        prepare(f"folder:{source}", out_dir=out_dir, skip_invalid=skip_invalid)
+        prepare("amr", f"folder:{source}", out_dir=out_dir, skip_invalid=skip_invalid)
     assert not out_dir.exists(), "nothing is left of a refused run"
     return raised.value.message
 
@@ -42,7 +42,7 @@ def test_prepared_records_are_those_of_the_files(tmp_path: Path) -> None:
     source = folder(
         tmp_path / "amr", train_1=b"\xef\xbb\xbf" + crlf.encode(), train_2=block(3), val=block(4), notes="x"
     )
-    stats = prepare(f"folder:{source}", out_dir=tmp_path / "out")
+    stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "out")
     train, val = (read_split(tmp_path / "out", split) for split in ("train", "val"))
     assert [(record.file, record.line) for record in train] == [
         ("train_1.txt", 1),
@@ -68,7 +68,7 @@ def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
         "# ::id a.3\n# ::snt No .\n(n / no)\n"
     )
     source = folder(tmp_path / "amr", training=text, dev="# ::id d.1\n# ::snt Yes .\n(y / yes)\n", test="unread")
-    stats = prepare(f"folder:{source}", out_dir=tmp_path / "out")
+    stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "out")
     train = read_split(tmp_path / "out", "train")
     assert [(record.id, record.sentence) for record in train] == [
         ("a.1", "Hello ."),
@@ -82,7 +82,7 @@ def test_corpora_of_the_ldc_are_read(tmp_path: Path) -> None:
 def test_ids_that_several_samples_have_are_replaced_by_their_places(tmp_path: Path) -> None:
     named = [f"# ::id {name}\n{block(number)}" for number, name in enumerate(["x", "y", "x", "z"])]
     source = folder(tmp_path / "amr", train=named[0] + named[1], val=named[2] + named[3])
-    prepare(f"folder:{source}", out_dir=tmp_path / "out")
+    prepare("amr", f"folder:{source}", out_dir=tmp_path / "out")
     ids = [[record.id for record in read_split(tmp_path / "out", split)] for split in ("train", "val")]
     assert ids == [["train.txt:2", "y"], ["val.txt:2", "z"]]
 
@@ -137,7 +137,7 @@ def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
     val = block(3) + block(4, again)
     source = folder(tmp_path / "amr", train=block(1) + BAD + block(2), val=val, public_test="câu số 9 .\n")
     with caplog.at_level(logging.INFO):
-        stats = prepare(f"folder:{source}", out_dir=tmp_path / "prepared", skip_invalid=True)
+        stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "prepared", skip_invalid=True)
     assert caplog.messages == [
         "validation split: val.txt",
         "not read: public_test.txt",
@@ -151,7 +151,7 @@ def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
 
 def test_a_tenth_of_the_sentences_is_held_out_where_no_file_validates(tmp_path: Path) -> None:
     source = folder(tmp_path / "amr", train="".join(block(number) for number in [*range(40), 7, 8]))
-    stats = prepare(f"folder:{source}", out_dir=tmp_path / "out")
+    stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "out")
     held, kept = ({record.sentence for record in read_split(tmp_path / "out", split)} for split in ("val", "train"))
     assert (len(held), len(held | kept)) == (4, 40)
     assert stats["validation"] == "10% of the training sentences, by a digest of each"
@@ -161,7 +161,7 @@ def test_a_tenth_of_the_sentences_is_held_out_where_no_file_validates(tmp_path: 
 
 def test_the_hub_is_refused_as_a_source(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unknown source 'hub:vlsp/amr@abc'; expected folder:PATH \(the"):
-        prepare("hub:vlsp/amr@abc", out_dir=tmp_path / "out")
+        prepare("amr", "hub:vlsp/amr@abc", out_dir=tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_any_damage_to_a_corpus_is_refused_by_file_or_left_out_and_counted(
     (source / "train.txt").write_bytes(content)
     for skip_invalid in (False, True):
         try:
-            stats = prepare(f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
+            stats = prepare("amr", f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
         except UserError as error:
             assert "train.txt" in error.message or str(source) in error.message
             continue

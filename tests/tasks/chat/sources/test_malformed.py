@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import conversation, read_split
 from stages.tasks.chat.samples.records import order_problems, picture_problems
-from stages.tasks.chat.sources import Reader, prepare
+from stages.tasks.chat.sources import Reader
 from stages.tasks.chat.sources.messages import Talk, talk_of
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.pictures import picture
+from tests.tasks import prepare
 from tests.tasks.chat.talks import said, talk, write_lines
 
 LINES: list[dict[str, Any]] = [
@@ -78,6 +79,7 @@ def judge(folder: Path, *, skip_invalid: bool) -> None:
     out = folder.parent / "out"
     try:
         stats = prepare(
+            "chat",
             f"folder:{folder}",
             out_dir=out,
             reader=READER,

@@ -11,8 +11,9 @@ from PIL import Image
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.samples.records import Message, Record
-from stages.tasks.chat.sources import Reader, prepare
+from stages.tasks.chat.sources import Reader
 from tests.kit.data.pictures import RED, WHITE, patch_jpeg, picture
+from tests.tasks import prepare
 from tests.tasks.chat.talks import said, talk, write_lines
 
 BLUE, GREEN, GREY = picture(), picture((20, 220, 20)), picture((9, 9, 9))
@@ -51,7 +52,7 @@ def as_table(folder: Path, *rows: dict[str, Any], name: str = "train") -> None:
 
 
 def prepared(folder: Path, **options: Any) -> list[Record]:
-    prepare(f"folder:{folder}", out_dir=folder / "out", reader=Reader(**options))
+    prepare("chat", f"folder:{folder}", out_dir=folder / "out", reader=Reader(**options))
     return read_split(folder / "out", "train")
 
 
@@ -112,13 +113,13 @@ def test_other_pictures_make_another_question_and_the_same_ones_the_same(tmp_pat
     Image.open(tmp_path / "p/train0-0.png").save(buffer)
     as_lines(tmp_path, talk(1), {"messages": asked(IMAGE, TEXT), "images": [buffer.read_bytes()]}, name="val")
     with pytest.raises(UserError, match=r"train\.jsonl line 1 and val\.jsonl line 2: 'or'"):
-        prepare(f"folder:{tmp_path}", out_dir=tmp_path / "again")
+        prepare("chat", f"folder:{tmp_path}", out_dir=tmp_path / "again")
 
 
 def test_texts_alone_make_the_same_files_as_ever(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", talk(1))
     write_lines(tmp_path / "val.jsonl", {**talk(2), "images": []})
-    stats = prepare(f"folder:{tmp_path}", out_dir=tmp_path / "out")
+    stats = prepare("chat", f"folder:{tmp_path}", out_dir=tmp_path / "out")
     columns = ["id", "messages", "group", "metrics", "file", "number"]
     assert pq.read_schema(tmp_path / "out/train.parquet").names == columns
     assert "pictures" not in stats["splits"]["train"]
@@ -160,7 +161,7 @@ def test_everything_wrong_with_pictures_is_named_at_once(tmp_path: Path) -> None
     write_lines(folder / "val.jsonl", talk(1))
     write_lines(folder / "train.jsonl", *(json.dumps(line) for line, _ in WRONG))
     with pytest.raises(UserError, match=f"has {len(WRONG)} invalid samples") as error:
-        prepare(f"folder:{folder}", out_dir=tmp_path / "out")
+        prepare("chat", f"folder:{folder}", out_dir=tmp_path / "out")
     message = error.value.message.splitlines()
     for number, (line, problems) in enumerate(WRONG, start=1):
         of_line = [each for each in message if f"train.jsonl line {number}: " in each]

@@ -9,18 +9,19 @@ import pytest
 from stages.core.errors import UserError
 from stages.tasks.chat.samples import read_split
 from stages.tasks.chat.samples.records import Message, Record
-from stages.tasks.chat.sources import Reader, prepare
+from stages.tasks.chat.sources import Reader
+from tests.tasks import prepare
 from tests.tasks.chat.talks import said, talk, write_lines
 
 
 def prepared(folder: Path, out_dir: Path, *, selection: float = 0.0, **reader: Any) -> dict[str, list[Record]]:
-    prepare(f"folder:{folder}", out_dir=out_dir, selection=selection, reader=Reader(**reader))
+    prepare("chat", f"folder:{folder}", out_dir=out_dir, selection=selection, reader=Reader(**reader))
     return {split: read_split(out_dir, split) for split in ("train", "val")}
 
 
 def refusal(folder: Path, **reader: Any) -> str:
     with pytest.raises(UserError) as error:
-        prepare(f"folder:{folder}", out_dir=folder / "out", reader=Reader(**reader))
+        prepare("chat", f"folder:{folder}", out_dir=folder / "out", reader=Reader(**reader))
     assert not (folder / "out").exists()
     return error.value.message
 
@@ -96,7 +97,11 @@ def test_every_malformed_line_is_named_at_once_or_left_out(tmp_path: Path) -> No
     lines = [json.dumps(line).replace("\\\\ud800", "\\ud800") for line, _ in WRONG[1:]]
     write_lines(tmp_path / "train.jsonl", *good, WRONG[0][0], *lines)
     stats = prepare(
-        f"folder:{tmp_path}", out_dir=tmp_path / "out", reader=Reader(group="who", metrics=("json",)), skip_invalid=True
+        "chat",
+        f"folder:{tmp_path}",
+        out_dir=tmp_path / "out",
+        reader=Reader(group="who", metrics=("json",)),
+        skip_invalid=True,
     )["splits"]["train"]
     assert stats["invalid_rows"] == len(WRONG)
     said_of = {fault["line"]: "" for fault in stats["invalid"]}
@@ -157,7 +162,7 @@ def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.Monke
     for name, number in (("train-00000-of-00001", 1), ("test-00000-of-00001", 2)):
         pq.write_table(pa.Table.from_pylist([talk(number)]), tmp_path / "hub" / "data" / f"{name}.parquet")
     monkeypatch.setattr("stages.kit.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
-    stats = prepare("hub:someone/talks@main", out_dir=tmp_path / "out")
+    stats = prepare("chat", "hub:someone/talks@main", out_dir=tmp_path / "out")
     assert (stats["source"], stats["revision"]) == (f"hub:someone/talks@{'f' * 40}", "f" * 40)
     assert stats["validation"] == "test-00000-of-00001.parquet"
     assert read_split(tmp_path / "out", "val")[0].id == "data/test-00000-of-00001.parquet:0"

@@ -9,9 +9,10 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.tasks.detection.samples.records import DetectionRecord, read_split
-from stages.tasks.detection.sources import Reader, prepare
+from stages.tasks.detection.sources import Reader
 from stages.tasks.detection.sources.folders.files import split_of
 from tests.kit.data.pictures import patch_jpeg, picture
+from tests.tasks import prepare
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc
 
 ASKED: dict[str, Any] = {"category": tuple(CLASSES), "label": {"red lid": "lid"}, "empty_images": True}
@@ -22,7 +23,7 @@ def records(tmp_path: Path, form: str, photos: Photos = PHOTOS, **settings: Any)
     if not folder.exists():
         WRITERS[form](folder, photos)
     reader = Reader(**({"columns": COLUMNS} if form == "parquet" else {}) | ASKED | settings)
-    prepare(f"folder:{folder}", out_dir=tmp_path / f"prepared-{form}", reader=reader)
+    prepare("detection", f"folder:{folder}", out_dir=tmp_path / f"prepared-{form}", reader=reader)
     return {split: read_split(tmp_path / f"prepared-{form}", split) for split in ("train", "val")}
 
 
@@ -256,10 +257,10 @@ def test_what_nobody_would_be_asked_is_not_passed_over(tmp_path: Path, caplog: p
     assert "does not come back out of an answer" in refusal(tmp_path, "coco", label={"cup": "{cup}"}, answer="json")
     (tmp_path / "coco/train2017/more.png").write_bytes(picture((5, 5, 5)))
     records(tmp_path, "coco")
-    assert "no annotation names them: 1 picture, such as train2017/more.png" in caplog.text
+    assert "not read: train2017/more.png" in caplog.text
     (tmp_path / "coco/annotations/instances_test.json").write_text('{"images": [], "annotations": []}')
     records(tmp_path, "coco")
-    assert "not read: annotations/instances_test.json" in caplog.text
+    assert "not read: annotations/instances_test.json, train2017/more.png" in caplog.text
 
 
 def test_two_annotation_files_of_a_picture_and_two_pictures_of_a_name_are_refused(tmp_path: Path) -> None:

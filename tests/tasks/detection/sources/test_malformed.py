@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.kit.data.texts import UnreadableText
 from stages.tasks.detection.samples.records import read_split
-from stages.tasks.detection.sources import Reader, prepare
+from stages.tasks.detection.sources import Reader
 from stages.tasks.detection.sources.folders.voc import parse_voc
 from tests.damage import TEXTS, VALUES, damaged_bytes, damaged_text, damaged_tree, quick
+from tests.tasks import prepare
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS
 
 PIECES = {
@@ -82,6 +83,7 @@ class Damaged:
         columns = COLUMNS if self.form == "parquet" else None
         try:
             stats = prepare(
+                "detection",
                 f"folder:{damaged}",
                 out_dir=out,
                 skip_invalid=skip_invalid,
@@ -199,6 +201,7 @@ def test_a_file_without_end_is_refused_soon(tmp_path: Path, form: str, name: str
     (tmp_path / form / name).write_text(content)
     with pytest.raises(UserError) as refused:
         prepare(
+            "detection",
             f"folder:{tmp_path / form}",
             out_dir=tmp_path / "out",
             reader=Reader(category=tuple(CLASSES), empty_images=True),
@@ -215,6 +218,7 @@ def test_a_description_of_columns_that_says_nothing_of_them_is_refused(tmp_path:
     pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": description}), path)
     with pytest.raises(UserError, match=r"the description of its columns \(huggingface\) cannot be read"):
         prepare(
+            "detection",
             f"folder:{tmp_path}",
             out_dir=tmp_path / "out",
             reader=Reader(columns=COLUMNS, category=tuple(CLASSES), empty_images=True),

@@ -11,16 +11,16 @@ from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
 from stages.tasks.moe.samples import read_split
 from stages.tasks.moe.samples.records import Record
-from stages.tasks.moe.sources import prepare
 from tests import ROOT
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
+from tests.tasks import prepare
 from tests.tasks.moe.made_up import TABLE, longbench, write_lines, write_table, yale
 
 QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
 
 
 def prepared(source: Path | str, out_dir: Path, **options: Any) -> dict[str, list[Record]]:
-    prepare(str(source) if isinstance(source, str) else f"folder:{source}", out_dir=out_dir, **options)
+    prepare("moe", str(source) if isinstance(source, str) else f"folder:{source}", out_dir=out_dir, **options)
     return {split: read_split(out_dir, split) for split in ("train", "val")}
 
 
@@ -61,7 +61,7 @@ def test_longbench_is_read_and_files_that_say_so_are_the_splits(tmp_path: Path) 
     write_lines(tmp_path / "in" / "train.jsonl", *map(longbench, range(3)), newline="\r\n")
     write_lines(tmp_path / "in" / "val.jsonl", longbench(7), "", longbench(8))
     write_lines(tmp_path / "in" / "test.jsonl", longbench(9))
-    stats = prepare(f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
+    stats = prepare("moe", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out")
     assert [record.id for record in read_split(tmp_path / "out", "val")] == ["val.jsonl:1", "val.jsonl:3"]
     assert stats["validation"] == "val.jsonl"
     assert stats["unused_files"] == ["test.jsonl"]
@@ -83,7 +83,7 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
         "q.csv line 17: a text holds chat markup",
     ):
         assert said in message
-    stats = prepare(f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out", skip_invalid=True)
+    stats = prepare("moe", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out", skip_invalid=True)
     assert (stats["splits"]["train"]["records"], stats["splits"]["train"]["invalid_rows"]) == (7, 6)
 
 
@@ -157,19 +157,19 @@ def test_leaks_are_refused_and_what_is_left_out_is_logged(tmp_path: Path, caplog
     write_table(tmp_path / "facts" / "test.csv", "Is it D?")
     assert "train.csv line 2 and val.csv line 2: Is it  A?" in refusal(tmp_path / "facts", tmp_path / "a")
     with caplog.at_level("INFO"):
-        prepare(f"folder:{tmp_path / 'facts'}", out_dir=tmp_path / "a", skip_invalid=True)
-        stats = prepare("mix", out_dir=tmp_path / "b", mix={"a": 1})
-        prepare("mix", out_dir=tmp_path / "c", mix={"a": 7})
+        prepare("moe", f"folder:{tmp_path / 'facts'}", out_dir=tmp_path / "a", skip_invalid=True)
+        stats = prepare("moe", "mix", out_dir=tmp_path / "b", mix={"a": 1})
+        prepare("moe", "mix", out_dir=tmp_path / "c", mix={"a": 7})
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [
         ("INFO", "validation split: val.csv"),
         ("WARNING", "not read: test.csv"),
         ("WARNING", "1 training sample left out: in the validation split too"),
-        ("INFO", "validation split: mixed"),
         ("INFO", "a: 1 of 2 training samples taken"),
         ("INFO", "validation split: mixed"),
         ("INFO", "a: 2 of 2 training samples taken"),
         ("WARNING", "a: 7 asked for, there are 2"),
+        ("INFO", "validation split: mixed"),
     ]
     source = f"folder:{tmp_path / 'facts'}"
     assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
@@ -190,7 +190,7 @@ def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> 
 def two_domains(tmp_path: Path) -> None:
     for domain in ("truthfulqa", "qmsum"):
         source = f"folder:{ROOT / 'data/tiny' / domain}"
-        prepare(source, out_dir=tmp_path / domain, limit=LimitParams(train=40, val=10))
+        prepare("moe", source, out_dir=tmp_path / domain, limit=LimitParams(train=40, val=10))
 
 
 def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
 
 def test_a_mix_sets_aside_what_its_parts_did(tmp_path: Path) -> None:
     for domain in ("truthfulqa", "qmsum"):
-        prepare(f"folder:{ROOT / 'data/tiny' / domain}", out_dir=tmp_path / domain, selection=0.25)
-    prepare("mix", out_dir=tmp_path / "both", mix={"truthfulqa": 5, "qmsum": 0}, selection=0.25)
+        prepare("moe", f"folder:{ROOT / 'data/tiny' / domain}", out_dir=tmp_path / domain, selection=0.25)
+    prepare("moe", "mix", out_dir=tmp_path / "both", mix={"truthfulqa": 5, "qmsum": 0}, selection=0.25)
     aside = {record.question for name in ("truthfulqa", "qmsum") for record in read_split(tmp_path / name, "selection")}
     assert {record.question for record in read_split(tmp_path / "both", "selection")} == aside
     assert len(aside) > 15
@@ -227,7 +227,7 @@ def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> No
     write_table(tmp_path / "b" / "train.csv", "Is it B?")
     write_table(tmp_path / "b" / "val.csv", "Is it C?")
     for name in "ab":
-        prepare(f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
+        prepare("moe", f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
     message = refusal("mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
     assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message
 
@@ -259,7 +259,7 @@ def test_any_damage_to_a_file_is_refused_by_file_or_left_out_and_counted(
     (source / name).write_bytes(content)
     for skip_invalid in (False, True):
         try:
-            stats = prepare(f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
+            stats = prepare("moe", f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
         except UserError as error:
             assert str(source) in error.message
             continue

@@ -63,11 +63,7 @@ def is_coco(head: bytes) -> bool:
 def read_coco(folder: Folder) -> Splits:
     """Every JSON file of the folder that begins like COCO's."""
     files = [path for path in folder.with_suffix(".json") if is_coco(folder.head(path))]
-    chosen, origin = chosen_splits(grouped(files), "annotation files")
-    return Splits(
-        samples={split: _samples(folder, paths) for split, paths in chosen.items()},
-        origin=origin,
-    )
+    return chosen_splits(grouped(files), "annotation files", lambda paths: _samples(folder, paths))
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:

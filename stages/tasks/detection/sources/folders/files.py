@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,8 +19,6 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Suffixes of the formats that stages.kit.data.images opens."""
 MAX_BYTES = 2**30
 """Of one file."""
-MAX_UNUSED = 20
-"""Files that are not read, named in stats.json and in the log; the rest are counted."""
 HELD_OUT = 0.2
 """The share of the pictures that is validated on where a folder has no split for it."""
 
@@ -34,8 +32,10 @@ class Splits:
 
     samples: dict[str, Iterator[RawSample]]
     """`train`, and `val` where the folder has one."""
-    origin: dict[str, Any]
-    """Of stats.json: `validation`, and what else is worth knowing."""
+    validation: str | None
+    """Describes the validation split; None if the folder has files for it that need no further words."""
+    unused: Sequence[str] = ()
+    """Annotation files that belong to no split."""
 
 
 class Folder:
@@ -143,19 +143,24 @@ def split_of(path: str) -> str | None:
     return None
 
 
-def chosen_splits(by_split: dict[str | None, list[str]], what: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """What is trained and validated on, of things by their splits, and what stats.json says of it.
+def chosen_splits(
+    by_split: dict[str | None, list[str]], what: str, read: Callable[[list[str]], Iterator[RawSample]]
+) -> Splits:
+    """The things to train and to validate on, by their splits, each split read by `read`.
 
-    what: the things, for messages. Where no path speaks of a split, all is to train on, and a share held out.
+    what: the things, for messages. If no path names a split, all are to train on, and a share is held out.
     """
     validation = next((name for name in VALIDATION if by_split.get(name)), None)
     train = by_split.get("train") or ([] if validation else by_split.get(None, []))
     unused = [one for name, some in by_split.items() for one in some if some is not train and name != validation]
-    more = [f"{len(unused) - MAX_UNUSED:,} more"] if len(unused) > MAX_UNUSED else []
-    origin: dict[str, Any] = {"unused_files": sorted(unused)[:MAX_UNUSED] + more}
     if validation is None:
-        return {"train": train}, origin | {"validation": f"{HELD_OUT:.0%} of the pictures, held out"}
-    return {"train": train, "val": by_split[validation]}, origin | {"validation": f"the {what} of {validation}"}
+        return Splits(samples={"train": read(train)}, validation=held_out_images(), unused=unused)
+    samples = {"train": read(train), "val": read(by_split[validation])}
+    return Splits(samples=samples, validation=f"the {what} of {validation}", unused=unused)
+
+
+def held_out_images() -> str:
+    return f"{HELD_OUT:.0%} of the images, held out"
 
 
 def grouped(paths: Iterable[str]) -> dict[str | None, list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.errors import UserError, listed, some
-from stages.kit.data.sources import READ_ON, holds
+from stages.kit.data.sources import READ_ON, describe_folder
 from stages.tasks.detection.sources.folders import coco, tables, voc, yolo
 from stages.tasks.detection.sources.folders.files import Folder, Splits
 from stages.tasks.detection.sources.rows import OPEN_FOOD_FACTS, BoxForm, Columns, DataForm
@@ -92,5 +92,5 @@ def _only(root: Path, signs: dict[DataForm, list[str]]) -> DataForm:
         )
     known = listed([tables.EXPECTED, *(form.expected for form in _FORMS.values())])
     raise UserError(
-        f"{root} has no annotations of a form that is read here: {holds(root)}. Expected one of:\n{known}\n{READ_ON}"
+        f"{root} has no annotations of a known form: {describe_folder(root)}. Expected one of:\n{known}\n{READ_ON}"
     )

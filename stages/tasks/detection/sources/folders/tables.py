@@ -11,7 +11,7 @@ from stages.core.documents import shown
 from stages.core.errors import UserError
 from stages.kit.data.parquet import read_schema
 from stages.kit.data.sources import read_parquet_split, split_paths
-from stages.tasks.detection.sources.folders.files import HELD_OUT, RawSample, Splits, objects
+from stages.tasks.detection.sources.folders.files import RawSample, Splits, held_out_images, objects
 from stages.tasks.detection.sources.rows import REQUIRED, Columns
 
 EXPECTED = f"parquet files with the columns {', '.join(REQUIRED)}"
@@ -32,7 +32,7 @@ def read_tables(folder: Path, columns: Columns | None) -> Splits:
     splits = ["train", "val"] if columns is None or split_paths(folder, "val") else ["train"]
     return Splits(
         samples={split: _samples(folder, split, required, expected, columns) for split in splits},
-        origin={} if "val" in splits else {"validation": f"{HELD_OUT:.0%} of the pictures, held out"},
+        validation=None if "val" in splits else held_out_images(),
     )
 
 
@@ -40,7 +40,7 @@ def _samples(
     folder: Path, split: str, required: Sequence[str], expected: str, columns: Columns | None
 ) -> Iterator[RawSample]:
     names: dict[str, list[str] | None] = {}
-    for place, row in read_parquet_split(folder, split, required=required, form=expected):
+    for place, row in read_parquet_split(folder, split, required=required, expected=expected):
         if columns is None:
             yield place, row
             continue

@@ -50,13 +50,12 @@ def read_voc(folder: Folder) -> Splits:
         and (split := split_of(path)) == pure.stem
     }
     if not lists:
-        chosen, origin = chosen_splits(grouped(files), "XML files")
-        return Splits(samples={split: _samples(folder, paths) for split, paths in chosen.items()}, origin=origin)
+        return chosen_splits(grouped(files), "XML files", lambda paths: _samples(folder, paths))
     by_stem: dict[str, list[str]] = {}
     for path in files:
         by_stem.setdefault(PurePosixPath(path).stem, []).append(path)
-    chosen, origin = chosen_splits({split: [path] for split, path in lists.items()}, "lists in ImageSets/Main")
-    return Splits(samples={split: _listed(folder, paths, by_stem) for split, paths in chosen.items()}, origin=origin)
+    by_split: dict[str | None, list[str]] = {split: [path] for split, path in lists.items()}
+    return chosen_splits(by_split, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
 
 
 def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:

@@ -88,9 +88,8 @@ def read_yolo(folder: Folder) -> Splits:
             split: [path for path in pictures if str(PurePosixPath(path).parent) in some]
             for split, some in folders.items()
         }
-    chosen, origin = chosen_splits(by_split, "pictures")
     names = data.class_names()
-    return Splits(samples={split: _samples(folder, paths, names) for split, paths in chosen.items()}, origin=origin)
+    return chosen_splits(by_split, "images", lambda paths: _samples(folder, paths, names))
 
 
 def _data_file(folder: Folder, path: str) -> DataFile:
