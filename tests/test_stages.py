@@ -401,7 +401,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_its_budget(on_a_tiny_gpu: di
         "H overhead",
         "verdict   does not fit",
         "the least is with micro_batch 2 -> 1, grad_accumulation 2 -> 4: 0.",
-        "dvc exp run -S profiles.tiny.memory.fit=off",
+        "dvc exp run -S ++profiles.tiny.memory.fit=off",
     ):
         assert line in message, line
     assert not Path("data/runs/r1-llm-only/plan.yaml").exists()

@@ -65,7 +65,7 @@ def require_certificate(params: Params, name: str, *, model: str, engine: str) -
     stage = evaluation_stage(name, trained=name in params.recipes)
     raise UserError(
         f"vLLM has no certificate for {name}: {path} {problem}. Evaluate it by vLLM: "
-        f"dvc exp run -S profiles.{params.profile}.evaluation.engine=vllm {stage}"
+        f"dvc exp run -S ++profiles.{params.profile}.evaluation.engine=vllm {stage}"
     )
 
 

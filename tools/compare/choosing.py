@@ -102,10 +102,11 @@ def chosen_command(ranked: Mapping[str, Sequence[Candidate]], share: str, task: 
     """Trains every recipe with what was chosen for it, under three seeds, and scores it on the validation samples.
 
     share: of the training samples, as it was set aside; with another one the recipes would train on others. Where two
-    recipes chose another value of what one is made from, that of the later one counts.
+    recipes chose another value of what one is made from, that of the later one counts. `++` sets a value whether or not
+    params.yaml has it.
     """
     settings = {path: value for best, *_ in ranked.values() for path, value in best.settings.items()}
-    chosen = " ".join(f"-S {shlex.quote(f'{path}={value}')}" for path, value in settings.items())
+    chosen = " ".join(f"-S {shlex.quote(f'++{path}={value}')}" for path, value in settings.items())
     return f"dvc exp run --queue {chosen} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
 
 

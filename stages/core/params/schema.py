@@ -120,8 +120,8 @@ class MemoryParams:
     wherever it computes the same."""
     kernels: Kernels = "auto"
     """Whether norms, gated products and rotations run by Liger's kernels on a GPU, which round differently."""
-    gradient_checkpointing: bool = False
-    optimizer: Optimizer = "adamw_torch"
+    gradient_checkpointing: bool = True
+    optimizer: Optimizer = "adamw_torch_fused"
     expandable_segments: bool = False
     """Whether torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
@@ -131,14 +131,14 @@ class MemoryParams:
     features_gb: Annotated[float, Field(ge=0)] = 50.0
     """Disk for features of pictures, in GB: where vision tower and projector are frozen they are computed once, and
     kept in .bakeoff/features. 0, or too little for a recipe: each step computes them."""
-    fit: Literal["refuse", "auto", "fill", "off"] = "refuse"
+    fit: Literal["refuse", "auto", "fill", "off"] = "auto"
     """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on.
     `fill` is `auto`, and where there is room takes the fastest settings that fit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
-    batch_size: Positive | Literal["auto"]
+    batch_size: Positive | Literal["auto"] = "auto"
     """Answers at once; auto: as many as the longest question's prediction says the device has room for."""
     max_new_tokens: Positive
     max_samples: Positive | None = None
@@ -153,7 +153,6 @@ class EvaluationParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileParams:
-    description: str
     device: DeviceParams
     bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|random:.+)$")]]
     """Base models by name: `folder:PATH`, `hub:OWNER/NAME@REVISION`, or `random:GEOMETRY`, a folder's name in
@@ -164,7 +163,7 @@ class ProfileParams:
     evaluation: EvaluationParams
     learning_rate_scale: Rate = 1.0
     """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
-    dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 4
     place: Literal["here", "slurm"] = "here"
     """Where its stages run: on this machine, or each as a job of Slurm. BAKEOFF_PLACE comes first."""
 
@@ -208,22 +207,22 @@ class RecipeParams:
     full_targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
     """Of parts trained in full, ends of module names (whole dotted components, like lora.targets) that are trained; the
     whole part where none are named."""
-    loss: Loss
+    loss: Loss = "assistant-only"
     """Of the next token, over the answers or over all text. Or `router-labels`: of the expert that a mixture's routers
     choose for each token, layer by layer, which is to be that of the sample's domain (`builds.NAME.experts`)."""
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
     """Parts that take another learning rate than `learning_rate`."""
-    epochs: Positive
+    epochs: Positive = 3
     max_steps: Positive | None = None
     """Stop after this many optimizer steps, before the epochs are over."""
-    effective_batch: Positive
+    effective_batch: Positive = 16
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: Share = 0.0
+    warmup_ratio: Share = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Rate = 1.0
-    max_length: Positive
+    max_length: Positive = 2048
     """Tokens of a sample, picture tokens counted; a longer one is an error. Only a text that the task lets be cut, such
     as the transcript that a question is about, is cut to fit; an answer never."""
     seed: Seed | None = None
@@ -382,7 +381,13 @@ class Params:
     predictions: dict[Name, PredictionsParams] = Field(default_factory=dict)
     profiles: dict[Name, ProfileParams]
     licenses: dict[str, Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]] = Field(default_factory=dict)
-    """Of bases and data, by source without revision, as the hub names licences, e.g. `apache-2.0`."""
+    """Licences of bases and data, by source without revision, in the hub's words, e.g. `apache-2.0`."""
+
+    def license_of(self, place: str) -> str | None:
+        """The licence of a base or of data, by its source without revision; a folder's is that of all below it."""
+        while place not in self.licenses and place.startswith("folder:") and "/" in place:
+            place = place.rpartition("/")[0]
+        return self.licenses.get(place)
 
     @property
     def active(self) -> ProfileParams:

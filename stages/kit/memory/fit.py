@@ -137,7 +137,7 @@ def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
     else:
         share = f"the share of each of {count} processes in " if count > 1 else ""
         device = f"{share}the memory of this machine, the CPU"
-    flag = f"add to the command, as in dvc exp run -S profiles.{plan.profile}.memory.fit"
+    flag = f"add to the command, as in dvc exp run -S ++profiles.{plan.profile}.memory.fit"
     lines = [
         f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
         *budget_lines(fit.prediction, fit.capacity_bytes),

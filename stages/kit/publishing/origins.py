@@ -92,7 +92,7 @@ def _source_text(root: Lineage) -> str:
 
 def _source(kind: str, name: str, source: str, params: Params) -> Source:
     found = Source(name=name, kind=kind, source=source, licence=None)
-    return replace(found, licence=params.licenses.get(found.place))
+    return replace(found, licence=params.license_of(found.place))
 
 
 def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:

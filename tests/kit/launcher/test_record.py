@@ -180,8 +180,8 @@ def test_code_counts_by_what_it_says_and_not_by_where_it_lies(workspace: Path, t
 def test_settings_that_the_file_leaves_out_are_in_the_record(workspace: Path) -> None:
     (stage, *_) = declared_stages(workspace)
     used = used_params(load_params(workspace / "params.yaml"), replace(stage, params=("recipes.r1-llm-only",)))
-    assert used["recipes.r1-llm-only"]["weight_decay"] == 0.0
-    assert "weight_decay" not in (workspace / "params.yaml").read_text()
+    assert used["recipes.r1-llm-only"]["max_grad_norm"] == 1.0
+    assert "max_grad_norm" not in (workspace / "params.yaml").read_text()
 
 
 def test_packages_are_those_that_would_be_imported(tmp_path: Path) -> None:

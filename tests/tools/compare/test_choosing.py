@@ -57,7 +57,7 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(tmp_path: Path, monkeyp
     ]
     assert "Left out: on-val (not scored on the selection split)." in shown
     assert (
-        "dvc exp run --queue -S recipes.r1-llm-only.learning_rate=0.0002 -S recipes.r4-joint.learning_rate=0.0001 "
+        "dvc exp run --queue -S ++recipes.r1-llm-only.learning_rate=0.0002 -S ++recipes.r4-joint.learning_rate=0.0001 "
         "-S data.selection=0.15 -S scored=val -S 'seed=42,43,44' compare@detection" in shown
     )
 

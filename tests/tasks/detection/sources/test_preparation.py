@@ -93,7 +93,6 @@ baselines: {}
 recipes: {}
 profiles:
   small:
-    description: for this test
     device: {kind: cpu}
     bases: {}
     datasets: {tables: {task: detection, source: "folder:off"}}
