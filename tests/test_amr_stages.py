@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from stages.core.lineage import read_lineage
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
-from stages.tasks.amr.sources.corpora import read_blocks, read_lines
+from stages.tasks.amr.sources import read_blocks, read_lines
 from tests import ROOT
 from tests.test_stages import done, refused, write_params
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from stages.core.lineage import read_lineage
 from stages.kit.data.parquet import write_rows
 from stages.kit.data.prepared import to_row
-from stages.tasks.amr.samples.records import SCHEMA, parse_record
+from stages.tasks.amr.samples import SCHEMA, parse_record
 from tests import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.test_stages import done, refused, run, write_params

@@ -3,7 +3,6 @@
 import io
 import re
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from stages.core.errors import UserError
 from stages.kit.data.prepared import to_row
 from stages.tasks import load_task
-from stages.tasks.amr.samples.records import parse_record
+from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
 from tests.kit.data.pictures import picture
 from tests.tasks.chat.talks import record as talk_record
@@ -40,12 +39,13 @@ class Prepared:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.records = import_module(f"stages.tasks.{self.task}.samples.records")
-        self.rows = [to_row(each, self.records.SCHEMA) for each in RECORDS[self.task]]
+        samples = load_task(self.task, "samples")
+        self.schema = samples.SCHEMA if hasattr(samples, "SCHEMA") else samples.records.SCHEMA
+        self.rows = [to_row(each, self.schema) for each in RECORDS[self.task]]
 
     def content(self, rows: list[dict[str, Any]]) -> bytes:
         buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows, schema=self.records.SCHEMA), buffer, compression="none")
+        pq.write_table(pa.Table.from_pylist(rows, schema=self.schema), buffer, compression="none")
         return buffer.getvalue()
 
     def use(self, content: bytes) -> int:
@@ -77,7 +77,7 @@ def test_what_was_written_is_read_as_it_was(prepared: Prepared) -> None:
     assert prepared.use(content) == 3
     found = load_task(prepared.task, "samples").read_split(prepared.folder, "val")
     assert found == RECORDS[prepared.task]
-    assert [to_row(each, prepared.records.SCHEMA) for each in found] == prepared.rows
+    assert [to_row(each, prepared.schema) for each in found] == prepared.rows
 
 
 @given(data=st.data())
@@ -99,7 +99,7 @@ def test_a_file_of_another_task_or_without_rows_is_refused(prepared: Prepared) -
 
 
 def test_a_column_too_many_or_too_few_or_of_another_type_is_named(prepared: Prepared) -> None:
-    schema = prepared.records.SCHEMA
+    schema = prepared.schema
     for index, field in enumerate(schema):
         table = pa.Table.from_pylist(prepared.rows, schema=schema)
         for changed in (table.drop_columns([field.name]), table.set_column(index, field.name, pa.array([True] * 3))):
@@ -112,7 +112,7 @@ def test_a_column_too_many_or_too_few_or_of_another_type_is_named(prepared: Prep
 
 
 def test_a_missing_value_is_named_with_its_row(prepared: Prepared) -> None:
-    for name in set(prepared.records.SCHEMA.names) - {"context"}:
+    for name in set(prepared.schema.names) - {"context"}:
         rows = [prepared.rows[0], {**prepared.rows[1], name: None}, prepared.rows[2]]
         assert f"row 1: {name} is missing" in prepared.refusal(prepared.content(rows))
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from stages.kit.data.conversation import Conversation
-from stages.tasks.amr.samples.targets import encode
+from stages.tasks.amr.samples import encode
 from tools.tiny.sentences import (
     CITIES,
     COUNTRIES,

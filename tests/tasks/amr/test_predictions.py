@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.tasks.amr.predictions import EMPTY, read_inputs, submission
+from stages.tasks.amr.samples import ANSWER_FORMATS, decode, encode
 from stages.tasks.amr.samples.graphs import Node, canonical, read_graph
-from stages.tasks.amr.samples.targets import ANSWER_FORMATS, decode, encode
-from stages.tasks.amr.sources.corpora import read_blocks
+from stages.tasks.amr.sources import read_blocks
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 
@@ -37,7 +37,7 @@ def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> Non
 def test_blank_lines_between_sentences_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert sentences_in(tmp_path, "a\n\n\nb\n\n") == ["a", "b"]
-    assert "2 blank lines between sentences passed over" in caplog.text
+    assert "2 blank lines between sentences skipped" in caplog.text
 
 
 @pytest.mark.parametrize(

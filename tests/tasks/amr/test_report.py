@@ -11,8 +11,7 @@ from stages.kit.reporting.runs import read_run, refuse_different_samples
 from stages.kit.reporting.sections import comparison_table, comparison_text
 from stages.tasks.amr import scoring
 from stages.tasks.amr.report import REPORT
-from stages.tasks.amr.samples.records import Record, parse_record
-from stages.tasks.amr.samples.targets import encode
+from stages.tasks.amr.samples import Record, encode, parse_record
 from stages.tasks.amr.scoring import PREDICTIONS, score
 from tests.made_up_runs import write_model_lineage
 

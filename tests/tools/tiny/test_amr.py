@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from stages.tasks.amr.samples.targets import SEPARATOR
+from stages.tasks.amr.samples import SEPARATOR
 from tests import ROOT
 from tools.tiny.exercises import FULL_LENGTH_FROM, KINDS, TREE_STYLES, exercise
 

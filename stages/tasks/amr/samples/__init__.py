@@ -1,6 +1,246 @@
-"""What a model is asked about a sentence, and how it is to answer."""
+"""Sentences with AMR graphs: the records, the question to a model, and the forms of its answer.
 
-from stages.tasks.amr.samples.questions import check, completion, conversation, probes
-from stages.tasks.amr.samples.records import read_split
+full  PENMAN in one line, the variables renamed: (n / nói :agent (t / tôi) :topic (đ / đi :agent t))
+ptr   without variables; a node that is mentioned again carries a pointer: (nói :agent (tôi #1) :topic (đi :agent #1))
+mtup  first the graph without variables, then SEPARATOR, then the same as full:
+      (nói :agent (tôi) :topic (đi :agent t))
 
-__all__ = ["check", "completion", "conversation", "probes", "read_split"]
+`full` and `ptr` lose nothing. In the first step of `mtup` a bare `t` refers to the node that `graphs.variable_names`
+would call so. A rule restores the graph from it, and fails only if a constant of the sentence looks like such a name.
+Source of the two steps: MTUP, the multi-task prompts of the VLSP shared task on AMR.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.texts import same_text
+from stages.kit.families import require_text
+from stages.tasks.amr.samples.graphs import (
+    MalformedGraph,
+    Node,
+    canonical,
+    linear,
+    linked,
+    penman_line,
+    read_graph,
+    read_without_variables,
+    repaired_graph,
+    variable_names,
+)
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("sentence", pa.string()),
+        ("graph", pa.string()),
+        ("canonical", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+    ]
+)
+"""Columns of a prepared split."""
+
+PROMPTS = {
+    "full": "Phân tích câu sau thành đồ thị AMR, viết theo ký pháp PENMAN trên một dòng.",
+    "ptr": "Phân tích câu sau thành đồ thị AMR trên một dòng, không dùng biến; "
+    "nút được nhắc lại thì đánh dấu bằng con trỏ #1, #2, ...",
+    "mtup": "Phân tích câu sau thành đồ thị AMR theo hai bước: trước hết viết đồ thị không có biến, "
+    "sau dòng --- viết lại đồ thị đầy đủ có biến theo ký pháp PENMAN.",
+}
+"""The instruction for each answer format, in Vietnamese."""
+ANSWER_FORMATS = tuple(PROMPTS)
+SEPARATOR = "\n---\n"
+"""Separates the two graphs of `mtup`, each of which is on one line."""
+
+_PROBES = (
+    ("Nó không đọc sách .", "(đ / đọc :agent (n / nó) :patient (s / sách) :polarity -)"),
+    ("Cậu bé muốn mua hoa .", "(m / muốn :agent (c / cậu_bé) :theme (m2 / mua :agent c :patient (h / hoa)))"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    id: str
+    """The corpus' own, or FILE:LINE if it has none or a repeated one."""
+    sentence: str
+    graph: str
+    """PENMAN as it was read."""
+    canonical: str
+    """PENMAN in one line, the variables renamed and the words canonical."""
+    file: str
+    """Path of the source, relative to the dataset's folder."""
+    line: int
+    """Line of the sentence, counted from 1."""
+    place: PreparedRow | None = field(default=None, compare=False, repr=False)
+
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits: those of the same sentence."""
+        return hashlib.sha256(same_text(self.sentence).encode()).hexdigest()
+
+    def content(self) -> list[str]:
+        return [self.sentence, self.graph, self.canonical]
+
+    def parsed(self) -> Node:
+        """The canonical graph. Raises UserError if the prepared data are damaged."""
+        return self._read(self.canonical)
+
+    def parsed_as_written(self) -> Node:
+        """The graph as it was read. Raises UserError if the prepared data are damaged."""
+        return self._read(self.graph)
+
+    def _read(self, graph: str) -> Node:
+        try:
+            return read_graph(graph)
+        except MalformedGraph as malformed:
+            if self.place is None:
+                raise
+            raise self.place.damaged(str(malformed)) from None
+
+
+def parse_record(sample_id: str, sentence: str, graph: str, *, file: str, line: int) -> Record:
+    """Raises graphs.MalformedGraph for a text that is no graph."""
+    return Record(sample_id, sentence, graph, penman_line(canonical(read_graph(graph))), file, line)
+
+
+def read_split(prepared_dir: Path, split: str) -> list[Record]:
+    """The records of a prepared split, in their order.
+
+    Raises UserError if prepare has not run, or its output is damaged.
+    """
+    return read_prepared(prepared_dir, split, SCHEMA, lambda row, place: Record(**row, place=place))
+
+
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model that takes more than text, and for an unknown answer format."""
+    require_text(model_type, "AMR parsing")
+    if answer_format not in ANSWER_FORMATS:
+        raise UserError(f"answer_format: AMR parsing has {', '.join(ANSWER_FORMATS)}; found {answer_format!r}")
+
+
+def conversation(record: Record, *, answered: bool, answer_format: str) -> Conversation:
+    """The question about a sentence; with `answered`, the true graph is the assistant's answer."""
+    return question(record.id, record.sentence, answer_format, answer=record.parsed() if answered else None)
+
+
+def probes(answer_format: str) -> list[Conversation]:
+    """Two answered conversations to compare models on, without and with a node that is mentioned again."""
+    return [
+        question(f"probe-{index}", sentence, answer_format, answer=read_graph(graph))
+        for index, (sentence, graph) in enumerate(_PROBES)
+    ]
+
+
+def question(sample_id: str, sentence: str, answer_format: str, *, answer: Node | None = None) -> Conversation:
+    text = f"{PROMPTS[answer_format]}\n{unicodedata.normalize('NFC', sentence)}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": encode(answer, answer_format)}]})
+    return Conversation(sample_id=sample_id, messages=messages)
+
+
+def encode(graph: Node, answer_format: str) -> str:
+    """The answer that stands for a graph, whose words become canonical."""
+    graph = canonical(graph)
+    match answer_format:
+        case "full":
+            return penman_line(graph)
+        case "ptr":
+            pointers = {number: f"#{count}" for count, number in enumerate(graph.referred(), start=1)}
+            names = [pointers.get(number, "") for number, _ in enumerate(graph.walk())]
+            heads = [f"{node.concept} {name}".rstrip() for node, name in zip(graph.walk(), names, strict=True)]
+            return linear(graph, heads, names)
+        case "mtup":
+            names = variable_names(graph, taken=graph.constants())
+            return linear(graph, [node.concept for node in graph.walk()], names) + SEPARATOR + penman_line(graph)
+    raise AssertionError(answer_format)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    graph: Node | None
+    """The graph of an answer; for `mtup`, the second one."""
+    problem: str | None
+    """The reason if there is no graph."""
+    restored: Node | None = None
+    """For `mtup`, the graph that the first step stands for; None if that cannot be read."""
+
+    @property
+    def valid(self) -> bool:
+        return self.graph is not None
+
+
+def decode(text: str, answer_format: str) -> Decoded:
+    """The graph of a model's answer. Never raises.
+
+    Strict: an answer is a whole graph and nothing else. Other spellings of the same graph (spaces, line breaks, a
+    concept of several words) are read.
+    """
+    first, separator, second = text.partition(SEPARATOR) if answer_format == "mtup" else ("", "", text)
+    restored = (
+        _attempt(lambda step: _restored(read_without_variables(step)), first)[0] if answer_format == "mtup" else None
+    )
+    if answer_format == "mtup" and not separator:
+        return Decoded(None, "the first graph is not followed by a line of ---", restored)
+    graph, problem = _attempt(read_without_variables if answer_format == "ptr" else read_graph, second)
+    return Decoded(graph, problem, restored)
+
+
+def repaired(text: str, answer_format: str) -> Node | None:
+    """The graph that an answer most likely means: its own, or the one without its faults.
+
+    For `mtup` that of the second step, or else of the first. None if not even a concept is left.
+    """
+    decoded = decode(text, answer_format)
+    if decoded.graph is not None:
+        return decoded.graph
+    if answer_format != "mtup":
+        return repaired_graph(text, variables=answer_format == "full")
+    first, _, second = text.partition(SEPARATOR)
+    if (graph := repaired_graph(second, variables=True) or decoded.restored) is not None:
+        return graph
+    graph = repaired_graph(first, variables=False)
+    return graph and _restored(graph)
+
+
+def _attempt(read: Callable[[str], Node], text: str) -> tuple[Node | None, str | None]:
+    try:
+        return read(text), None
+    except MalformedGraph as malformed:
+        return None, str(malformed)
+
+
+def _restored(graph: Node) -> Node:
+    """A graph without variables, its references restored from the names that its nodes would have."""
+    return linked(graph, variable_names(canonical(graph)))
+
+
+def completion(answer_format: str) -> Callable[[str], bool]:
+    """A function that says whether a partial answer is complete, so that generation can stop."""
+    return partial(complete, answer_format=answer_format)
+
+
+_GRAPH_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[()]', re.DOTALL)
+
+
+def complete(text: str, answer_format: str) -> bool:
+    """Whether all parentheses outside of quotes are closed again; for `mtup` those of the second graph."""
+    finished, depth = 0, 0
+    for match in _GRAPH_PARTS.finditer(text):
+        if match[0] == "(":
+            depth += 1
+        elif match[0] == ")" and depth:
+            depth -= 1
+            finished += depth == 0
+    return finished >= (2 if answer_format == "mtup" else 1)

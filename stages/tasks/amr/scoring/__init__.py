@@ -1,6 +1,172 @@
-"""How good the answers are: figures, rows and pictures."""
+"""Scores of AMR parsers: Smatch over the whole corpus.
 
-from stages.tasks.amr.scoring.metrics import PREDICTIONS, score, summary
-from stages.tasks.amr.scoring.pictures import draw_prediction, ordered_by
+An answer that is no graph counts as an empty one: nothing matched, nothing predicted, and the whole gold graph missed.
+Three figures stand beside this strict one: with the words as written, with broken answers repaired, and for `mtup` the
+graph that a rule restores from the first step.
+"""
 
-__all__ = ["PREDICTIONS", "draw_prediction", "ordered_by", "score", "summary"]
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from stages.kit.evaluation.score import INK, PREDICTION_INK, TRUTH_INK, Lines, first_lines, text_image, wrapped
+from stages.kit.statistics import bootstrap, corpus_f1
+from stages.tasks.amr.samples import Record, decode, repaired
+from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, penman_lines, read_graph
+from stages.tasks.amr.scoring.smatch import TIME_LIMIT_S, as_written, best_match, normalized, triples_of
+
+PREDICTIONS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("sentence", pa.string()),
+        ("text", pa.string()),
+        ("valid", pa.bool_()),
+        ("problem", pa.string()),
+        ("prediction", pa.string()),
+        ("truth", pa.string()),
+        ("f1", pa.float64()),
+        *(
+            (name, pa.int64())
+            for name in (
+                *("matched", "predicted", "gold", "matched_unnormalised", "matched_repaired", "predicted_repaired"),
+                *("matched_restored", "predicted_restored"),
+            )
+        ),
+        ("proven", pa.bool_()),
+    ]
+)
+"""Columns of predictions.parquet. Counts are of triples; those of the restored graph are null except for `mtup`."""
+
+_MAX_LINES = 60
+"""Lines of one graph in an example."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Triples of one pair of graphs."""
+
+    matched: int
+    predicted: int
+    gold: int
+    proven: bool = True
+
+    @property
+    def f1(self) -> float:
+        return 2 * self.matched / (self.predicted + self.gold)
+
+
+def score(
+    records: Sequence[Record], answers: Sequence[str], *, answer_format: str, time_limit_s: float = TIME_LIMIT_S
+) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
+    """Score completions, one for each record.
+
+    time_limit_s: for proving that the mapping of one pair of graphs is the best; `unproven` counts the samples that
+        took longer in any of the figures, which may then be too low.
+    Returns (metrics, rows): the figures of metrics.json, and the rows of predictions.parquet in the order of the
+    records. Only `mtup` has `smatch_f1_restored`.
+    """
+    assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
+    rows = [_row(record, text, answer_format, time_limit_s) for record, text in zip(records, answers, strict=True)]
+    evidence = np.array([[row["matched"], row["predicted"], row["gold"]] for row in rows], dtype=np.float64)
+    matched, predicted, gold = (int(total) for total in evidence.sum(axis=0))
+    interval = bootstrap(evidence, corpus_f1)
+    invalid = sum(not row["valid"] for row in rows)
+    metrics: dict[str, float | int | str] = {
+        "samples": len(rows),
+        "answer_format": answer_format,
+        "smatch_f1": _corpus_f1(rows, "matched", "predicted"),
+        **({"smatch_f1_low": interval.low, "smatch_f1_high": interval.high} if interval else {}),
+        "smatch_precision": matched / predicted if predicted else 0.0,
+        "smatch_recall": matched / gold,
+        "smatch_f1_unnormalised": _corpus_f1(rows, "matched_unnormalised", "predicted"),
+        "smatch_f1_repaired": _corpus_f1(rows, "matched_repaired", "predicted_repaired"),
+    }
+    if answer_format == "mtup":
+        metrics["smatch_f1_restored"] = _corpus_f1(rows, "matched_restored", "predicted_restored")
+    metrics |= {
+        "exact_rate": sum(row["f1"] == 1 for row in rows) / len(rows),
+        "invalid": invalid,
+        "invalid_rate": invalid / len(rows),
+        "unproven": sum(not row["proven"] for row in rows),
+    }
+    return metrics, rows
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The main figures in a line."""
+    unproven = f", {metrics['unproven']} not proven" if metrics["unproven"] else ""
+    return (
+        f"Smatch F1 {metrics['smatch_f1']:.3f} (precision {metrics['smatch_precision']:.3f}, recall "
+        f"{metrics['smatch_recall']:.3f}), {metrics['invalid']} of {metrics['samples']} answers are no graph{unproven}"
+    )
+
+
+def _corpus_f1(rows: Sequence[Mapping[str, Any]], matched: str, predicted: str) -> float:
+    """F1 of all triples of all samples, so that a long sentence counts more than a short one."""
+    return 2 * sum(row[matched] for row in rows) / sum(row[predicted] + row["gold"] for row in rows)
+
+
+def _row(record: Record, text: str, answer_format: str, time_limit_s: float) -> dict[str, Any]:
+    decoded, gold = decode(text, answer_format), record.parsed()
+
+    def count(graph: Node | None, truth: Node = gold, word: Callable[[str], str] = normalized) -> Counts:
+        theirs = triples_of(truth, word)
+        if graph is None:
+            return Counts(0, 0, theirs.size)
+        ours = triples_of(graph, word)
+        match = best_match(ours, theirs, time_limit_s=time_limit_s)
+        return Counts(match.matched, ours.size, theirs.size, match.proven)
+
+    strict = count(decoded.graph)
+    written = count(decoded.graph, record.parsed_as_written(), as_written)
+    fixed = strict if decoded.valid else count(repaired(text, answer_format))
+    restored = count(decoded.restored) if answer_format == "mtup" else None
+    return {
+        "id": record.id,
+        "sentence": record.sentence,
+        "text": text,
+        "valid": decoded.valid,
+        "problem": decoded.problem,
+        "prediction": None if decoded.graph is None else penman_line(canonical(decoded.graph)),
+        "truth": record.canonical,
+        "f1": strict.f1,
+        "matched": strict.matched,
+        "predicted": strict.predicted,
+        "gold": strict.gold,
+        "matched_unnormalised": written.matched,
+        "matched_repaired": fixed.matched,
+        "predicted_repaired": fixed.predicted,
+        "matched_restored": restored.matched if restored else None,
+        "predicted_restored": restored.predicted if restored else None,
+        "proven": all(counts.proven for counts in (strict, written, fixed, restored) if counts),
+    }
+
+
+def ordered_by(_: Record) -> str:
+    """The column that ranks samples from worst to best."""
+    return "f1"
+
+
+def draw_prediction(_: Record, row: Mapping[str, Any]) -> Image.Image:
+    """One sample as an RGB image: the sentence, the true graph in green, and below it the predicted one in red."""
+    counts = f"{row['matched']} of {row['predicted']} predicted and {row['gold']} gold triples"
+    figure = f"F1 {row['f1']:.2f}, {counts}" if row["valid"] else "F1 0.00, no graph"
+    if row["valid"]:
+        predicted = _graph_lines(row["prediction"])
+    else:
+        predicted = first_lines([*wrapped(row["problem"]), *wrapped(row["text"])], _MAX_LINES)
+    lines: Lines = [(line, INK) for line in (*wrapped(f"{figure}   {row['id']}"), *wrapped(row["sentence"]), "")]
+    lines += [(line, TRUTH_INK) for line in _graph_lines(row["truth"])]
+    lines += [("", INK), *((line, PREDICTION_INK) for line in predicted)]
+    return text_image(lines)
+
+
+def _graph_lines(graph: str) -> list[str]:
+    lines = penman_lines(read_graph(graph)).split("\n")
+    return first_lines([part for line in lines for part in wrapped(line)], _MAX_LINES)

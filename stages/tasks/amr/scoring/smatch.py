@@ -1,48 +1,44 @@
-"""Smatch, exactly: how many triples two AMR graphs share under the best possible mapping of their nodes.
+"""Exact Smatch: the number of triples that two AMR graphs share under the best possible mapping of their nodes.
 
-Source: Cai and Knight, "Smatch: an Evaluation Metric for Semantic Feature Structures", ACL 2013. Which triples a graph
-has follows the `smatch` package, 1.0.4: one for each concept, constant and relation, and one for the top; relations
-`-of` are turned round, and `mod` is `domain` turned round. The package climbs hills from random starts and finds a
-lower bound that moves with its seed; here the mapping is proven to be the best one. A triple that a graph has twice
-counts twice, and matches as often as the other graph has it.
+Source: Cai and Knight, "Smatch: an Evaluation Metric for Semantic Feature Structures", ACL 2013. The triples of a graph
+are those of the `smatch` package, 1.0.4: one for each concept, constant and relation, and one for the top; relations
+`-of` are inverted, and `mod` is the inverse of `domain`. The package climbs hills from random starts and finds a lower
+bound that depends on its seed; here the mapping is proven to be the best one. A triple that a graph has twice counts
+twice, and matches as often as the other graph has it.
 """
 
 from __future__ import annotations
 
 import math
-import time
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linear_sum_assignment, milp
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix
 
 from stages.tasks.amr.samples.graphs import Node, Reference
 
 NOT_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
-"""Roles that merely end like an inverse one."""
+"""Roles that end like an inverse one, and are none."""
 TIME_LIMIT_S = 60.0
-"""For one pair of graphs; the largest of ViSemPar take about 0.1 s."""
+"""Limit for one pair of graphs; the largest of ViSemPar take about 0.1 s."""
 MAX_PAIRS = 500_000
-"""Of relations that may match, where there are more of them no program is tried: its limit does not count the minutes
-and gigabytes of writing it down. Graphs of ViSemPar have hundreds."""
-_OUT_OF_TIME = 1
-"""The status of scipy's milp."""
+"""Pairs of relations above which no program is written down, as that alone would take minutes and gigabytes. Graphs of
+ViSemPar have hundreds."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Triples:
-    """What a graph says, its nodes numbered from the top, which is 0."""
+    """The triples of a graph, its nodes numbered from the top, which is 0."""
 
     concepts: tuple[str, ...]
-    """One a node."""
+    """One per node."""
     attributes: Counter[tuple[int, str, str]]
     """(node, role, constant)."""
     relations: Counter[tuple[int, str, int]]
@@ -58,21 +54,21 @@ class Match:
     matched: int
     """Triples in common under the best mapping found."""
     proven: bool
-    """Whether no mapping has more."""
+    """Whether this mapping is proven to be the best."""
 
 
 def as_written(word: str) -> str:
-    """What the `smatch` package compares: case and quotes do not count."""
+    """The word as the `smatch` package compares it: without case and quotes."""
     return word.strip('"').lower()
 
 
 def normalized(word: str) -> str:
-    """Beyond `as_written`, `_` is a space, and letters are the same however Unicode composes them."""
+    """The word without case and quotes, in Unicode's NFC, with spaces for `_`."""
     return " ".join(unicodedata.normalize("NFC", word.strip('"')).casefold().replace("_", " ").split())
 
 
 def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
-    """The triples of a graph, every concept and constant as `word` makes it."""
+    """word: maps concepts and constants to the form in which they are compared."""
     concepts: list[str] = []
     attributes: Counter[tuple[int, str, str]] = Counter({(0, "top", "top"): 1})
     relations: Counter[tuple[int, str, int]] = Counter()
@@ -101,8 +97,8 @@ def triples_of(graph: Node, word: Callable[[str], str]) -> Triples:
 def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIMIT_S) -> Match:
     """The most triples that any one-to-one mapping of nodes makes common to both graphs.
 
-    Where a good mapping reaches an upper bound, it is the best one; elsewhere an integer program decides. The result
-    is the same everywhere, unless the limit cuts the program short: then it is not `proven`, and too low if wrong.
+    A mapping that reaches an upper bound is the best one; otherwise an integer program decides. The result does not
+    depend on the machine, unless the time limit is reached: then it is not `proven`, and may be too low.
     """
     gains = _gains(ours, theirs)
     bound = _bound(ours, theirs, gains)
@@ -114,17 +110,17 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
 
 @dataclass(frozen=True)
 class _Gains:
-    """What a mapping of n nodes to m nodes earns, in triples."""
+    """The gain of a mapping of n nodes to m nodes, in triples."""
 
     single: Floats
-    """(n, m): for each pair of nodes that it maps."""
+    """(n, m): gain of each mapped pair of nodes."""
     double: NDArray[np.int64]
-    """(4, k): each two pairs (u, v), (s, t), as u v s t, that earn something together."""
+    """(4, k): u v s t of each two pairs (u, v) and (s, t) that gain something together."""
     weights: Floats
-    """(k,): what they earn."""
+    """(k,): the gains of these."""
 
     def total(self, mapped: Floats) -> int:
-        """mapped: (n, m), 1 where a node is mapped to another."""
+        """mapped: (n, m), 1 for each mapped pair."""
         u, v, s, t = self.double
         return round(float((self.single * mapped).sum() + (self.weights * mapped[u, v] * mapped[s, t]).sum()))
 
@@ -151,7 +147,7 @@ def _gains(ours: Triples, theirs: Triples) -> _Gains:
 
 
 def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """Every two relations, as (source, target, count), that have their role in common."""
+    """Every two relations of the same role, each as (source, target, count)."""
     by_role = defaultdict(list)
     for (source, role, target), count in theirs.relations.items():
         by_role[role].append((source, target, count))
@@ -161,10 +157,11 @@ def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int,
 
 
 def _bound(ours: Triples, theirs: Triples, gains: _Gains) -> int:
-    """No mapping earns more.
+    """An upper bound of the gain of any mapping.
 
-    A relation counts half at either end, as though each node could choose the best partners for its relations alone;
-    then nodes are assigned. Nor can more triples of a kind match than the graph with fewer has.
+    It is the smaller of two. In the first, a relation counts half at either end, as if each node could choose the best
+    partners for its relations alone, and nodes are assigned. In the second, of each kind of triple as many match as the
+    graph with fewer has.
     """
     ends, other_ends = _relation_ends(ours), _relation_ends(theirs)
     halves = np.array([[(end & other).total() for other in other_ends] for end in ends]) / 2
@@ -175,7 +172,7 @@ def _bound(ours: Triples, theirs: Triples, gains: _Gains) -> int:
 
 
 def _relation_ends(triples: Triples) -> list[Counter[tuple[str, bool]]]:
-    """For each node, how often it is the source (True) or the target (False) of a relation to another, by role."""
+    """For each node, the number of relations to another of which it is the source (True) or target (False), by role."""
     ends: list[Counter[tuple[str, bool]]] = [Counter() for _ in triples.concepts]
     for (source, role, target), count in triples.relations.items():
         if source != target:
@@ -195,10 +192,10 @@ def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:
 
 
 def _climbed(gains: _Gains, bound: int) -> int:
-    """What a good mapping earns.
+    """The gain of a good mapping.
 
-    Each step assigns nodes by what each pair earns beside the mapping before (integer projected fixed point:
-    Leordeanu et al., NeurIPS 2009), until nothing is gained.
+    Each step assigns nodes by the gain of each pair beside the previous mapping (integer projected fixed point:
+    Leordeanu et al., NeurIPS 2009), until nothing improves.
     """
     u, v, s, t = gains.double
     mapped = np.full(gains.single.shape, 1 / max(gains.single.shape))
@@ -219,9 +216,10 @@ def _climbed(gains: _Gains, bound: int) -> int:
 def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Match:
     """The best mapping by integer programming (HiGHS).
 
-    x: 1 for each pair of nodes that is mapped. y: 1 for each two pairs that are both mapped and earn together.
+    x: 1 for each mapped pair of nodes. y: 1 for each two mapped pairs that gain together.
     For a pair (u, v) and one node s, at most one of the (u, v)-(s, t) can be 1, and only if x of (u, v) is: summed
-    over t, this ties the relaxation down far more than y <= x for each alone. Likewise for one node t, and for (s, t).
+    over t, this tightens the relaxation far more than y <= x for each alone. The same holds for one node t, and for
+    (s, t).
     """
     u, v, s, t = gains.double
     num_ours, num_theirs = gains.single.shape
@@ -248,30 +246,14 @@ def _program(gains: _Gains, found: int, bound: int, time_limit_s: float) -> Matc
         ),
         shape=(width + len(tied), len(x) + len(y)),
     )
-    solve = partial(
-        milp,
+    # The optimum is a whole number and at most `bound`: less than one triple below it is the optimum.
+    result = milp(
         -np.concatenate([gains.single[useful], gains.weights]),
         integrality=np.repeat([1, 0], [len(x), len(y)]),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.repeat([1, 0], [width, len(tied)])),
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.999 / bound},
     )
-    # What is earned is whole and at most `bound`: within less than one triple of the best, it is the best.
-    result = _within_working_time(solve, time_limit_s, mip_rel_gap=0.999 / bound)
     if result.x is None:
         return Match(found, proven=False)
     return Match(max(found, round(-result.fun)), proven=result.status == 0)
-
-
-def _within_working_time(solve: Callable[..., OptimizeResult], time_limit_s: float, **options: float) -> OptimizeResult:
-    """milp's own limit is of the clock on the wall, which goes on while a laptop sleeps or others have the processor.
-
-    So what it cut short before the processor worked half of the time is tried again, for twice as long.
-    """
-    limit_s = time_limit_s
-    while True:
-        started_s = time.process_time()
-        result = solve(options={"time_limit": limit_s, **options})
-        worked_s = time.process_time() - started_s
-        if result.status != _OUT_OF_TIME or worked_s >= time_limit_s / 2:
-            return result
-        limit_s *= 2

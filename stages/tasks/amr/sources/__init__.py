@@ -1,5 +1,182 @@
-"""Where AMR data comes from: a folder of text files, or a grammar."""
+"""AMR corpora as text files: sentences in comment lines, each followed by its graph.
 
-from stages.tasks.amr.sources.preparation import read
+ViSemPar writes `#::snt SENTENCE` above each graph, with CRLF line ends; the corpora of the LDC write `# ::id ID` and
+`# ::snt SENTENCE`. Blank lines may separate graphs.
+"""
 
-__all__ = ["read"]
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import UserError
+from stages.core.given_files import given_files
+from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
+from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
+from stages.kit.data.texts import markup_problem, read_text
+from stages.tasks import NoSettings
+from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
+from stages.tasks.amr.samples.graphs import MalformedGraph
+
+_COMMENT = re.compile(r"\s*#")
+_SENTENCE = re.compile(r"\s*#\s*::snt(?:\s+(?P<sentence>.*))?\Z", re.DOTALL)
+_ID = re.compile(r"\s*#\s*::id\s+(?P<id>\S+)")
+# A quote that is not closed on its line counts as none. One match takes the rest of the line, or each of many such
+# quotes would search it again.
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|(?P<open_end>\\?\Z))|(?P<bracket>[()])')
+
+
+def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
+    graphs = [record.parsed() for record in records]
+    return {
+        "repeated_sentences": len(records) - len({record.subject() for record in records}),
+        "graphs_with_references": sum(bool(graph.referred()) for graph in graphs),
+        "largest_graph": max(sum(1 for _ in graph.walk()) for graph in graphs),
+        "longest_sentence": max(len(record.sentence) for record in records),
+        "longest_answer": {
+            answer_format: max(len(encode(graph, answer_format)) for graph in graphs)
+            for answer_format in ANSWER_FORMATS
+        },
+    }
+
+
+RULES = Rules(
+    schema=SCHEMA,
+    summary=_summary,
+    expected="train*.txt with #::snt lines, each above its graph in PENMAN",
+    subject="sentence",
+    held_out=0.1,
+)
+
+
+def read(source: str, _: NoSettings) -> RawDataset[Record]:
+    """The corpus of `folder:PATH`: train*.txt and val*, dev* or test*.txt.
+
+    Without a validation file a share of the training sentences is held out. A sample whose id is not unique gets
+    FILE:LINE instead.
+    """
+    known = "folder:PATH (the corpora are not on the hub: put their text files into a folder)"
+    folder = source_folder(source, known=known)
+    files = given_files(folder, "*.txt")
+    chosen = files_by_split(files)
+    if not chosen["train"]:
+        raise UserError(
+            f"{folder} has no training files: {describe_folder(folder)}. Expected: {RULES.expected}; {READ_ON}"
+        )
+    held_out = f"{RULES.held_out:.0%} of the training sentences, by a digest of each"
+    found = read_text_files(source, files, chosen, _read_file, RULES, held_out=held_out)
+    splits = {split: list(samples) for split, samples in found.splits.items()}
+    records = (record for samples in splits.values() for _, record in samples)
+    counts = Counter(record.id for record in records if isinstance(record, Record))
+
+    def distinct(record: Record | list[str]) -> Record | list[str]:
+        if isinstance(record, list) or counts[record.id] == 1:
+            return record
+        return replace(record, id=f"{record.file}:{record.line}")
+
+    return replace(
+        found,
+        splits={split: [(place, distinct(record)) for place, record in samples] for split, samples in splits.items()},
+    )
+
+
+def _read_file(path: Path) -> Iterator[Sample[Record]]:
+    blocks = list(read_blocks(read_lines(path)))
+    if not any(block.sentence is not None for block in blocks):
+        yield Place(path.name), ["no sentence; expected #::snt lines, each above its graph"]
+        return
+    for block in blocks:
+        yield _sample(block, path.name)
+
+
+def _sample(block: Block, file: str) -> Sample[Record]:
+    place, graph = Place(file, block.line), block.graph_text()
+    if block.sentence is None:
+        found = "a graph" if graph else f"an id, {block.id},"
+        return place, [f"{found} without a sentence; expected a line #::snt above it"]
+    if not block.sentence:
+        return place, ["an empty sentence"]
+    if not graph:
+        return place, [f"a sentence without a graph: {block.sentence}"]
+    try:
+        record = parse_record(block.id or f"{file}:{block.line}", block.sentence, graph, file=file, line=block.line)
+    except MalformedGraph as malformed:
+        line = block.graph_line + (malformed.line or 0)
+        return Place(file, line), [f"{malformed}; the sentence is: {block.sentence}"]
+    # The canonical graph joins the words of a concept, and so may make a token of two halves.
+    if problem := markup_problem(record.sentence, record.graph, record.canonical):
+        return place, [f"{problem}; the sentence is: {record.sentence}"]
+    return place, record
+
+
+@dataclass
+class Block:
+    """A sentence with its graph, either of which may be missing."""
+
+    line: int
+    """First line, counted from 1."""
+    id: str | None = None
+    sentence: str | None = None
+    graph_line: int = 0
+    graph: list[str] = field(default_factory=list)
+    """Lines of the graph, from `graph_line` on."""
+    opened: int = 0
+    closed: int = 0
+    """Parentheses so far, except those in quotes."""
+
+    def add(self, number: int, line: str) -> None:
+        """Append a line of the graph."""
+        self.graph_line = self.graph_line or number
+        self.graph.append(line)
+        for match in _BRACKETS.finditer(line):
+            unquoted = match[0] if match["bracket"] or match["open_end"] is not None else ""
+            self.opened += unquoted.count("(")
+            self.closed += unquoted.count(")")
+
+    def graph_text(self) -> str:
+        return "\n".join(self.graph).strip()
+
+    def ends(self, *, starts_sentence: bool, starts_id: bool, is_text: bool) -> bool:
+        """Whether the block ends before a line of that kind."""
+        if starts_sentence:
+            return bool(self.graph) or self.sentence is not None
+        if starts_id:
+            return bool(self.graph) or self.id is not None
+        return bool(self.graph) and not is_text and 0 < self.opened + self.closed and self.opened <= self.closed
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file with any line ends. Raises as read_text does."""
+    return re.split(r"\r\n|\r|\n", read_text(path))  # not splitlines(), which also splits a sentence at U+2028
+
+
+def read_blocks(lines: list[str]) -> Iterator[Block]:
+    """Sentences with their graphs, in order, faulty or not.
+
+    A block ends before the next sentence or id, and before a blank line or a comment that follows a closed graph; a
+    blank line within a graph does not end it.
+    """
+    block: Block | None = None
+    for number, line in enumerate(lines, start=1):
+        sentence, sample_id = _SENTENCE.match(line), _ID.match(line)
+        is_text = bool(line.strip()) and not _COMMENT.match(line)
+        if block and block.ends(starts_sentence=bool(sentence), starts_id=bool(sample_id), is_text=is_text):
+            yield block
+            block = None
+        if sentence:
+            block = block or Block(number)
+            block.line, block.sentence = number, (sentence["sentence"] or "").strip()
+        elif sample_id:
+            block = block or Block(number)
+            block.id = sample_id["id"]
+        elif is_text:
+            block = block or Block(number)
+            block.add(number, line)
+        elif block and block.graph:
+            block.graph.append("")  # keeps the line numbers of what follows
+    if block:
+        yield block

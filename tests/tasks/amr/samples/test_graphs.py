@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.tasks.amr.samples import ANSWER_FORMATS, complete, decode, repaired
 from stages.tasks.amr.samples.graphs import (
     MAX_DEPTH,
     MalformedGraph,
@@ -16,7 +17,6 @@ from stages.tasks.amr.samples.graphs import (
     read_without_variables,
     variable_names,
 )
-from stages.tasks.amr.samples.targets import ANSWER_FORMATS, complete, decode, repaired
 from tests.damage import damaged_text, quick
 from tests.tasks.amr.drawn import PIECES, TEXTS, graphs
 

@@ -1,9 +1,7 @@
 import pytest
 
 from stages.core.errors import UserError
-from stages.tasks.amr.samples import check, conversation, probes
-from stages.tasks.amr.samples.records import parse_record
-from stages.tasks.amr.samples.targets import ANSWER_FORMATS, decode
+from stages.tasks.amr.samples import ANSWER_FORMATS, check, conversation, decode, parse_record, probes
 
 RECORD = parse_record("s1", "To\N{COMBINING CIRCUMFLEX ACCENT}i đi .", "(đ1/đi\r\n :agent(t/tôi))", file="a", line=3)
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.tasks.amr.samples import ANSWER_FORMATS, SEPARATOR, complete, decode, encode, repaired
 from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
-from stages.tasks.amr.samples.targets import ANSWER_FORMATS, SEPARATOR, complete, decode, encode, repaired
 from tests.tasks.amr.drawn import TEXTS, graphs
 
 GRAPH = read_graph("(x1 / nói :agent (x2 / chủ tịch :mod t) :topic (x3 / đi :agent x2 :theme x1))")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.data.parquet import write_rows
-from stages.tasks.amr.samples.records import Record, parse_record
-from stages.tasks.amr.samples.targets import ANSWER_FORMATS, SEPARATOR, encode
-from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, metrics, pictures, score, summary
+from stages.tasks.amr import scoring
+from stages.tasks.amr.samples import ANSWER_FORMATS, SEPARATOR, Record, encode, parse_record
+from stages.tasks.amr.scoring import PREDICTIONS, draw_prediction, score, summary
 from stages.tasks.amr.scoring.smatch import Match
 from tests.damage import damaged_text, quick
 from tests.tasks.amr.drawn import PIECES, TEXTS
@@ -90,7 +90,7 @@ def test_both_steps_of_mtup_are_scored() -> None:
 
 
 def test_what_is_not_proven_is_counted_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "best_match", lambda *_, **__: Match(1, proven=False))
+    monkeypatch.setattr(scoring, "best_match", lambda *_, **__: Match(1, proven=False))
     figures, rows = score(records(), [*GOLD[:2], ""], answer_format="full")
     assert figures["unproven"] == 2
     assert [row["proven"] for row in rows] == [False, False, True]
@@ -117,8 +117,8 @@ def test_a_picture_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -
     picture = draw_prediction(records()[0], rows[0])
     assert (picture.width, picture.mode) == (512, "RGB")
     assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in picture.getcolors(1 << 16) or ()}
-    monkeypatch.setattr(pictures, "text_picture", lambda lines: [line for line, _ in lines])
-    lines: Any = pictures.draw_prediction(records()[0], rows[0])
+    monkeypatch.setattr(scoring, "text_image", lambda lines: [line for line, _ in lines])
+    lines: Any = draw_prediction(records()[0], rows[0])
     assert lines[:4] == ["F1 0.00, no graph   s0", "câu 0 .", "", "(đ / đi"]
     assert any("2 parentheses are never closed" in line for line in lines)
 

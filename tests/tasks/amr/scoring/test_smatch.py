@@ -1,16 +1,13 @@
 import itertools
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 import smatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import OptimizeResult, milp
 
 from stages.tasks.amr.samples.graphs import Node, Reference, canonical, penman_line, read_graph
-from stages.tasks.amr.scoring import smatch as exact
 from stages.tasks.amr.scoring.smatch import Match, Triples, as_written, best_match, normalized, triples_of
 from tests.tasks.amr.drawn import graphs
 
@@ -163,25 +160,6 @@ def test_time_running_out_is_said() -> None:
     found = best_match(tree(1), tree(2), time_limit_s=0.01)
     assert not found.proven
     assert 30 < found.matched < 120, "the mapping at hand counts"
-
-
-def test_time_in_which_the_machine_slept_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = (
-        "(r / r :domain (h / h :by (b / b) :mod (a / a)) :at (d / d) :t (o / o :by (c / c) :poss (e / e)) :at (f / f))",
-        "(x / x :domain (e / e :mod (y / y)) :mod (n / n :mod (z / z)))",
-    )
-    pair = [triples_of(read_graph(text), normalized) for text in texts]
-    limits_s: list[float] = []
-
-    def slept(*args: Any, options: dict[str, float], **kwargs: Any) -> OptimizeResult:
-        limits_s.append(options["time_limit"])
-        asleep = len(limits_s) < 3
-        return OptimizeResult(status=1, x=None) if asleep else milp(*args, options=options, **kwargs)
-
-    expected = best_match(*pair)
-    monkeypatch.setattr(exact, "milp", slept)
-    assert best_match(*pair, time_limit_s=10) == expected == Match(3, proven=True)
-    assert limits_s == [10, 20, 40]
 
 
 @given(graphs())

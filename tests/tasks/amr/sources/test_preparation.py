@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from stages.core.errors import UserError
-from stages.tasks.amr.samples.records import read_split
-from stages.tasks.amr.sources.corpora import read_blocks
+from stages.tasks.amr.samples import read_split
+from stages.tasks.amr.sources import read_blocks
 from tests.damage import damaged_bytes, damaged_text, quick
 from tests.tasks import prepare
 
