@@ -146,7 +146,7 @@ class Block:
             return bool(self.graph) or self.sentence is not None
         if starts_id:
             return bool(self.graph) or self.id is not None
-        return bool(self.graph) and not is_text and 0 < self.opened + self.closed and self.opened <= self.closed
+        return bool(self.graph) and not is_text and self.opened + self.closed > 0 and self.opened <= self.closed
 
 
 def read_lines(path: Path) -> list[str]:
