@@ -1,6 +1,6 @@
 """Put a base model into data/bases/NAME: a plain Hugging Face folder and where it came from.
 
-Reads   profiles.PROFILE.bases.NAME: `hub:OWNER/NAME@REVISION`, `folder:PATH` or `random:GEOMETRY`
+Reads   profiles.PROFILE.bases.NAME: `hub:OWNER/NAME@REVISION` or `folder:PATH`
 Writes  data/bases/NAME/
 Run     docker/run base vlm
 """
@@ -21,7 +21,6 @@ from stages.core.publish import published
 from stages.kit.data.sources import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,
-    STAND_IN_DIR,
     check_model_folder,
     copy_model_files,
     model_type,
@@ -44,12 +43,6 @@ def main(name: str) -> None:
             cached, commit = fetch_snapshot("model", repo_id, revision, patterns=MODEL_FILES)
             copy_model_files(cached, folder, link=True)
             source = {"hub": repo_id, "revision": commit}
-        elif kind == "random":
-            # Slow to import, and needed for this source only.
-            from stages.kit.models.random_weights import SEED, build_random_model
-
-            build_random_model(where, folder, tokenizer_dir=STAND_IN_DIR, seed=SEED)
-            source = {"random": where, "seed": str(SEED)}
         else:
             copy_model_files(Path(where), folder)
             source = {"folder": where}

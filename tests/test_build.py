@@ -173,4 +173,4 @@ def test_a_domain_that_the_task_does_not_know_is_refused(workspace: Path) -> Non
     for number, expert in enumerate(raw["builds"]["moe"]["experts"]):
         expert["domain"] = f"domain-{number}"
     write_params(raw)
-    assert "expert expert-full has the domain domain-0, but task amr knows none" in refused("build", "moe")
+    assert "expert expert-full has the domain domain-0, but task amr has none" in refused("build", "moe")

@@ -33,9 +33,6 @@ from tests.made_up_runs import (
 MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.68, 0.735), strict=True))
 
 
-RANDOM = {"random": "qwen2-vl-2b", "seed": "0"}
-
-
 def write_runs(
     data_dir: Path,
     *,
@@ -301,29 +298,6 @@ def test_runs_of_another_profile_are_refused(tmp_path: Path) -> None:
     write_runs(tmp_path, params=replace(project_params(), profile="qwen2-vl-2b-24gb"))
     with pytest.raises(UserError, match=r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b-24gb\)"):
         run_compare(tmp_path)
-
-
-def test_random_weights_beside_trained_ones_are_refused(tmp_path: Path) -> None:
-    write_runs(tmp_path, leave_out=("base-vlm",))
-    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", made_up_ious(0.1, 50, seed=9), source=RANDOM)
-    refusal = r"base-vlm: random weights, .* r1-llm-only, .* with: dvc repro baseline@base-vlm evaluate@r1-llm-only"
-    with pytest.raises(UserError, match=refusal):
-        run_compare(tmp_path)
-    assert not (tmp_path / "report/detection/index.html").exists()
-
-
-def test_a_report_of_random_weights_says_so_everywhere(tmp_path: Path) -> None:
-    write_runs(tmp_path, source=RANDOM)
-    shown = run_compare(tmp_path)
-    assert "On random weights, the model of r4-joint" in shown
-    assert "r2-vision-only: random weights, a stage of r3-two-stage" in shown
-    for name in MEANS:
-        assert f"{name}: random weights" in shown
-        assert f"- {name}: random weights" in report(tmp_path, "comparison.md").replace("\\", "")
-        assert f"<b>{name}</b>: random weights" in report(tmp_path, "index.html")
-    rows = csv.DictReader(io.StringIO(report(tmp_path, "comparison.csv")))
-    assert all(row["note"].startswith("random weights") for row in rows)
-    assert "<h1>On random weights, " in report(tmp_path, "index.html")
 
 
 def test_nothing_evaluated_is_a_message_not_an_empty_report(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from stages.core.publish import publish_json
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.models.certificate import read_certificate
 from stages.kit.models.folders import remove_weights, weight_files
-from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests import ROOT
 from tests.documents import write_yaml
 
@@ -438,38 +437,16 @@ def test_what_cannot_be_trained_is_refused_while_it_is_planned(workspace: Path) 
     assert "effective_batch is 1, which is not a multiple of micro_batch 2" in refused("plan", "r1-llm-only")
 
 
-@pytest.fixture
-def random_base(tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh workspace whose base is to be of random weights."""
-    raw = small_params(tiny_vlm)
-    raw["profiles"]["tiny"]["bases"]["vlm"] = "random:qwen2-vl-tiny"
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
-    monkeypatch.chdir(tmp_path)
-    write_params(raw)
-    return tmp_path
-
-
-def test_a_base_of_random_weights_goes_all_the_way_and_is_labelled_so(random_base: Path) -> None:
-    done("base", "vlm")
-    done("prepare", "nutrition-tables")
-    done("evaluate", "base-vlm")
-    for stage in ("plan", "train", "merge", "evaluate"):
-        done(stage, "r1-llm-only")
-    done("compare", "detection")
-    assert read_lineage(Path("data/bases/vlm")).source == {"random": "qwen2-vl-tiny", "seed": "0"}
-    for name in ("base-vlm", "r1-llm-only"):
-        card_dir = Path("data/report/detection/runs") / name
-        assert read_lineage(card_dir, name=MODEL_LINEAGE_FILE).of_random_weights()
-        assert f"{name}: random weights" in Path("data/report/detection/table.txt").read_text()
-
-
-def test_a_disk_that_fills_up_leaves_no_half_of_a_base(random_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fills_up(name: str, *_: object) -> Iterator[bytes]:
-        yield b"0"
+def test_a_disk_that_fills_up_leaves_no_half_of_a_base(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fills_up(_source: Path, target: Path) -> None:
+        target.write_bytes(b"0")
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
-    monkeypatch.setattr("stages.kit.models.random_weights._pieces", fills_up)
+    monkeypatch.chdir(tmp_path)
+    write_params(small_params(tiny_vlm))
+    monkeypatch.setattr("stages.kit.models.folders.shutil.copyfile", fills_up)
     assert isinstance(run("base", "vlm").exception, OSError)
     assert list(Path("data/bases").iterdir()) == []
 

@@ -35,8 +35,8 @@ class Lineage:
     digest: str
     """Of the folder's files, lineage.json left out."""
     source: dict[str, str] = field(default_factory=dict)
-    """Where a base came from: {"hub": id, "revision": commit}, {"folder": path} or, for random weights,
-    {"random": geometry, "seed": number}; empty for what was made here."""
+    """Where a base came from: {"hub": id, "revision": commit}, {"folder": path}; empty for what was made
+    here."""
     parents: dict[str, Parent] = field(default_factory=dict)
     """By role: base, trained, and expert/NAME for each expert of what was built from several."""
 
@@ -52,10 +52,6 @@ class Lineage:
         """The base at the end of the chain."""
         *_, last = self.bases()
         return last
-
-    def of_random_weights(self) -> bool:
-        """Whether it descends, at any depth, from random weights."""
-        return "random" in self.source or any(parent.lineage.of_random_weights() for parent in self.parents.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ MAX_HELD_MB = 256
 """Whatever the size of the models."""
 
 TOKENIZER_DIR = ROOT / "data/tiny/qwen2-vl"
+TOKENIZER_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def main() -> None:
@@ -41,9 +42,10 @@ def main() -> None:
 
 def make_models(folder: Path, wanted_bytes: float, experts: int) -> None:
     """A base and its experts, all of random bfloat16 weights, of `wanted_bytes` in all."""
+    import torch
+
     from stages.kit.models.folders import geometry_config_path
-    from stages.kit.models.load import load_config, meta_model
-    from stages.kit.models.random_weights import TOKENIZER_FILES, write_random_weights
+    from stages.kit.models.load import load_config, meta_model, new_model
 
     config = load_config(geometry_config_path("qwen2.5-tiny").parent)
     config.hidden_size, config.intermediate_size = (256, 704) if wanted_bytes < 1e8 else (1024, 2816)
@@ -58,15 +60,14 @@ def make_models(folder: Path, wanted_bytes: float, experts: int) -> None:
     config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     for number in range(experts + 1):
         model_dir = folder / ("base" if number == 0 else f"expert-{number}")
-        model_dir.mkdir(parents=True)
-        write_random_weights(config, model_dir, seed=number)
-        config.save_pretrained(model_dir)
+        torch.manual_seed(number)
+        new_model(config, precision="bf16").save_pretrained(model_dir)
         for name in TOKENIZER_FILES:
             shutil.copyfile(TOKENIZER_DIR / name, model_dir / name)
 
 
 def measure(scratch: Path) -> dict[str, object]:
-    from stages.kit.mixture.merge import merge_experts
+    from stages.kit.mixture.build import merge_experts
 
     def build(models: Path) -> float:
         experts = {path.name: path for path in sorted(models.glob("expert-*"))}

@@ -63,15 +63,6 @@ def test_the_chain_ends_at_the_hub_revision(chain: Path) -> None:
     assert root.source == {"hub": "a/b", "revision": "0" * 40}
 
 
-def test_whatever_descends_from_random_weights_says_so(chain: Path) -> None:
-    folders = [chain / name for name in ("bases/vlm", "runs/r2-vision-only/merged", "runs/r3-two-stage/trained")]
-    assert [read_lineage(folder).of_random_weights() for folder in folders] == [False] * 3
-    base = write_lineage(folders[0], kind="base", name="vlm", source={"random": "qwen2-vl-7b", "seed": "0"})
-    merged = write_lineage(folders[1], kind="merged", name="r2-vision-only", parents={"base": (folders[0], base)})
-    write_lineage(folders[2], kind="trained", name="r3-two-stage", parents={"base": (folders[1], merged)})
-    assert [read_lineage(folder).of_random_weights() for folder in folders] == [True] * 3
-
-
 def test_the_true_base_is_found_after_the_workspace_moved(chain: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     shutil.copytree(chain / "bases", moved / "bases")

@@ -24,7 +24,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped recipes on a base that is small on every profile, two of them evaluated, with their baseline."""
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
     for profile in raw["profiles"].values():
-        profile["bases"] = dict.fromkeys(profile["bases"], "random:qwen2-vl-tiny")
+        profile["bases"] = dict.fromkeys(profile["bases"], "folder:data/tiny/qwen2-vl")
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
     for recipe in raw["recipes"].values():
         recipe["max_length"] = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,6 @@ from stages.kit.models.adapters import ALL_LINEAR, apply_recipe
 from stages.kit.models.folders import STAND_IN_DIR, geometry_config_path
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import load_config, new_model, resolve_attention
-from stages.kit.models.random_weights import take_token_ids
 from stages.kit.planning.plan import Plan, Schedule, with_fused_kernels, without_padding
 from stages.kit.training.batches import packed
 from stages.kit.training.kernels import prepare_kernels
@@ -38,9 +38,27 @@ _RECIPES: dict[Recipe, tuple[PartsParams, dict[Part, tuple[str, ...]]]] = {
 """What is trained of each part, and the modules that get adapters."""
 
 
+_IMAGE_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "vision_token_id": "<|vision_pad|>",
+}
+"""By the names in Qwen2-VL's config.json."""
+
+
 def config_of(geometry: str) -> PreTrainedConfig:
     config = load_config(geometry_config_path(geometry).parent)
-    take_token_ids(config, STAND_IN_DIR)
+    # Special tokens as the stand-in's tokenizer numbers them, or the model would look for images where there are none.
+    added = json.loads((STAND_IN_DIR / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    text = config.get_text_config()
+    text.eos_token_id = ids["<|im_end|>"]
+    text.bos_token_id = text.pad_token_id = ids["<|endoftext|>"]
+    for name, token in _IMAGE_TOKENS.items():
+        if hasattr(config, name):
+            setattr(config, name, ids[token])
     return config
 
 

@@ -17,7 +17,7 @@ from stages.core.params.schema import Params
 from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, fullest_fit
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
-from stages.kit.mixture.merge import mixture_config
+from stages.kit.mixture.build import mixture_config
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.disk import DiskUse, disk_use

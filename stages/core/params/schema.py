@@ -154,9 +154,8 @@ class EvaluationParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileParams:
     device: DeviceParams
-    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|random:.+)$")]]
-    """Base models by name: `folder:PATH`, `hub:OWNER/NAME@REVISION`, or `random:GEOMETRY`, a folder's name in
-    stages/kit/models/geometries, for random weights."""
+    bases: dict[Name, Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+)$")]]
+    """Base models by name: `folder:PATH` or `hub:OWNER/NAME@REVISION`."""
     datasets: dict[Name, DatasetParams]
     images: ImageParams | None = None
     memory: MemoryParams

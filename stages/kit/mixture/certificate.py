@@ -1,4 +1,4 @@
-"""The build's certificate: reloaded from disk, each expert is in the mixture as it was, and where tokens go."""
+"""The build certificate: reloaded from disk, the mixture contains its experts unchanged; and its routing of tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How far one expert is from the base: the norm of the difference of their weights over the norm of the base's."""
+    """Distance of an expert from the base: the norm of the difference of their weights over the norm of the base's."""
 
     mlp: float
     outside: float
-    """All other weights, of which a mixture has the base's: the change is lost."""
+    """All other weights; a mixture has the base's, so this change is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingByLayer:
-    """Routing of one domain's tokens, expert by expert: layer by layer, and over all layers."""
+    """Routing of one domain's tokens by expert: layer by layer, and over all layers."""
 
     tokens: int
     weight_by_layer: list[list[float]]
-    """(layers, experts): mean weight of the expert's output, 0 where it is not among the token's top k."""
+    """(layers, experts): mean weight of the expert's output, 0 for tokens without it among their top k."""
     entropy_by_layer: list[float]
-    """(layers,): mean over tokens of the entropy of the router's probabilities, divided by its maximum: 0 where it is
-    sure of one expert, 1 where all are equal to it."""
+    """(layers,): mean over tokens of the entropy of the router's probabilities, divided by its maximum: 0 for a router
+    that is sure of one expert, 1 for one that rates all alike."""
     weight: list[float]
     entropy: float
 
@@ -42,9 +42,9 @@ class Domain:
 
     probes: int
     deviation: dict[str, float]
-    """The mixture as it is, against the base and each expert, by name."""
+    """The mixture against the base and each expert, by name."""
     forced_deviation: float
-    """The mixture with all tokens sent to this expert, against the expert: 0 where nothing was lost."""
+    """The mixture with all tokens sent to this expert, against the expert: 0 if nothing was lost."""
     routing: RoutingByLayer
 
 
@@ -52,17 +52,17 @@ class Domain:
 class BuildCertificate:
     build: str
     built_digest: str
-    """Content of the built folder that was certified."""
+    """Content digest of the built folder."""
     precision: str
     top_k: int
     changes: dict[str, Change]
-    """By expert."""
+    """Change by expert."""
     tolerance: float
     domains: dict[str, Domain]
-    """By expert."""
+    """Domain by expert."""
 
     def problems(self) -> list[str]:
-        """An expert that changed nothing but MLPs is in the mixture whole, or the merge is wrong."""
+        """The merge is wrong if an expert that changed only MLPs is not in the mixture whole."""
         return [
             f"expert {name} alone deviates by {domain.forced_deviation:.2g} of its logits, more than {self.tolerance:g}"
             for name, domain in self.domains.items()
@@ -71,5 +71,5 @@ class BuildCertificate:
 
 
 def read_build_certificate(path: Path) -> BuildCertificate:
-    """As it was written, whatever it certifies. Raises UserError where it is missing or damaged."""
+    """The certificate, whether it certifies a good build or not. Raises UserError if it is missing or damaged."""
     return read_json(BuildCertificate, path, fix=f"dvc repro build@{path.stem}")

@@ -1,4 +1,4 @@
-"""Where a mixture sends its tokens: measured and forced."""
+"""Routing of a mixture's tokens: measured and forced."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from stages.kit.models.merge import probe_inputs, probe_logits, root_mean_square
 from stages.kit.models.prompts import Processor
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Logits (tokens, experts), and of the top k experts the weights (tokens, k) and the numbers (tokens, k)."""
+"""Logits (tokens, experts), and weights (tokens, k) and numbers (tokens, k) of the top k experts."""
 
 
 def routers_of(model: nn.Module) -> list[Qwen2MoeTopKRouter]:
-    """Layer by layer; none of a dense model."""
+    """The routers layer by layer; a dense model has none."""
     return [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
 
 
 @contextmanager
 def hooked(modules: Sequence[nn.Module], hook: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
-    """Calls `hook(module, args, output)` after each forward pass within; what it returns replaces the output."""
+    """Calls `hook(module, args, output)` after each forward pass in the block; its result replaces the output."""
     handles = [module.register_forward_hook(hook) for module in modules]
     try:
         yield
@@ -40,14 +40,14 @@ def hooked(modules: Sequence[nn.Module], hook: Callable[[Any, Any, Any], Any]) -
 
 @contextmanager
 def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """What the modules return in the forward passes within, in the order of the calls."""
+    """The outputs of the modules in the forward passes of the block, in the order of the calls."""
     outputs: list[Any] = []
     with hooked(modules, lambda _module, _args, output: outputs.append(output)):
         yield outputs
 
 
 def router_loads(outputs: Sequence[RouterOutput]) -> torch.Tensor:
-    """(layers, tokens, experts): the share of a token's routing weight that each expert gets, 0 outside its top k."""
+    """(layers, tokens, experts): each expert's share of a token's routing weight, 0 outside its top k."""
     logits, weights, chosen = (torch.stack(part) for part in zip(*outputs, strict=True))
     weights = weights.float()
     loads = torch.zeros(logits.shape, device=logits.device)
@@ -83,7 +83,7 @@ def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequen
 
 @contextmanager
 def routed_to(model: nn.Module, expert: int) -> Iterator[None]:
-    """Within the block every token goes to one expert, with all of its weight, in every layer."""
+    """Sends every token to one expert in the block, with all of its weight, in every layer."""
 
     def send(router: Qwen2MoeTopKRouter, _: Any, output: RouterOutput) -> RouterOutput:
         logits, weights, chosen = output
@@ -106,7 +106,7 @@ def measure_domains(
     load: Callable[[Path], PreTrainedModel],
     processor: Processor,
 ) -> dict[str, Domain]:
-    """Compare a mixture with the models it was built from, on the probes of each expert. Holds one model at a time.
+    """Compare a mixture with the models it was built from, on the probes of each expert, one model at a time.
 
     expert_dirs: by name, in the mixture's order. probes: conversations by the same names.
     """

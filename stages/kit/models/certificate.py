@@ -132,6 +132,5 @@ def _model(folder: Path, stage: str) -> tuple[Path, Lineage]:
     if not folder.is_dir():
         raise UserError(f"{folder} is not there; make it with: dvc repro {stage}")
     lineage = verified_lineage(folder, fix=f"dvc repro -f -s {stage}")
-    label = ", random weights" if lineage.of_random_weights() else ""
-    log.info("model %s, content %s%s", folder, short(lineage.digest), label)
+    log.info("model %s, content %s", folder, short(lineage.digest))
     return folder, lineage

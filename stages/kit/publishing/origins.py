@@ -19,7 +19,7 @@ class Source:
     kind: str
     """base or data."""
     source: str
-    """`hub:OWNER/NAME@COMMIT`, `folder:PATH` or `random:GEOMETRY`."""
+    """`hub:OWNER/NAME@COMMIT` or `folder:PATH`."""
     licence: str | None
     """As params.yaml has it; None where it has none."""
 
@@ -87,7 +87,7 @@ def _roots(model: Lineage) -> Iterator[Lineage]:
 def _source_text(root: Lineage) -> str:
     if "hub" in root.source:
         return f"hub:{root.source['hub']}@{root.source['revision']}"
-    return next(f"{kind}:{root.source[kind]}" for kind in ("folder", "random") if kind in root.source)
+    return f"folder:{root.source['folder']}"
 
 
 def _source(kind: str, name: str, source: str, params: Params) -> Source:

@@ -21,7 +21,6 @@ from stages.kit.reporting.runs import (
     evaluation_stage,
     read_run,
     refuse_different_samples,
-    refuse_random_beside_trained,
 )
 from stages.kit.statistics import (
     Difference,
@@ -166,7 +165,7 @@ class Contender:
             return f"not run: dvc repro {self.stage}"
         left_out = f"not compared: {self.left_out}" if self.left_out else ""
         stages = f"a stage of {', '.join(self.stage_of)}" if self.stage_of else ""
-        return ", ".join(filter(None, ["random weights" if self.run.random_weights else "", stages, left_out]))
+        return ", ".join(filter(None, [stages, left_out]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,15 +228,13 @@ class Comparison:
 def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     """Rank, and answer every question that the runs can answer. All of them are one family (`as_family`).
 
-    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`), and all or
-    none of random weights (`runs.refuse_random_beside_trained`). If one of them has several runs, recipes are
-    compared, and those with a single training take no part.
+    contenders: at least one of them evaluated, all on the same samples (`runs.refuse_different_samples`). If one of
+    them has several runs, recipes are compared, and those with a single training take no part.
     """
     over_seeds = any(len(contender.runs) > 1 for contender in contenders)
     contenders = [replace(each, left_out=_why_left_out(each, over_seeds=over_seeds)) for each in contenders]
     compared = [contender for contender in contenders if not contender.left_out]
     assert compared, "nothing to compare"
-    assert len({run.random_weights for each in compared for run in each.runs}) == 1, "random beside trained"
     sign = 1 if report.primary.higher_is_better else -1
     best, *rivals = sorted(compared, key=lambda contender: sign * contender.score.mean, reverse=True)
     by_name = {contender.name: contender for contender in contenders}
@@ -284,7 +281,6 @@ def read_contenders(params: Params, task: str, report: TaskReport, data_dirs: Se
     if not evaluated:
         raise UserError(f"no model of task {task} has been evaluated; run: dvc repro compare@{task}")
     refuse_different_samples(evaluated)
-    refuse_random_beside_trained(evaluated)
     if others := [run for run in evaluated if run.plan and run.plan.profile != params.profile]:
         found = ", ".join(f"{run.name} ({run.plan.profile})" for run in others if run.plan)
         raise UserError(
@@ -495,7 +491,6 @@ def _headline(
             words += _too_few(over_rival.difference.samples)
         else:
             words += f"no difference is shown against {other}{over_rival.theirs}"
-    words = f"On random weights, {words}" if best.run.random_weights else words
     return (f"The{words[3:]}" if words.startswith("the ") else words) + "."
 
 

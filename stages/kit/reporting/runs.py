@@ -73,8 +73,6 @@ class Run:
     """Digest of the model."""
     base: str | None = None
     """Digest of the model that it was trained from; None for an untrained base."""
-    random_weights: bool
-    """Whether the model descends from random weights, so that its scores are meaningless."""
     metrics: Mapping[str, float | str]
     samples: tuple[str, ...]
     """Id and truth of each sample, in order: equal for runs that may be compared."""
@@ -148,7 +146,6 @@ def read_run(
         stage=stage,
         model=lineage.digest,
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
-        random_weights=lineage.of_random_weights(),
         metrics=read_json(dict[str, Figure], metrics_path, fix=fix),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
@@ -186,17 +183,6 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
         + f"\n{_first_difference(first[0], second[0])}; evaluate them on the same data with: dvc repro "
         + " ".join(run.stage for run in runs)
     )
-
-
-def refuse_random_beside_trained(runs: Sequence[Run]) -> None:
-    """Raise UserError if some runs descend from random weights and others do not."""
-    random, trained = ([run.name for run in runs if run.random_weights is of_random] for of_random in (True, False))
-    if random and trained:
-        raise UserError(
-            f"{', '.join(random)}: random weights, whose scores cannot be compared with those of trained ones: "
-            f"{', '.join(trained)}; leave either out of params.yaml, or evaluate all on one base with: dvc repro "
-            + " ".join(run.stage for run in runs)
-        )
 
 
 def different_models(runs: Sequence[Run]) -> list[Run]:

@@ -52,7 +52,7 @@ def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: st
     base = workspace / "data/bases/vlm"
     base.mkdir(parents=True)
     (base / "config.json").write_text("{}")
-    write_lineage(base, kind="base", name="vlm", source={"random": "tiny"})
+    write_lineage(base, kind="base", name="vlm", source={"folder": "tiny"})
     plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=32)
     write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
     return workspace

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.build import merge_experts
 from tests.kit.mixture.dense import save_base, save_expert, set_routers
 
 

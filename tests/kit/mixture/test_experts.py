@@ -7,7 +7,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
-from stages.kit.mixture.experts import check_lineages, check_models
+from stages.kit.mixture.build import check_lineages, check_models
 from tests.kit.mixture.dense import save_base, save_expert
 
 

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.mixture import merge
-from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture import build
+from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.routing import routed_to
-from stages.kit.models import shards
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.load import load_model
 from tests.kit.mixture.dense import save_base, save_expert, set_routers
@@ -87,12 +86,12 @@ def test_shards_and_pieces_change_nothing(
     base_dir: Path, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = weights_of(merged(base_dir, experts, tmp_path / "whole"))
-    monkeypatch.setattr(merge, "PIECE_WEIGHTS", 50)  # less than two rows
+    monkeypatch.setattr(build, "PIECE_WEIGHTS", 50)  # less than two rows
     sharded = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, shard="40KB") for seed, name in enumerate("abc", 1)
     }
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
-    monkeypatch.setattr(shards, "MAX_SHARD_SIZE", "60KB")
+    monkeypatch.setattr(build, "MAX_SHARD_SIZE", "60KB")
     folder = merged(base_dir, sharded, tmp_path / "m")
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(folder).items())
@@ -152,7 +151,7 @@ def test_missing_and_surplus_weights_are_refused(base_dir: Path, experts: dict[s
     ):
         save_file(change, folder / "model.safetensors")
         with pytest.raises(UserError, match=reason):
-            merge.Checkpoint(folder)
+            build.Checkpoint(folder)
     # What older libraries saved besides does no harm.
     save_file({**whole, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
     merged(base_dir, {**experts, "d": folder}, tmp_path / "m")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
 from stages.core.publish import publish_json
+from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
@@ -19,7 +20,6 @@ from stages.kit.mixture.certificate import (
     Domain,
     read_build_certificate,
 )
-from stages.kit.mixture.merge import merge_experts
 from stages.kit.mixture.routing import measure_domains, measure_routing
 from stages.kit.models.load import load_model
 from stages.kit.models.prompts import Processor, encode, load_processor

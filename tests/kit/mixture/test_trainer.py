@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, PartsParams
-from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.routing import outputs_of
 from stages.kit.mixture.trainer import BalancedTrainer, LoadBalance, RouterLabels, RouterTrainer, make_trainer
 from stages.kit.models.adapters import apply_recipe, count_trainable

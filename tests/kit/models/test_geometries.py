@@ -4,7 +4,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.params.schema import LoraParams, PartsParams
-from stages.kit.mixture.merge import mixture_config
+from stages.kit.mixture.build import mixture_config
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.folders import GEOMETRIES_DIR, geometry_config_path, geometry_names
 from stages.kit.models.load import load_config, meta_model

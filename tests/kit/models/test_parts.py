@@ -7,7 +7,7 @@ from transformers import Qwen2Config
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import BuildParams, LoraParams, PartsParams
-from stages.kit.mixture.merge import mixture_config
+from stages.kit.mixture.build import mixture_config
 from stages.kit.models.adapters import (
     TrainableCounts,
     apply_recipe,

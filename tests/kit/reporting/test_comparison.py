@@ -36,14 +36,13 @@ REPORT = TaskReport(
 HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)
 
 
-def run_of(name: str, scores: Floats, recorded: float | None = None, *, random_weights: bool = False) -> Run:
+def run_of(name: str, scores: Floats, recorded: float | None = None) -> Run:
     ids = tuple(map(str, range(len(scores))))
     metrics = {"score": float(scores.mean()) if recorded is None else recorded}
     return Run(
         name=name,
         stage=f"evaluate@{name}",
         model=f"{scores.sum()}",
-        random_weights=random_weights,
         metrics=metrics,
         samples=ids,
         sample_ids=ids,
@@ -298,19 +297,6 @@ def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> N
 def test_an_evaluation_of_no_sample_is_refused() -> None:
     with pytest.raises(UserError, match="a was evaluated on no sample"):
         score_contender(REPORT, "a", [run_of("a", np.zeros(0), recorded=0.0)], baseline=None)
-
-
-def test_random_weights_are_labelled_and_never_set_beside_trained_ones() -> None:
-    scores = [scores_around(mean, seed) for seed, mean in enumerate((0.5, 0.6))]
-    a, b = (
-        score_contender(REPORT, name, [run_of(name, each, random_weights=True)], baseline=None, stage_of=stages)
-        for name, each, stages in zip("ab", scores, ((), ("c",)), strict=True)
-    )
-    comparison = compare(REPORT, [a, b])
-    assert comparison.headline.startswith("On random weights, the model of b is best: score 0.")
-    assert [contender.note for contender in comparison.contenders] == ["random weights", "random weights, a stage of c"]
-    with pytest.raises(AssertionError, match="random beside trained"):
-        compare(REPORT, [a, contender("b", scores[1])])
 
 
 def test_another_engine_that_answered_is_named() -> None:

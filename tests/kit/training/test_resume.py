@@ -22,7 +22,7 @@ import torch
 
 from stages.core.params.schema import CheckpointParams, DeviceParams, PartsParams
 from stages.core.signals import ENDING, handling
-from stages.kit.mixture.merge import merge_experts
+from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_model

@@ -34,7 +34,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
     raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
     for profile in raw["profiles"].values():
-        profile["bases"]["vlm"] = "random:qwen2-vl-tiny"
+        profile["bases"]["vlm"] = "folder:data/tiny/qwen2-vl"
         profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
         profile["memory"]["micro_batch"] = 16
         profile["evaluation"]["batch_size"] = 8

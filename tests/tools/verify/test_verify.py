@@ -184,7 +184,7 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path, monkeypatch: p
     for folder in (base_dir, built):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-    base = write_lineage(base_dir, kind="base", name="vlm", source={"random": "tiny"})
+    base = write_lineage(base_dir, kind="base", name="vlm", source={"folder": "tiny"})
     lineage = write_lineage(built, kind="built", name="moe", parents={"base": (base_dir, base)})
     Path("dvc.yaml").write_text("stages: {build: {cmd: none, outs: [data/builds/moe, data/builds/moe.json]}}")
     Path("params.yaml").write_text("{}")
