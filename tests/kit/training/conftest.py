@@ -19,12 +19,12 @@ from stages.kit.training.trainer import RecipeTrainer
 
 @pytest.fixture(autouse=True)
 def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others write much, reaching the disk takes a minute; no test takes the power away."""
+    """On a busy disk it takes a minute; no test takes the power away."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
-def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> Callable[..., RecipeTrainer]:
+def build(tiny_vlm: Path, answered: Sequence[Conversation]) -> Callable[..., RecipeTrainer]:
     def make(plan: Plan, **more: Any) -> RecipeTrainer:
         seed_everything(plan.seed)
         base = load_model(
@@ -49,7 +49,6 @@ def build(tiny_vlm: Path, answered: Sequence[Conversation], tmp_path: Path) -> C
             model=model,
             processor=processor,
             collator=collator,
-            callbacks=[],
             report_to="none",
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params.load import load_params
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -27,3 +29,22 @@ def plan_for(recipe: str, *, micro_batch: int = 4, samples: int = 8, **changes: 
 
 def weights(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def log_of(trainer: RecipeTrainer) -> list[dict[str, float]]:
+    """The lines of its log, without times."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second"))}
+        for entry in trainer.state.log_history
+    ]
+
+
+class At(TrainerCallback):
+    """Calls a function after a step, before it is saved."""
+
+    def __init__(self, step: int, call: Callable[[], Any]) -> None:
+        self.step, self.call = step, call
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.call()

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stages.core.params.schema import CheckpointParams, DeviceParams
 from stages.kit.models.adapters import apply_recipe
@@ -26,22 +25,12 @@ from stages.kit.training.checkpoints import kept_checkpoints
 from stages.kit.training.resume import load_state, seed_everything, train_to_the_end
 from stages.kit.training.trainer import RecipeTrainer, StartContract
 from tests.kit.memory.small import FULL, R1, TINY, config_of, plan_of
+from tests.kit.training.small import At
 
 SETTINGS: dict[Literal["ddp", "sharded"], Mapping[str, Any]] = {"ddp": R1, "sharded": FULL}
 SAMPLES = 7
 """The last of an epoch's micro-batches has one sample for two processes."""
-WHEN_ASKED = CheckpointParams(every_minutes=None)
-
-
-class At(TrainerCallback):
-    """Does something when a step has been taken, before it is saved."""
-
-    def __init__(self, step: int, what: Callable[[], Any]) -> None:
-        self.step, self.what = step, what
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step == self.step:
-            self.what()
+ON_SIGNALS = CheckpointParams(every_minutes=None)
 
 
 def plan_for(placement: Literal["ddp", "sharded"]) -> Plan:
@@ -63,7 +52,7 @@ def collate(samples: Sequence[Mapping[str, int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def build(plan: Plan, scratch_dir: Path) -> RecipeTrainer:
+def build(plan: Plan) -> RecipeTrainer:
     seed_everything(plan.seed + dist.get_rank())  # each process draws its own
     torch.manual_seed(0)
     config = config_of("text")
@@ -77,7 +66,6 @@ def build(plan: Plan, scratch_dir: Path) -> RecipeTrainer:
         model=model,
         processor=load_processor(TINY, None).tokenizer,
         collator=collate,
-        callbacks=[],
         report_to="none",
     )
     trainer.remove_callback(StartContract)  # an adapter's gradient is zero where the model itself is random
@@ -96,22 +84,22 @@ def outcome(trainer: RecipeTrainer) -> dict[str, Any]:
     }
 
 
-def train(plan: Plan, folder: Path, *, asked_at: int | None = None) -> tuple[int, RecipeTrainer]:
-    """The exit code, and the trainer. asked_at: the step after which the second process is asked to end, and no other;
-    with it its data loader's worker, as torchrun asks."""
-    trainer = build(plan, folder)
-    if asked_at is not None and dist.get_rank() == 1:
-        trainer.add_callback(At(asked_at, ask_this_process_group))
+def train(plan: Plan, folder: Path, *, signal_at: int | None = None) -> tuple[int, RecipeTrainer]:
+    """The exit code, and the trainer. signal_at: the step after which the second process, and no other, gets a
+    signal to end; its data loader's worker gets it too, as from torchrun."""
+    trainer = build(plan)
+    if signal_at is not None and dist.get_rank() == 1:
+        trainer.add_callback(At(signal_at, signal_this_process_group))
     identity = {"placement": plan.placement}
     with kept_checkpoints(folder, identity, keep=2, owner=dist.get_rank() == 0) as checkpoints:
         try:
-            train_to_the_end(trainer, checkpoints, WHEN_ASKED)
+            train_to_the_end(trainer, checkpoints, ON_SIGNALS)
         except SystemExit as end:
             return int(str(end.code)), trainer
         return 0, trainer
 
 
-def ask_this_process_group() -> None:
+def signal_this_process_group() -> None:
     """From outside: a worker takes what its own parent sends otherwise."""
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
@@ -129,7 +117,7 @@ def main(rank: int, folder: Path) -> None:
         plan = plan_for(placement)
         place = folder / placement
         _, undisturbed = train(plan, place / "undisturbed")
-        code, interrupted = train(plan, place / "interrupted", asked_at=3)
+        code, interrupted = train(plan, place / "interrupted", signal_at=3)
         assert interrupted.checkpoints is not None
         saved = load_state(interrupted.checkpoints.at(3) / f"process-{rank}.safetensors")
         again, resumed = train(plan, place / "interrupted")

@@ -1,0 +1,229 @@
+"""TRL's fused loss is launched where its tensors lie, and training on a GPU is refused if Triton cannot compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_trainer
+
+from stages.core.errors import UserError
+from stages.core.params.schema import DeviceParams
+from stages.kit.internals.trl_internals import GuardedKernel
+from stages.kit.memory.cuda import cuda_semantics
+from stages.kit.models import kernels as liger
+from stages.kit.training import kernels
+from stages.kit.training.kernels import compiler_problem, prepare_kernels
+from tests import ROOT
+from tests.kit.training.small import plan_for
+
+CPU = plan_for("r1-llm-only")
+GPUS = replace(CPU, device=DeviceParams(kind="cuda", count=2))
+KERNELS = ("_forward_kernel", "_backward_kernel")
+
+compiles_here = pytest.mark.skipif(compiler_problem() is not None, reason="there is no C compiler for this Python")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it is for Linux")
+
+
+class CurrentDevice:
+    """In place of torch.cuda.device: the device that a kernel is launched on."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+
+    @contextmanager
+    def set_to(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+
+class StandInKernel:
+    """A Triton kernel, computed by torch, that records the current device and the devices of its tensors."""
+
+    def __init__(self, compute: Callable[..., None], current: CurrentDevice) -> None:
+        self.compute, self.current = compute, current
+        self.launches: list[tuple[torch.device, set[torch.device]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            tensors = {argument.device for argument in args if isinstance(argument, torch.Tensor)}
+            self.launches.append((self.current.device, tensors))
+            self.compute(*args, **kwargs)
+
+        return launch
+
+
+class Arithmetic:
+    @staticmethod
+    def cdiv(number: int, step: int) -> int:
+        return -(-number // step)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandInKernel]:
+    """A machine with GPUs and a working compiler, as far as TRL's loss can tell; its tensors lie on the CPU."""
+    current = CurrentDevice()
+    tiles = (chunked_logprob._forward_tile, chunked_logprob._backward_tile)
+    found = [StandInKernel(tile, current) for tile in tiles]
+    monkeypatch.setattr(torch.cuda, "device", current.set_to)
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda _: True)
+    monkeypatch.setattr(trl_trainer, "_use_triton", lambda _: True)
+    for name, stand_in in zip(KERNELS, found, strict=True):
+        monkeypatch.setattr(chunked_logprob, name, stand_in, raising=False)
+    monkeypatch.setattr(chunked_logprob, "triton", Arithmetic, raising=False)
+    monkeypatch.setattr(kernels, "compiler_problem", lambda: None)
+    monkeypatch.setattr(kernels, "driver_problem", lambda: None)
+    return found
+
+
+def take_a_loss() -> None:
+    """Of seven tokens over a vocabulary of 40, in chunks of 16, with its gradients."""
+    hidden, weight = (torch.randn(rows, 8).requires_grad_() for rows in (7, 40))
+    targets = torch.randint(0, 40, (7,))
+    log_probs, *_ = chunked_logprob.ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())
+    log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(stand_ins: list[StandInKernel], prepared: bool) -> None:
+    """Unless prepared, TRL alone launches it on whatever device is current."""
+    here, current = torch.device("cpu"), torch.device("cuda", 0)
+    for _ in range(2 if prepared else 0):
+        prepare_kernels(GPUS)
+    take_a_loss()
+    assert [kernel.launches for kernel in stand_ins] == [[(here if prepared else current, {here})] * 3] * 2
+    assert stand_ins[0].current.device == current
+    if prepared:  # once
+        assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
+        assert chunked_logprob._forward_kernel.kernel is stand_ins[0]
+
+
+def test_a_prediction_of_a_gpus_memory_launches_no_kernel(stand_ins: list[StandInKernel]) -> None:
+    prepare_kernels(GPUS)
+    with cuda_semantics():
+        assert chunked_logprob._use_triton(torch.device("cpu"))
+        take_a_loss()
+    assert [kernel.launches for kernel in stand_ins] == [[], []]
+    assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (kernels, "compiler_problem", lambda: "not installed"),
+        (kernels, "driver_problem", lambda: "not installed"),
+        (chunked_logprob, "_TRITON_AVAILABLE", False),
+    ],
+)
+def test_training_on_a_gpu_needs_triton_and_on_a_cpu_nothing(
+    stand_ins: list[StandInKernel], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(place, name, value)
+    with pytest.raises(UserError, match=r"^training on a GPU needs Triton, .* not installed$"):
+        prepare_kernels(GPUS)
+    prepare_kernels(CPU)
+    assert [getattr(chunked_logprob, kernel) for kernel in KERNELS] == stand_ins
+
+
+def test_ligers_kernels_are_checked_if_the_plan_uses_them(
+    stand_ins: list[StandInKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[tuple[torch.device, torch.dtype]] = []
+    monkeypatch.setattr(liger, "refuse_wrong_kernels", lambda *args: checked.append(args))
+    prepare_kernels(GPUS)
+    assert not checked
+    prepare_kernels(replace(GPUS, fused_kernels=True, precision="bf16"))
+    assert checked == [(torch.device("cuda", 0), torch.bfloat16)]
+
+
+@needs_triton
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    def not_found() -> None:
+        raise AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up")
+
+    monkeypatch.setattr(driver, "CudaUtils", not_found)
+    assert kernels.driver_problem() == "Triton cannot start (libcuda.so cannot found! Please make sure GPU is set up)"
+
+
+FAILS = """#!/bin/sh
+echo 'In file included from x:' >&2
+echo 'probe.c:2:10: fatal error: Python.h: No such file or directory' >&2
+exit 1
+"""
+WORKS = "#!/bin/sh\nexit 0\n"
+
+
+@pytest.mark.parametrize(
+    ("programs", "caller", "problem"),
+    [
+        ({}, None, "no C compiler"),
+        ({"gcc": FAILS, "clang": WORKS}, None, "gcc cannot compile for PYTHON (probe.c:2:10: fatal error: Python.h"),
+        ({"clang": WORKS}, None, None),
+        ({"gcc": WORKS, "mine": FAILS}, "mine", "mine cannot compile"),
+        ({"gcc": WORKS}, "absent", "cannot be started (No such file or directory)"),
+    ],
+)
+def test_the_compiler_that_triton_takes_has_to_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], caller: str | None, problem: str | None
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    if caller:
+        monkeypatch.setenv("CC", str(tmp_path / caller))
+    for name, script in programs.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if "gcc" in programs else str(tmp_path))
+    found = compiler_problem()
+    if problem is None:
+        assert found is None
+    else:
+        assert problem.replace("PYTHON", sys.executable) in str(found)
+        assert "apt install gcc libc6-dev python3-dev" in str(found)
+        assert "\n" not in str(found)
+
+
+@needs_triton
+@pytest.mark.parametrize("changes", [{}, {"CC": "/bin/false"}, {"CC": "no such"}, {"PATH": "/nowhere"}])
+def test_triton_itself_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
+    from triton.runtime.build import _build
+
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "probe.c").write_text("#include <Python.h>\n")
+    try:
+        _build("probe", str(tmp_path / "probe.c"), str(tmp_path), [], [], [], [])
+    except (RuntimeError, OSError, subprocess.CalledProcessError):
+        works = False
+    else:
+        works = True
+    assert (compiler_problem() is None) == works
+
+
+@compiles_here
+@needs_triton
+@pytest.mark.parametrize(("compiler", "code"), [("gcc", 0), ("/bin/false", 1)])
+def test_the_build_of_the_cuda_image_fails_if_triton_cannot_compile(compiler: str, code: int) -> None:
+    """Its last step compiles and loads Triton's own code, without a GPU."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "docker/check_triton.py"],
+        env={**os.environ, "CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == code, result.stderr
+    assert ("Triton compiled and loaded cuda_utils" in result.stdout) == (code == 0)
