@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from stages.core.provenance import read_provenance
 from stages.core.threads import usable_cores
 from stages.kit.launcher.pipeline import declared_stages
-from stages.kit.publishing.check import check_published
+from stages.kit.publishing.folder import check_published
 from tests import ROOT
 from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git, wait_until
 
@@ -136,7 +136,7 @@ def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: P
     copy = Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere"))
     checked = check_published(copy)
     assert not checked.problems
-    assert [made.stage for made in checked.statements] == [
+    assert [record.stage for record in checked.records] == [
         f"{name}@r4-joint" for name in ("train", "merge", "evaluate")
     ]
     weights = copy / "model.safetensors"

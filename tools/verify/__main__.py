@@ -245,8 +245,8 @@ def check_records(findings: Findings, records: Mapping[Path, Provenance], digest
 
 def report_published(folder: Path, key: Path | None) -> int:
     """Check a published folder, and print who signed it and how it was made; returns the exit code."""
-    from stages.kit.publishing.check import check_published  # imports huggingface_hub
-    from stages.kit.publishing.origins import lineage_lines
+    from stages.kit.publishing.card import lineage_lines  # imports huggingface_hub
+    from stages.kit.publishing.folder import check_published
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -258,8 +258,8 @@ def report_published(folder: Path, key: Path | None) -> int:
         click.echo(f"DAMAGED: {counted(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
     assert checked.model is not None
-    for made in checked.statements:
-        click.echo(printable(f"{made.stage}, {made.ended}, commit {made.commit or 'not known'}"))
+    for record in checked.records:
+        click.echo(printable(f"{record.stage}, {record.ended}, commit {record.commit or 'not known'}"))
     for line in lineage_lines(checked.model):
         click.echo(printable(line))
     whose = "the publisher's key" if key else "the key in the folder, which is the publisher's if its fingerprint is"

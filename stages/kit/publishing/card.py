@@ -1,4 +1,4 @@
-"""The model card: what a published model is, how good, made of what, and how to use and to check it.
+"""The model card: how good a published model is, where it comes from, and how to use and to check it.
 
 Every figure is one of the task's comparison, from the same files as its report. Nothing is in the card that these, the
 lineage, the plan and the records do not say.
@@ -7,21 +7,21 @@ lineage, the plan and the records do not say.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
-from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from stages.core.lineage import Lineage
+from stages.core.lineage import Lineage, short
+from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
+from stages.kit.data.prepared import read_origin
 from stages.kit.families import PROMPT_OPTIONS, family_of
-from stages.kit.publishing.origins import Source, lineage_lines
 from stages.kit.reporting.compare import Comparison, Contender
-from stages.kit.reporting.runs import Run
+from stages.kit.reporting.runs import EXAMPLES_DIR, Run
 from stages.kit.reporting.sections import (
     MEMORY_OF_STAGES,
     QUANTIZATION_COST,
@@ -37,31 +37,52 @@ from stages.kit.reporting.sections import (
 from stages.kit.reporting.tables import Column, Row, Table, escape_markdown, markdown
 
 CARD_FILE = "README.md"
-RESULTS_DIR = ".eval_results"
-PICTURES_DIR = "examples"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ingredient:
+    """A base or a dataset that a model was made from."""
+
+    name: str
+    kind: str
+    """base or data."""
+    source: str
+    """`hub:OWNER/NAME@COMMIT` or `folder:PATH`."""
+    licence: str | None
+    """From params.yaml; None if it has none."""
+
+    @property
+    def hub(self) -> tuple[str, str] | None:
+        """(repository, revision) on the hub; None for another source."""
+        kind, _, where = self.source.partition(":")
+        name, _, revision = where.partition("@")
+        return (name, revision) if kind == "hub" else None
+
+    @property
+    def words(self) -> str:
+        return f"{self.hub[0]} at {short(self.hub[1])} on the hub" if self.hub else self.source
+
+
+@dataclass(frozen=True, kw_only=True)
 class Publication:
-    """A run to be published, and all that is known of it."""
+    """A run to be published, with its comparison, ingredients and records."""
 
     comparison: Comparison
     contender: Contender
     """The run among those that it is compared with."""
     model: Lineage
-    sources: tuple[Source, ...]
-    """Of it and of all that it was made from."""
-    evaluated_on: tuple[Source, ...]
+    ingredients: tuple[Ingredient, ...]
+    """Bases and data of the model and of all that it was made from."""
+    evaluated_on: tuple[Ingredient, ...]
     config: Mapping[str, Any]
     """config.json of the model."""
     question: Conversation
-    """The first of the validation samples that shows a picture, or else the first, as the model is asked."""
+    """The first validation sample with an image, or else the first, as a prompt."""
     adapter: str | None
     """Folder of the adapter below the published one; None for a model that was trained in full."""
     records: tuple[Provenance, ...]
-    """Of the stages that made it, in the order of their end."""
+    """Records of the stages that made it, in the order in which they ended."""
 
     @property
     def run(self) -> Run:
@@ -75,14 +96,15 @@ class Publication:
 
     @property
     def max_new_tokens(self) -> int:
-        """Of an answer, as the model was scored."""
+        """Length limit of the completions that were scored."""
         assert self.run.plan is not None
         settings = self.record("evaluate").params[f"profiles.{self.run.plan.profile}.evaluation"]
         return int(settings["max_new_tokens"])
 
-    def licence(self, kind: str) -> str | None:
-        """The one licence of all its bases, or of all its data; None where one is not known, or they differ."""
-        found = {source.licence for source in self.sources if source.kind == kind}
+    @property
+    def licence(self) -> str | None:
+        """The licence of all its bases; None if one is not known, or they differ."""
+        found = {each.licence for each in self.ingredients if each.kind == "base"}
         return next(iter(found)) if len(found) == 1 else None
 
     def record(self, stage: str) -> Provenance:
@@ -91,13 +113,15 @@ class Publication:
 
 
 def write_card(publication: Publication, folder: Path) -> None:
-    """README.md, with the pictures that the folder has."""
+    """Write README.md, which shows the examples that the folder has."""
     comparison, run = publication.comparison, publication.run
-    pictures = {
-        kind: [path.name for path in paths if (folder / PICTURES_DIR / path.name).is_file()]
+    examples = {
+        kind: [path.name for path in paths if (folder / EXAMPLES_DIR / path.name).is_file()]
         for kind, paths in run.examples.items()
     }
-    mine = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]
+    assert run.plan is not None
+    own_insights = [each for each in comparison.insights if run.name in (each.ours, each.theirs)]
+    quantization = quantization_table([run], comparison.report.primary)
     card = ModelCard.from_template(
         _metadata(publication),
         template_path=str(TEMPLATE),
@@ -107,64 +131,108 @@ def write_card(publication: Publication, folder: Path) -> None:
         words=escape_markdown,
         headline=comparison.headline,
         table=markdown(comparison_table(comparison)),
-        insights=[f"{each.topic}: {each.words}" for each in mine],
+        insights=[f"{each.topic}: {each.words}" for each in own_insights],
         design=[*design_words(comparison), *origin_warnings(comparison.all_runs)],
         meanings=[(metric.heading, metric.meaning) for metric in comparison.report.metrics],
-        pictures={kind: names for kind, names in pictures.items() if names},
-        settings=_settings(run),
+        examples={kind: names for kind, names in examples.items() if names},
+        settings=_markdown(("Setting", "Value"), plan_settings(run.plan).items()),
         trained=markdown(trainable_table([run])),
-        sources=_sources_table(publication.sources),
+        ingredients=_markdown(
+            ("Kind", "Name", "From", "Licence"),
+            [(each.kind, each.name, each.words, each.licence or "not known") for each in publication.ingredients],
+        ),
         lineage="\n".join(lineage_lines(publication.model)),
         cost=markdown(cost_table([run])),
         memory=markdown(memory_table([run])),
         memory_lead=MEMORY_OF_STAGES,
-        quantization=markdown(table) if (table := quantization_table([run], comparison.report.primary)).rows else "",
+        quantization=markdown(quantization) if quantization.rows else "",
         quantization_lead=QUANTIZATION_COST,
-        messages=json.dumps(_as_asked(publication.question), ensure_ascii=False, indent=4),
+        messages=json.dumps(_template_messages(publication.question), ensure_ascii=False, indent=4),
         prompt_options=_prompt_options(folder),
         max_new_tokens=publication.max_new_tokens,
         full_weights=next((path.relative_to(folder).as_posix() for path in folder.glob("trained/*.safetensors")), None),
-        names=json.dumps([f"picture-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
+        names=json.dumps([f"image-{number}.jpg" for number, _ in enumerate(publication.question.images, start=1)]),
         model_class=(publication.config.get("architectures") or ["AutoModel"])[0],
     )
     card.save(folder / CARD_FILE)
 
 
-def write_eval_results(publication: Publication, folder: Path) -> None:
-    """`.eval_results/TASK.yaml`: the primary figure, where it is of one dataset, which is on the hub; else no file."""
-    primary, record = publication.comparison.report.primary, publication.record("evaluate")
-    score = publication.contender.score
-    entries = [
-        EvalResultEntry(
-            dataset_id=source.hub[0],
-            dataset_revision=source.hub[1],
-            task_id=publication.comparison.report.task,
-            value=publication.contender.figure(primary.key),
-            date=record.ended,
-            notes=f"{primary.heading}, 95% interval {score.interval.low:.3f} to {score.interval.high:.3f}"
-            if score.interval
-            else primary.heading,
-        )
-        for source in publication.evaluated_on
-        if source.hub and len(publication.evaluated_on) == 1
-    ]
-    if entries:
-        path = folder / RESULTS_DIR / f"{publication.comparison.report.task}.yaml"
-        path.parent.mkdir()
-        path.write_text(yaml_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
+def ingredients_of(
+    model: Lineage, trained_on: Iterable[str], prepared_dir: Path, params: Params
+) -> tuple[Ingredient, ...]:
+    """Every base at an end of the model's lineage, and every dataset that it, or what it was made from, was trained on.
+
+    trained_on: names of datasets. prepared_dir: of the one that the model was evaluated on; its sources are the
+    resolved ones, those of others are taken from params.yaml.
+    """
+    found = {("base", root.name): _source_text(root) for root in lineage_tree(model) if not root.parents}
+    for name in trained_on:
+        if name == prepared_dir.name:
+            found |= {("data", part): source for part, source in _resolved(prepared_dir, trained=True).items()}
+        else:
+            dataset = params.dataset(name)
+            mixed = [part for part, samples in (dataset.mix or {}).items() if samples != 0]
+            for part in mixed or [name]:
+                found.setdefault(("data", part), params.dataset(part).source)
+    return tuple(_ingredient(kind, name, source, params) for (kind, name), source in found.items())
+
+
+def evaluated_on(prepared_dir: Path, params: Params) -> tuple[Ingredient, ...]:
+    """The dataset, or those that it is a mix of: it validates on all of them."""
+    return tuple(_ingredient("data", *each, params) for each in _resolved(prepared_dir, trained=False).items())
+
+
+def lineage_tree(model: Lineage) -> Iterator[Lineage]:
+    """A lineage and all that it was made from, itself first."""
+    yield model
+    for parent in model.parents.values():
+        yield from lineage_tree(parent.lineage)
+
+
+def lineage_lines(model: Lineage, *, role: str = "", depth: int = 0, seen: set[str] | None = None) -> Iterator[str]:
+    """A model and what it was made from, a line each, indented by generation; the parents of a model are listed at its
+    first mention only."""
+    seen = set() if seen is None else seen
+    source = "".join(f", {key} {value}" for key, value in model.source.items())
+    again = model.digest in seen and bool(model.parents)
+    seen.add(model.digest)
+    name = f"{model.kind} {model.name}, content {short(model.digest)}{source}{', as above' if again else ''}"
+    yield f"{'  ' * depth}{role and f'{role}: '}{name}"
+    for each, parent in ({} if again else model.parents).items():
+        yield from lineage_lines(parent.lineage, role=each, depth=depth + 1, seen=seen)
+
+
+def _source_text(root: Lineage) -> str:
+    if "hub" in root.source:
+        return f"hub:{root.source['hub']}@{root.source['revision']}"
+    return f"folder:{root.source['folder']}"
+
+
+def _ingredient(kind: str, name: str, source: str, params: Params) -> Ingredient:
+    # params.yaml gives licences to sources without their revision.
+    return Ingredient(
+        name=name, kind=kind, source=source, licence=params.licenses.get(source.rpartition("@")[0] or source)
+    )
+
+
+def _resolved(prepared_dir: Path, *, trained: bool) -> dict[str, str]:
+    """The source of a dataset by its name, or of those that it is a mix of. trained: only those that it trains on."""
+    origin = read_origin(prepared_dir)
+    parts = {name: part.source for name, part in origin.parts.items() if part.asked != 0 or not trained}
+    return parts or {prepared_dir.name: origin.source}
 
 
 def _metadata(publication: Publication) -> ModelCardData:
     report, run = publication.comparison.report, publication.run
     hub: dict[str, list[str]] = {"base": [], "data": []}
-    for each in publication.sources:
+    for each in publication.ingredients:
         hub[each.kind] += [each.hub[0]] if each.hub else []
     data = publication.evaluated_on
     figures = [(metric, publication.contender.figure(metric.key)) for metric in report.metrics]
-    # One dataset of the hub is named as the hub names it, all else by its name here.
+    # A single dataset of the hub has its name there, all others the name here.
     known = data[0].hub if len(data) == 1 else None
     return ModelCardData(
-        license=publication.licence("base"),
+        license=publication.licence,
         base_model=hub["base"] or None,
         datasets=hub["data"] or None,
         library_name="transformers",
@@ -175,7 +243,7 @@ def _metadata(publication: Publication) -> ModelCardData:
             EvalResult(
                 task_type=publication.pipeline_tag,
                 task_name=report.title,
-                dataset_type=known[0] if known else data[0].place,
+                dataset_type=known[0] if known else data[0].source.rpartition("@")[0] or data[0].source,
                 dataset_name=known[0] if known else ", ".join(each.name for each in data),
                 dataset_revision=known[1] if known else None,
                 dataset_split=str(run.metrics.get("split", "val")),
@@ -189,28 +257,21 @@ def _metadata(publication: Publication) -> ModelCardData:
     )
 
 
-def _settings(run: Run) -> str:
-    assert run.plan is not None
-    rows = tuple(Row(cells=pair) for pair in plan_settings(run.plan).items())
-    return markdown(Table(columns=(Column("setting", "Setting"), Column("value", "Value")), rows=rows))
-
-
-def _sources_table(sources: Sequence[Source]) -> str:
-    columns = (Column("what", "What"), Column("name", "Name"), Column("source", "From"), Column("licence", "Licence"))
-    rows = tuple(Row(cells=(each.kind, each.name, each.words, each.licence or "not known")) for each in sources)
-    return markdown(Table(columns=columns, rows=rows))
+def _markdown(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    columns = tuple(Column(heading, heading) for heading in headings)
+    return markdown(Table(columns=columns, rows=tuple(Row(cells=cells) for cells in rows)))
 
 
 def _prompt_options(folder: Path) -> str:
-    """Arguments of apply_chat_template, of those with which it was asked that the model's template knows."""
-    path = folder / CHAT_TEMPLATE_FILE
+    """The prompt options that the model's chat template knows, as arguments of apply_chat_template."""
+    path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else ""
     return "".join(f", {name}={value!r}" for name, value in PROMPT_OPTIONS.items() if name in template)
 
 
-def _as_asked(question: Conversation) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them: without what only shortening needs, and where there are no pictures
-    each content as one text, as the templates of text models know no parts."""
+def _template_messages(question: Conversation) -> list[dict[str, Any]]:
+    """The messages for a chat template: without the kit's own keys, and without images each content as one text, since
+    the templates of text models know no parts."""
 
     def plain(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if not question.images:

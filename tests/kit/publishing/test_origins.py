@@ -9,7 +9,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage
-from stages.kit.publishing.origins import evaluated_on, sources_of
+from stages.kit.publishing.card import evaluated_on, ingredients_of
 from tests.made_up_runs import project_params
 
 BASE = Lineage(kind="base", name="dense", digest="0" * 64, source={"folder": "data/tiny/qwen2-folklore"}, parents={})
@@ -30,7 +30,7 @@ def prepared(tmp_path: Path) -> Path:
 
 
 def test_data_of_earlier_trainings_are_named_beside_those_of_the_last(tmp_path: Path) -> None:
-    found = sources_of(BASE, CHAIN, prepared(tmp_path), project_params())
+    found = ingredients_of(BASE, CHAIN, prepared(tmp_path), project_params())
     assert [(each.kind, each.name, each.source, each.licence) for each in found] == [
         ("base", "dense", "folder:data/tiny/qwen2-folklore", "apache-2.0"),
         ("data", "truthfulqa", "hub:a/truth@1234", None),
