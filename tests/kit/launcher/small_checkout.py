@@ -59,7 +59,7 @@ def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: st
 
 
 def run(workspace: Path, *command: str, code: int | None = 0, **environment: str) -> str:
-    """What a command prints; it has to end with that exit code, if any is given."""
+    """The output of a command; it has to end with that exit code, if any is given."""
     ended = subprocess.run(
         command,
         cwd=workspace,

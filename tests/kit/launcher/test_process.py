@@ -1,4 +1,4 @@
-"""The process engine, through the real launcher and on stages that do nothing but what is asked of them."""
+"""The process engine, through the real launcher and on stages that follow orders."""
 
 import os
 import shutil
@@ -32,10 +32,11 @@ if what == "exit":
     sys.exit(int(sys.argv[2]))
 if what == "signal":
     os.kill(os.getpid(), int(sys.argv[2]))
-if what == "tell":
+if what == "report":
     note(os.getcwd())
     note(sys.executable)
     note(os.environ.get("GITHUB_TOKEN"))
+    note(sys.argv[2:])
 if what == "wait":
     if "saving" in sys.argv:
         def save(number, frame):
@@ -49,10 +50,9 @@ if what == "wait":
     note("ready")
     time.sleep(600)
 """
-
 WAITING_CALLER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-
 CALLER = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "BAKEOFF_ENGINE": "process"}
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -67,7 +67,7 @@ def workspace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(workspace: Path, tmp_path: Path) -> Iterator[Start]:
-    """Calls docker/run from a foreign folder, with this test's own Python; kills what is left at the end."""
+    """Calls docker/run from another folder, with this test's own Python; kills what is left at the end."""
     started = []
 
     def start(*args: str, **environment: str) -> subprocess.Popen[str]:
@@ -106,7 +106,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         if is_so():
             return
         time.sleep(0.05)
-    pytest.fail("it never came to be")
+    pytest.fail("it never happened")
 
 
 def is_gone(pid: int) -> bool:
@@ -120,26 +120,20 @@ def started_and_ready(start: Start, workspace: Path, *args: str, **environment: 
 
 
 @pytest.mark.parametrize(("args", "code"), [(("exit", "3"), 3), (("signal", "9"), 128 + 9)])
-def test_the_exit_code_is_the_stages_and_a_failure_is_not_tried_again(
+def test_exit_code_is_the_stages_and_a_failure_is_not_repeated(
     start: Start, workspace: Path, args: tuple[str, ...], code: int
 ) -> None:
     assert start("train", *args).wait() == code
     assert notes(workspace).count("once") <= 1
 
 
-def test_a_stage_runs_in_its_own_workspace_and_without_the_callers_secrets(start: Start, workspace: Path) -> None:
-    assert start("train", "tell", GITHUB_TOKEN="secret").wait() == 0
-    assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None"]
-
-
-def test_options_after_the_stage_are_the_stages_own(start: Start, workspace: Path) -> None:
-    (workspace / "stages/plan.py").write_text("import sys; print(sys.argv[1:])")
-    output, _ = start("plan", "--help", "-x", "r1").communicate()
-    assert output.strip() == "['--help', '-x', 'r1']"
+def test_stage_has_its_own_options_and_workspace_and_no_secret(start: Start, workspace: Path) -> None:
+    assert start("train", "report", "--help", "-x", GITHUB_TOKEN="secret").wait() == 0
+    assert notes(workspace) == [str(workspace), str(Path(sys.prefix) / "bin/python"), "None", "['--help', '-x']"]
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
+def test_signal_reaches_the_stage_once_and_it_ends_its_own_way(
     start: Start, workspace: Path, number: signal.Signals
 ) -> None:
     launcher = started_and_ready(start, workspace, "saving")
@@ -148,25 +142,25 @@ def test_a_signal_reaches_the_stage_once_and_it_may_end_its_own_way(
     assert notes(workspace)[-1] == f"signal {int(number)}"
 
 
-def test_a_stage_ended_by_a_signal_leaves_no_worker(start: Start, workspace: Path) -> None:
+def test_stage_ended_by_a_signal_leaves_no_worker(start: Start, workspace: Path) -> None:
     launcher = started_and_ready(start, workspace, "worker")
     launcher.terminate()
     assert launcher.wait() == 128 + signal.SIGTERM
     wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
-def test_a_killed_launcher_leaves_no_orphan(start: Start, workspace: Path) -> None:
+@ON_LINUX
+def test_killed_launcher_leaves_no_orphan(start: Start, workspace: Path) -> None:
     launcher = started_and_ready(start, workspace, "saving")
     launcher.kill()
     wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
     assert notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+@ON_LINUX
 @pytest.mark.parametrize(("environment", "ends"), [({"DVC_STAGE": "train@r1"}, True), ({}, False)])
-def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
-    start: Start, workspace: Path, tmp_path: Path, environment: dict[str, str], ends: bool
+def test_stage_ends_with_dvc_but_not_with_its_shell(
+    workspace: Path, start: Start, environment: dict[str, str], ends: bool
 ) -> None:
     caller = subprocess.Popen(
         [sys.executable, "-c", WAITING_CALLER, workspace / "docker/run", "train", "wait"],
@@ -176,7 +170,7 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
     (stage,) = noted_pids(workspace)
     launcher = psutil.Process(psutil.Process(stage).ppid())
     if not ends:
-        launcher.suspend()  # a signal that it is sent then stays to be seen
+        launcher.suspend()  # a signal that it gets then stays pending
         wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
     caller.kill()
     caller.wait()
@@ -187,6 +181,20 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
         launcher.kill()
 
 
+@ON_LINUX
+def test_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> None:
+    """docker/run passes on its parent: Python takes half a second to start."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "stages.kit.launcher.launch", "train", "wait"],
+        cwd=workspace,
+        env={**CALLER, "DVC_STAGE": "train@r1", "BAKEOFF_CALLER": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert notes(workspace) == []
+
+
 @pytest.mark.parametrize(
     ("stage", "by_dvc", "left"),
     [
@@ -195,10 +203,10 @@ def test_a_stage_ends_with_dvc_but_not_with_the_shell_it_was_typed_in(
         ("train", True, ["finished", "unfinished"]),
     ],
 )
-def test_a_finished_trainings_checkpoints_are_removed_once_dvc_has_kept_what_it_made_and_merges_it(
+def test_finished_checkpoints_are_removed_once_dvc_has_stored_the_training(
     start: Start, workspace: Path, tmp_path: Path, stage: str, by_dvc: bool, left: list[str]
 ) -> None:
-    """Below the repository that DVC names, of that recipe alone."""
+    """Checkpoints of that recipe alone, in the repository that DVC names."""
     of_recipe = tmp_path / "repository/.bakeoff/checkpoints/r1-llm-only"
     other = tmp_path / "repository/.bakeoff/checkpoints/r2-vision-only/finished"
     for folder in (of_recipe / "finished", of_recipe / "unfinished", other):
@@ -213,57 +221,40 @@ def test_a_finished_trainings_checkpoints_are_removed_once_dvc_has_kept_what_it_
     assert other.exists()
 
 
-def test_a_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> None:
-    """docker/run has seen whose child it was, before Python took half a second to start."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "stages.kit.launcher.launch", "train", "wait"],
-        cwd=workspace,
-        env={**CALLER, "DVC_STAGE": "train@r1", "BAKEOFF_CALLER": "1"},
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGTERM
-    assert notes(workspace) == []
-
-
-def test_a_stage_runs_once_at_a_time_also_as_a_process(start: Start, workspace: Path) -> None:
+def test_stage_runs_once_at_a_time(start: Start, workspace: Path) -> None:
     (workspace / "dvc.yaml").write_text("stages: {train@wait: {cmd: docker/run train, outs: [data/x]}}")
     first = started_and_ready(start, workspace)
     second = start("train", "wait")
     _, errors = second.communicate()
     assert second.returncode == 1
-    assert "train@wait is already running in this workspace; wait for it, or end it" in errors
+    assert "train@wait is already running in this workspace" in errors
     assert notes(workspace).count("ready") == 1
     first.terminate()
 
 
 @pytest.mark.parametrize(
-    ("args", "environment", "said"),
+    ("stage", "environment", "message"),
     [
-        (
-            ("train", "exit", "0"),
-            {"BAKEOFF_ENGINE": "lxc"},
-            "'lxc'; the engines are docker, podman, apptainer, process",
-        ),
-        (("trian", "r1"), {}, "'trian' is not one of 'check', 'base', 'prepare', 'plan', 'train'"),
-        (("train", "exit", "0"), {"VIRTUAL_ENV": ""}, "make setup"),
+        ("train", {"BAKEOFF_ENGINE": "lxc"}, "'lxc'; the engines are docker, podman, apptainer, process"),
+        ("trian", {}, "'trian' is not one of 'check', 'base', 'prepare', 'plan', 'train'"),
+        ("train", {"VIRTUAL_ENV": ""}, "make setup"),
     ],
 )
-def test_an_unknown_engine_or_stage_and_a_half_made_environment_are_refused(
-    start: Start, workspace: Path, args: tuple[str, ...], environment: dict[str, str], said: str
+def test_unknown_engine_or_stage_and_incomplete_environment_are_refused(
+    start: Start, workspace: Path, stage: str, environment: dict[str, str], message: str
 ) -> None:
     for folder in ("bin", ".bakeoff"):
         (workspace / ".venv" / folder).mkdir(parents=True)
     (workspace / ".venv/bin/python").symlink_to(sys.executable)
     (workspace / ".venv/.bakeoff/incomplete").touch()
-    launcher = start(*args, **environment)
+    launcher = start(stage, "exit", "0", **environment)
     _, errors = launcher.communicate()
     assert launcher.returncode in (1, 2)
-    assert said in errors
+    assert message in errors
 
 
 @pytest.mark.parametrize("copy", ["clone", "worktree"])
-def test_a_clone_and_a_git_worktree_use_the_environment_of_their_checkout(
+def test_clone_and_git_worktree_use_the_environment_of_their_checkout(
     start: Start, workspace: Path, tmp_path: Path, copy: str
 ) -> None:
     """`dvc exp run --temp` runs in a clone without .venv; DVC_ROOT names the workspace it was started in."""
@@ -276,12 +267,12 @@ def test_a_clone_and_a_git_worktree_use_the_environment_of_their_checkout(
         run(checkout, "git", "worktree", "add", "--quiet", str(tmp_path / "worktree"))
         shutil.copy(tmp_path / "worktree/.git", workspace / ".git")
     root = {"DVC_ROOT": str(checkout)} if copy == "clone" else {}
-    assert start("train", "tell", VIRTUAL_ENV="", **root).wait() == 0
+    assert start("train", "report", VIRTUAL_ENV="", **root).wait() == 0
     assert notes(workspace)[:2] == [str(workspace), str(checkout / ".venv/bin/python")]
 
 
-def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, workspace: Path) -> None:
-    """Though it runs out of memory while it ends. What starts anew otherwise: tests/test_running_out.py."""
+def test_stage_that_was_asked_to_end_is_not_restarted(start: Start, workspace: Path) -> None:
+    """Even if it runs out of memory while it ends. Restarts: tests/test_running_out.py."""
     (workspace / "stages/train.py").write_text(STAGE.replace("75", "79"))
     (workspace / "data/runs/r1-llm-only").rename(workspace / "data/runs/wait")
     launcher = started_and_ready(start, workspace, "saving")
@@ -290,20 +281,20 @@ def test_a_stage_that_was_asked_to_end_is_not_started_anew(start: Start, workspa
     assert notes(workspace).count("ready") == 1
 
 
-@pytest.mark.parametrize(("counted", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
-def test_a_stage_that_the_kernel_killed_ran_out_of_memory_if_the_kernel_counted_it(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: str, code: int
+@pytest.mark.parametrize(("count", "code"), [("oom_kill 8", OUT_OF_MEMORY), ("oom_kill 7", 128 + 9)])
+def test_killed_stage_ran_out_of_memory_if_the_kernel_counted_it(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str, code: int
 ) -> None:
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 3\noom_kill 7\n")
     monkeypatch.setattr(process, "MACHINE_COUNTERS", (counter,))
-    stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({counted!r})\nos.kill(os.getpid(), 9)"
+    stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({count!r})\nos.kill(os.getpid(), 9)"
     (workspace / "stages/train.py").write_text(stage)
     stage_run = StageRun(stage="train", args=(), declared=None, workspace_dir=workspace, caller=CALLER)
     assert ProcessEngine().run(stage_run).code == code
 
 
-def test_the_kernels_counters_are_read_as_it_writes_them(tmp_path: Path) -> None:
+def test_kernels_counters_are_read(tmp_path: Path) -> None:
     v2, v1 = tmp_path / "memory.events", tmp_path / "memory.oom_control"
     assert oom_kills((v2, v1)) == 0
     v1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")

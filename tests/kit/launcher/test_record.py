@@ -18,7 +18,7 @@ from stages.core.cpu import pinned_instructions
 from stages.core.errors import UserError
 from stages.core.lineage import content_digest
 from stages.core.params.load import load_params
-from stages.core.provenance import Provenance, provenance_of_run, read_provenance
+from stages.core.provenance import Provenance, read_provenance
 from stages.kit.launcher import process as machine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.pipeline import declared_stages
@@ -72,7 +72,7 @@ def train(workspace: Path, code: int = 0, **environment: str) -> Provenance:
     return read_provenance(workspace / RECORD)
 
 
-def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
+def test_record_has_the_origin_of_the_outputs(workspace: Path) -> None:
     record = train(workspace, DVC_EXP_NAME="narrow", OMP_NUM_THREADS="1", SECRET="x")
     assert (record.stage, record.command) == ("train@r1-llm-only", "docker/run train r1-llm-only")
     assert record.commit == run(workspace, "git", "rev-parse", "HEAD").strip()
@@ -102,7 +102,7 @@ def test_a_record_says_what_the_outputs_were_made_of(workspace: Path) -> None:
     assert record.seconds > 0
 
 
-def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Path) -> None:
+def test_changes_since_the_commit_are_named_and_results_are_not(workspace: Path) -> None:
     (workspace / "stages/core/errors.py").open("a").write("# changed")
     (workspace / "stages/thử nghiệm.py").write_text("new")
     (workspace / "dvc.lock").write_text("written by every stage")
@@ -115,7 +115,7 @@ def test_what_differs_from_the_commit_is_named_and_results_are_not(workspace: Pa
     assert "params.yaml" not in record.changed_code
 
 
-def test_without_git_no_commit_is_made_up(workspace: Path) -> None:
+def test_without_git_there_is_no_commit(workspace: Path) -> None:
     shutil.rmtree(workspace / ".git")
     record = train(workspace)
     assert (record.commit, record.changed) == (None, [])
@@ -123,7 +123,7 @@ def test_without_git_no_commit_is_made_up(workspace: Path) -> None:
     assert git_state(workspace, ["stages"])[0] is None
 
 
-def test_a_stage_that_fails_leaves_no_record_and_one_whose_record_cannot_be_written_fails(workspace: Path) -> None:
+def test_failed_stage_leaves_no_record_and_an_unwritable_record_fails_the_stage(workspace: Path) -> None:
     """DVC would miss an output; so does who runs the stage by hand."""
     (workspace / "data/provenance").write_text("no folder")
     for code, environment in ((3, {"OMP_CODE": "3"}), (1, {})):
@@ -131,7 +131,7 @@ def test_a_stage_that_fails_leaves_no_record_and_one_whose_record_cannot_be_writ
             train(workspace, code, **environment)
 
 
-def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
+def test_reading_git_changes_nothing(workspace: Path) -> None:
     """DVC may be writing there at the same time."""
     os.utime(workspace / "stages/train.py", (10**9, 10**9))  # as it was, but git has to look
     before = (workspace / ".git/index").read_bytes()
@@ -141,7 +141,7 @@ def test_to_look_at_git_changes_nothing_of_it(workspace: Path) -> None:
     assert (workspace / ".git/index").read_bytes() == before
 
 
-def test_gpus_and_driver_are_named(workspace: Path) -> None:
+def test_gpus_and_driver_are_recorded(workspace: Path) -> None:
     gpus = (Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0) for index in range(2))
     raw = YAML(typ="safe").load(workspace / "params.yaml")
     raw["profiles"]["tiny"]["device"] = {"kind": "cuda", "count": 2}
@@ -152,7 +152,7 @@ def test_gpus_and_driver_are_named(workspace: Path) -> None:
     assert record.device == "2 x NVIDIA A100, driver 580.95.05"
 
 
-def test_an_input_that_its_maker_did_not_leave_is_refused_by_every_stage_that_reads_it(workspace: Path) -> None:
+def test_input_that_differs_from_its_record_is_refused(workspace: Path) -> None:
     train(workspace)
     (workspace / TRAINED / "weights").write_text("other weights")
     said = (
@@ -166,7 +166,7 @@ def test_an_input_that_its_maker_did_not_leave_is_refused_by_every_stage_that_re
     assert run(workspace, "docker/run", "compare", "detection") == ""
 
 
-def test_code_counts_by_what_it_says_and_not_by_where_it_lies(workspace: Path, tmp_path: Path) -> None:
+def test_code_digest_depends_on_content_alone(workspace: Path, tmp_path: Path) -> None:
     (stage, *_) = declared_stages(workspace)
     before = code_digest(workspace, stage)
     moved = tmp_path / "moved"
@@ -177,14 +177,14 @@ def test_code_counts_by_what_it_says_and_not_by_where_it_lies(workspace: Path, t
     assert code_digest(moved, stage) != before
 
 
-def test_settings_that_the_file_leaves_out_are_in_the_record(workspace: Path) -> None:
+def test_defaults_are_recorded(workspace: Path) -> None:
     (stage, *_) = declared_stages(workspace)
     used = used_params(load_params(workspace / "params.yaml"), replace(stage, params=("recipes.r1-llm-only",)))
     assert used["recipes.r1-llm-only"]["max_grad_norm"] == 1.0
     assert "max_grad_norm" not in (workspace / "params.yaml").read_text()
 
 
-def test_packages_are_those_that_would_be_imported(tmp_path: Path) -> None:
+def test_packages_are_those_that_are_imported(tmp_path: Path) -> None:
     for folder, name in (("first", "Some_Package-1.0"), ("second", "some.package-2.0"), ("second", "other-3")):
         (tmp_path / folder / f"{name}.dist-info").mkdir(parents=True)
     assert installed_packages([str(tmp_path / "first"), str(tmp_path / "second"), str(tmp_path / "absent")]) == {
@@ -193,7 +193,7 @@ def test_packages_are_those_that_would_be_imported(tmp_path: Path) -> None:
     }
 
 
-def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version_path = next(path for folder in sys.path for path in Path(folder).glob("torch/version.py"))
     assert cuda_of_torch() == runpy.run_path(str(version_path))["cuda"]
     monkeypatch.setattr(machine, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "x.py")))
@@ -202,11 +202,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypa
         assert cuda_of_torch() == cuda
 
 
-def test_a_run_without_a_record_has_no_provenance(tmp_path: Path) -> None:
-    assert list(provenance_of_run(tmp_path, "r2")) == []
-
-
-def test_triton_has_a_folder_for_each_image_and_each_set_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_has_a_folder_for_each_image_and_set_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     repository = Path("/repository")
     images = [None, ("bakeoff:cuda-0", "sha256:0123456789abcdef"), ("bakeoff:cuda-0", "sha256:fedcba9876543210")]
     folders = [triton_dir(image, repository) for image in images]

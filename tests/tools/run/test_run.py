@@ -39,7 +39,7 @@ stages:
     outs: [out/compare]
 """
 
-# Notes what happens to it, and does as orders/NAME says.
+# Notes what happens to it, and follows orders/NAME.
 STAGE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -104,7 +104,7 @@ def started(workspace: Workspace) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[bytes], workspace: Workspace, *wanted: str) -> None:
-    while not set(wanted) <= set(notes(workspace)):
+    while not set(wanted) <= {line.partition(" with")[0] for line in notes(workspace)}:
         assert process.poll() is None, notes(workspace)
         time.sleep(0.02)
 
@@ -119,9 +119,7 @@ def lock(workspace: Workspace) -> object:
     return YAML(typ="safe").load(workspace.folder / "dvc.lock")
 
 
-def test_what_runs_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_nothing(
-    workspace: Workspace,
-) -> None:
+def test_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run_does_nothing(workspace: Workspace) -> None:
     serial = Workspace(folder=workspace.folder.with_name("serial"), environment=workspace.environment)
     copy_folder(workspace.folder, serial.folder)
     assert serial.dvc("repro").code == 0
@@ -147,14 +145,13 @@ def test_what_runs_side_by_side_leaves_what_a_serial_run_leaves_and_a_second_run
     assert started(moved)[len(NAMES) :] == ["check", "prepare-a"]
 
 
-def test_when_a_stage_fails_only_what_depends_on_it_is_not_run(workspace: Workspace) -> None:
+def test_only_stages_that_depend_on_a_failed_one_are_left_out(workspace: Workspace) -> None:
     order(workspace, prepare_b="fail")
     failed = side_by_side(workspace)
-    assert failed.code == 255, "as of `dvc repro`"
+    assert failed.code == 255, "the code of `dvc repro`"
     assert sorted(started(workspace)) == ["check", "evaluate-a", "prepare-a", "prepare-b", "prepare-c"]
     assert re.search(r"prepare@b FAILED after \d+ s; the end of .bakeoff/logs/prepare@b.log:", failed.output)
     assert "    the data of prepare-b is broken\n" in failed.output
-    assert re.search(r"^\S+ prepare@b failed$", failed.output, re.MULTILINE)
     assert re.search(r"not started, as they depend on it: (evaluate@b, compare|compare, evaluate@b)$", failed.output)
     order(workspace, prepare_b="")
     again = side_by_side(workspace)
@@ -166,67 +163,59 @@ def test_ctrl_c_reaches_each_running_stage_once_and_a_second_one_again(workspace
     order(workspace, prepare_a="wait", prepare_b="stubborn")
 
     def interrupt(process: subprocess.Popen[bytes]) -> None:
-        wait_for(process, workspace, "prepare-a starts with 1", "prepare-b starts with 1")
+        wait_for(process, workspace, "prepare-a starts", "prepare-b starts")
         process.send_signal(signal.SIGINT)
         wait_for(process, workspace, "prepare-a SIGINT", "prepare-b SIGINT")
-        time.sleep(2.5)  # what comes sooner is the same request
+        time.sleep(2.5)  # a signal that comes sooner is the same request
         process.send_signal(signal.SIGTERM)
 
-    workspace = Workspace(folder=workspace.folder, environment={**workspace.environment, "OMP_NUM_THREADS": "1"})
     ended = workspace.python("-m", "tools.run", "--jobs", "2", meanwhile=interrupt)
     require_clean_end(ended)
     assert ended.code == 130, ended.output
     *first, last = [line for line in notes(workspace) if "SIG" in line]
-    assert sorted(first) == ["prepare-a SIGINT", "prepare-b SIGINT"]
-    assert last == "prepare-b SIGINT"
+    assert (sorted(first), last) == (["prepare-a SIGINT", "prepare-b SIGINT"], "prepare-b SIGINT")
     assert re.search(r"prepare@a interrupted after \d+ s\n    prepare-a is saved\n", ended.output), ended.output
-    assert ended.output.endswith("interrupted; the same command goes on from here\n")
     assert set(started(workspace)) == {"check", "prepare-a", "prepare-b"}
     order(workspace, prepare_a="", prepare_b="")
     assert side_by_side(workspace).code == 0
     assert "up to date" in workspace.dvc("status").output
 
 
-def test_a_closed_terminal_is_no_ctrl_c(workspace: Workspace) -> None:
+def test_closed_terminal_is_no_ctrl_c(workspace: Workspace) -> None:
     order(workspace, prepare_a="wait")
 
     def hang_up(process: subprocess.Popen[bytes]) -> None:
-        wait_for(process, workspace, "prepare-a starts with None")
+        wait_for(process, workspace, "prepare-a starts")
         process.send_signal(signal.SIGHUP)
 
     ended = workspace.python("-m", "tools.run", "prepare@a", "--jobs", "1", meanwhile=hang_up)
     require_clean_end(ended)
     assert ended.code == 128 + signal.SIGHUP, ended.output
-    # Not SIGINT, on which a job of Slurm would end. The signal of dvc's end may overtake the terminal's.
+    # SIGINT would end a job of Slurm. The signal of dvc's end may overtake the terminal's.
     assert notes(workspace)[3:] in (["prepare-a SIGHUP"], ["prepare-a SIGTERM"]), notes(workspace)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody learns of a parent's end")
-def test_killed_it_leaves_no_stage_running_and_beside_it_no_other_run_starts(workspace: Workspace) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
+def test_killed_run_leaves_no_stage_and_no_other_run_starts_beside_one(workspace: Workspace) -> None:
     order(workspace, prepare_a="wait", prepare_b="wait")
-    others: list[str] = []
+    refused: list[str] = []
     orphans: list[psutil.Process] = []
 
     def kill(process: subprocess.Popen[bytes]) -> None:
-        wait_for(process, workspace, "prepare-a starts with 2", "prepare-b starts with 2")
+        wait_for(process, workspace, "prepare-a starts", "prepare-b starts")
+        command = [sys.executable, "-m", "tools.run", "prepare@c"]
         beside = subprocess.run(
-            [sys.executable, "-m", "tools.run", "prepare@c"],
-            cwd=workspace.folder,
-            env=dict(workspace.environment),
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=workspace.folder, env=dict(workspace.environment), capture_output=True, text=True, check=False
         )
-        others.append(f"{beside.returncode} {beside.stderr}")
-        others.append(f"1 Error: `make run` is at work in this workspace already (pid {process.pid}); wait for it, ")
+        refused.append(f"{beside.returncode} {beside.stderr}")
+        assert f"`make run` is at work in this workspace already (pid {process.pid})" in beside.stderr
         orphans.extend(psutil.Process(process.pid).children())
         process.kill()
 
-    workspace = Workspace(folder=workspace.folder, environment={**workspace.environment, "OMP_NUM_THREADS": "2"})
     ended = workspace.python("-m", "tools.run", "--jobs", "2", meanwhile=kill)
     require_clean_end(ended)
     assert ended.code == -signal.SIGKILL
-    assert others[0].startswith(others[1])
+    assert refused[0].startswith("1 Error: ")
     assert {line for line in notes(workspace) if "SIG" in line} == {"prepare-a SIGTERM", "prepare-b SIGTERM"}
     _, left = psutil.wait_procs(orphans, timeout=60)  # for DVC one lives until init has reaped it
     assert (len(orphans), left) == (2, [])
@@ -235,7 +224,7 @@ def test_killed_it_leaves_no_stage_running_and_beside_it_no_other_run_starts(wor
     assert again.code == 0, again.output
 
 
-def test_cores_are_shared_and_what_dvc_refuses_is_said(workspace: Workspace) -> None:
+def test_cores_are_shared_and_dvcs_refusal_is_shown(workspace: Workspace) -> None:
     plain = {name: value for name, value in workspace.environment.items() if name != "OMP_NUM_THREADS"}
     workspace = Workspace(folder=workspace.folder, environment=plain)
     assert side_by_side(workspace, "check", "--jobs", "999").code == 0
@@ -245,5 +234,4 @@ def test_cores_are_shared_and_what_dvc_refuses_is_said(workspace: Workspace) -> 
     assert notes(workspace)[2] == "check starts with None", "nodes have cores of their own"
     refused = side_by_side(workspace, "no-such")
     assert refused.code == 1
-    assert "Error: DVC refuses: " in refused.output
-    assert "no-such" in refused.output
+    assert re.search("Error: DVC refuses: .*no-such", refused.output, re.DOTALL)

@@ -16,21 +16,16 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.launcher.gpus import Gpu
 from tests import ROOT
 from tools.run.__main__ import num_gpus, steps_of
-from tools.run.schedule import Step, chain_lengths, next_steps
+from tools.run.side_by_side import Step, chain_lengths, next_steps
 
-FOUR_GPUS = DeviceParams(kind="cuda", count=1)
-MINUTES = {"plan": 1, "train": 120, "merge": 5, "evaluate": 10, "baseline": 10, "compare": 1}
-"""By kind of stage; all others take one."""
+MINUTES = {"train": 120, "merge": 5, "evaluate": 10}
+"""Minutes by kind of stage; all others take one."""
 
 
 def simulated(
-    steps: Mapping[str, Step],
-    minutes: Callable[[str], float],
-    *,
-    jobs: int,
-    gpus: int,
+    steps: Mapping[str, Step], minutes: Callable[[str], float], *, jobs: int, gpus: int
 ) -> dict[str, tuple[float, float]]:
-    """When each step starts and ends, if it takes so long."""
+    """The times at which each step starts and ends, if it takes so long."""
     now, times, running, done = 0.0, dict[str, tuple[float, float]](), list[tuple[float, str]](), list[str]()
     while len(done) < len(steps):
         waiting, names = [name for name in steps if name not in times], [name for _, name in running]
@@ -49,13 +44,6 @@ def minutes_of(name: str) -> float:
     return MINUTES.get(kind, 1) * (1.3 if item.startswith("r4") else 1 + len(item) / 1000)
 
 
-def longest_chain(steps: Mapping[str, Step]) -> float:
-    ends: dict[str, float] = {}
-    for name, step in steps.items():  # in topological order
-        ends[name] = minutes_of(name) + max((ends[other] for other in step.waits_for), default=0)
-    return max(ends.values())
-
-
 @pytest.fixture
 def detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Step]:
     """The stages of the detection task, as DVC reads dvc.yaml, each of which wants one GPU at most."""
@@ -63,29 +51,27 @@ def detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Step
         shutil.copy(ROOT / name, tmp_path)
     monkeypatch.chdir(tmp_path)
     Repo.init(no_scm=True)
-    steps, num_up_to_date = steps_of(["compare@detection"], FOUR_GPUS, force=True)
-    assert (len(steps), num_up_to_date) == (21, 0)
+    steps, num_up_to_date = steps_of(["compare@detection"], DeviceParams(kind="cuda", count=1), force=True)
+    assert num_up_to_date == 0
+    assert len(steps) > 15
     return steps
 
 
-def test_on_four_gpus_detection_takes_as_long_as_its_longest_chain(detection: dict[str, Step]) -> None:
+def test_four_gpus_take_as_long_as_the_longest_chain_and_one_takes_turns(detection: dict[str, Step]) -> None:
     times = simulated(detection, minutes_of, jobs=4, gpus=4)
-    began = {name: times[f"train@{name}"][0] for name in ("r1-llm-only", "r2-vision-only", "r4-joint")}
-    ended = min(times[f"train@{name}"][1] for name in began)
-    assert max(began.values()) < ended, "the three train at the same time"
-    assert max(end for _, end in times.values()) == pytest.approx(longest_chain(detection))
-    two_stages = sum(minutes_of(f"train@{name}") for name in ("r2-vision-only", "r3-two-stage"))
-    assert longest_chain(detection) == pytest.approx(two_stages, rel=0.15)
-
-
-def test_on_one_gpu_stages_take_turns_and_what_needs_none_goes_on(detection: dict[str, Step]) -> None:
+    began, ended = zip(*(times[f"train@{name}"] for name in ("r1-llm-only", "r2-vision-only", "r4-joint")), strict=True)
+    assert max(began) < min(ended), "the three train at the same time"
+    ends: dict[str, float] = {}
+    for name, step in detection.items():  # in topological order
+        ends[name] = minutes_of(name) + max((ends[other] for other in step.waits_for), default=0)
+    assert max(end for _, end in times.values()) == pytest.approx(max(ends.values()))
     times = simulated(detection, minutes_of, jobs=4, gpus=1)
     turns = sorted(times[name] for name, step in detection.items() if step.gpus)
     assert all(end <= start for (_, end), (start, _) in pairwise(turns))
     assert times["plan@r1-llm-only"][1] < times["train@r2-vision-only"][1], "a plan does not wait for a training"
 
 
-def test_the_longest_chain_goes_first_and_no_step_that_wants_too_much_waits_for_ever() -> None:
+def test_longest_chain_goes_first_and_a_step_that_wants_too_much_starts_alone() -> None:
     def step(*waits_for: str, gpus: int = 0) -> Step:
         return Step(waits_for=frozenset(waits_for), gpus=gpus)
 
@@ -96,15 +82,13 @@ def test_the_longest_chain_goes_first_and_no_step_that_wants_too_much_waits_for_
         waiting = [name for name in steps if name not in running]
         return next_steps(steps, waiting=waiting, running=running, done=(), jobs=jobs, gpus=1)
 
-    assert first(1) == ["a"]
-    assert first(2) == ["a", "short"]
-    assert first(9) == ["a", "short", "large"]
+    assert (first(1), first(2), first(9)) == (["a"], ["a", "short"], ["a", "short", "large"])
     assert first(9, "small") == ["a", "short"]
     assert first(2, "a", "short") == []
 
 
 @given(st.data())
-def test_every_step_runs_once_after_what_it_waits_for_within_the_limits(data: st.DataObject) -> None:
+def test_every_step_runs_once_after_those_that_it_waits_for_within_the_limits(data: st.DataObject) -> None:
     names = [str(number) for number in range(data.draw(st.integers(1, 12)))]
     steps = {
         name: Step(
@@ -126,13 +110,10 @@ def test_every_step_runs_once_after_what_it_waits_for_within_the_limits(data: st
 def test_gpus_are_those_of_the_machine_and_in_slurm_enough_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     params = load_params(ROOT / "params.yaml").on("qwen2-vl-7b-2x48gb")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(
-        "tools.run.__main__.read_gpus", lambda: [Gpu(index=i, uuid=f"GPU-{i}", name="x") for i in range(3)]
-    )
-    assert num_gpus(params, jobs=4) == 3
-    monkeypatch.setattr("tools.run.__main__.read_gpus", list)
-    assert num_gpus(params, jobs=4) == 1
+    for num, expected in ((3, 3), (0, 1)):
+        gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="x") for index in range(num)]
+        monkeypatch.setattr("tools.run.__main__.read_gpus", lambda gpus=gpus: gpus)
+        assert num_gpus(params, jobs=4) == expected
+    assert num_gpus(params.on("tiny"), jobs=4) == 0
     monkeypatch.setenv("BAKEOFF_PLACE", "slurm")
     assert num_gpus(params, jobs=4) == 8
-    monkeypatch.delenv("BAKEOFF_PLACE")
-    assert num_gpus(params.on("tiny"), jobs=4) == 0
