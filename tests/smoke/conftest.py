@@ -29,7 +29,7 @@ SECRETS = {"HF_TOKEN": "hf_smokesmokesmokesmokesmokesmokesmoke", "AWS_SECRET_ACC
 
 
 def client(*args: str) -> str:
-    """What the engine's client prints."""
+    """The output of the engine's client."""
     return subprocess.run([ENGINE, *args], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -50,7 +50,7 @@ def is_first_process(process: psutil.Process, below: Path) -> bool:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a person with secrets, in a shell with this test's Python environment activated."""
+    """The environment of a person with secrets, with this test's Python environment activated."""
     dropped = ("PYTHONPATH", "DVC_ROOT", "DVC_STAGE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
@@ -66,12 +66,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def dvc(workspace: Path, *args: str, **more: str) -> str:
-    """Runs it to its end; the test fails with what it said where it fails."""
+    """Runs dvc to its end; the test fails with the output if it fails."""
     return python(workspace, "-m", "dvc", *args, **more)
 
 
 def python(workspace: Path, *args: str, **more: str) -> str:
-    """Likewise."""
+    """Runs this Python to its end; the test fails with the output if it fails."""
     result = subprocess.run(
         [sys.executable, *args], cwd=workspace, env=environment(**more), capture_output=True, text=True, check=False
     )

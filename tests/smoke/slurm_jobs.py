@@ -1,4 +1,4 @@
-"""Workspaces whose stage is a job of a real Slurm, what is typed there, and what Slurm says."""
+"""Workspaces whose stage is a job of a real Slurm, commands in them, and the state of Slurm."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def jobs() -> dict[str, str]:
 
 
 def num_ended(workspace: Path) -> int:
-    """How often jobs of this workspace have come to an end, or back into the queue, by Slurm's own log."""
+    """The number of times that jobs of this workspace ended or went back into the queue, by Slurm's own log."""
     log = Path(ENVIRONMENT["SLURM_CONF"]).with_name("log") / "jobs"
     return sum(f"WorkDir={workspace} " in line for line in log.read_text().splitlines()) if log.exists() else 0
 
@@ -105,26 +105,26 @@ class Command:
     """`dvc repro`, typed in the workspace."""
 
     def __init__(self, workspace: Path, *arguments: str, **environment: str) -> None:
-        self.path = workspace.with_name(f"said-{time.monotonic_ns()}")
+        self.path = workspace.with_name(f"output-{time.monotonic_ns()}")
         self.workspace = workspace
-        with self.path.open("wb") as said:
+        with self.path.open("wb") as output:
             self.process = subprocess.Popen(
                 ["dvc", *(arguments or ("repro", "train"))],
                 cwd=workspace,
                 env=ENVIRONMENT | environment,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.path.read_text()
 
-    def until(self, said: str) -> str:
-        """Wait until it, or its launcher, which may outlive it, has said this; returns the first group."""
-        wait_until(lambda: re.search(said, self.said) is not None, lambda: self.said)
-        return "".join(re.findall(said, self.said)[:1])
+    def until(self, pattern: str) -> str:
+        """Wait until its output, or its launcher's, which may outlive it, matches; returns the first group."""
+        wait_until(lambda: re.search(pattern, self.output) is not None, lambda: self.output)
+        return "".join(re.findall(pattern, self.output)[:1])
 
     def ended(self) -> int:
         return self.process.wait(timeout=120)

@@ -1,4 +1,4 @@
-"""What is Apptainer's own: ordinary users, its failures, the bytes of a stage, what is built where no Docker is."""
+"""Apptainer alone: ordinary users, its own failures, the bytes of a stage."""
 
 import hashlib
 import json
@@ -103,7 +103,7 @@ def test_refused_user_namespaces_and_a_damaged_image_are_apptainers_failure_not_
 
 
 def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path) -> None:
-    """Where the packages are the locked ones; the pipeline's weights: test_pipeline.py. In jobs where Slurm is up."""
+    """With the locked packages, and in jobs too if Slurm is up. The weights of the pipeline: test_pipeline.py."""
     digests = {}
     jobs = [("apptainer", "slurm")] if "SLURM_CONF" in os.environ else []
     for engine, place in (("process", "here"), ("apptainer", "here"), *jobs):

@@ -1,4 +1,4 @@
-"""What is in the image, and what is not."""
+"""The contents of the image."""
 
 import json
 import platform
@@ -18,8 +18,8 @@ from tools.image.wheelhouse import WheelPlatform, read_lock
 
 pytestmark = pytest.mark.engine
 
-# Of the services that a machine for this work may know: the hub, AWS, GitHub, W&B, private keys, addresses with a
-# password.
+# Secrets of services that a machine for this work may know (the hub, AWS, GitHub, W&B), private keys, addresses with
+# a password.
 SECRET = re.compile(
     rb"hf_[A-Za-z0-9]{34}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36}|WANDB_API_KEY\s*=|"
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|https?://[^\s/:@'\"{}<>$%]+:[^\s/:@'\"{}<>$%]+@"
@@ -98,11 +98,7 @@ def test_it_has_exactly_the_locked_packages(image: str) -> None:
     assert installed == locked | {"torch": cpu_torch(ROOT)}
 
 
-@pytest.mark.parametrize("tool", ["gcc", "cc", "g++", "ld", "make", "pip", "uv", "git", "curl", "wget"])
-def test_it_has_no_compiler_no_installer_and_nothing_to_fetch_with(image: str, tool: str) -> None:
-    assert in_image(image, f"import shutil; print(shutil.which({tool!r}))") == "None"
-
-
-def test_it_has_no_code_of_the_project(image: str) -> None:
-    found = in_image(image, "import importlib.util; print(importlib.util.find_spec('stages'))")
-    assert found == "None"
+def test_it_has_no_compiler_no_installer_no_client_and_no_code_of_the_project(image: str) -> None:
+    tools = ["gcc", "cc", "g++", "ld", "make", "pip", "uv", "git", "curl", "wget"]
+    code = f"import importlib.util, shutil; print(*map(shutil.which, {tools}), importlib.util.find_spec('stages'))"
+    assert set(in_image(image, code).split()) == {"None"}

@@ -79,7 +79,7 @@ def test_stages_side_by_side_share_the_cores(finished: Path) -> None:
 def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights_byte_for_byte(
     finished: Path, tmp_path: Path
 ) -> None:
-    """The same recipe, seed and locked packages; another build of Python, perhaps, around them, and more threads."""
+    """With the same recipe, seed and locked packages; Python's build and the number of threads may differ."""
     workspace = copy_of_checkout(tmp_path / "on the host")
     dvc(workspace, "repro", "evaluate@r3-two-stage", BAKEOFF_ENGINE="process", OMP_NUM_THREADS="2")
     for path in (

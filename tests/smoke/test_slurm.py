@@ -1,6 +1,6 @@
 """Stages as jobs of a real Slurm: `.ci/with-slurm .venv/bin/python -m pytest -m engine tests/smoke/test_slurm.py`.
 
-The stage runs until it is told to end, so that each moment can be waited for.
+The stage runs until there is a file `go`, so that each moment can be waited for.
 """
 
 import os
@@ -53,7 +53,7 @@ def workspace(tmp_path: Path) -> Path:
     return make_workspace(tmp_path)
 
 
-def test_a_job_shows_what_it_prints_and_its_outputs_are_kept_by_dvc(workspace: Path) -> None:
+def test_job_shows_its_output_and_dvc_stores_its_results(workspace: Path) -> None:
     command = Command(workspace)
     command.until("the stage speaks")
     ((number, state),) = jobs().items()
@@ -63,7 +63,7 @@ def test_a_job_shows_what_it_prints_and_its_outputs_are_kept_by_dvc(workspace: P
     assert "docker/run train r1-llm-only" in script.stdout.decode()
     assert "hf_smoke" not in shown + script.stdout.decode()
     let_end(workspace)
-    assert command.ended() == 0, command.said
+    assert command.ended() == 0, command.output
     assert notes(workspace) == ["begin None None", "end"]
     assert trained(workspace) == "of seed 42"
     assert '"engine": "process"' in (workspace / "data/provenance/train.json").read_text()
@@ -72,7 +72,7 @@ def test_a_job_shows_what_it_prints_and_its_outputs_are_kept_by_dvc(workspace: P
     assert "up to date" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
 
 
-def test_a_stage_computes_on_the_gpu_that_slurm_gave_it(workspace: Path) -> None:
+def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
     """Slurm's first GPU of a node is 0 whoever else has leased a GPU 0; the driver knows it by its UUID."""
     set_params(workspace, profile="qwen2-vl-2b-24gb")
     gpus = (Gpu(index=index, uuid=f"GPU-{index}", name="H100", used_bytes=0, total_bytes=2**36) for index in (0, 1))
@@ -84,18 +84,18 @@ def test_a_stage_computes_on_the_gpu_that_slurm_gave_it(workspace: Path) -> None
     assert notes(workspace) == ["begin None GPU-0", "end"]
 
 
-def test_a_failed_stage_has_its_own_exit_code_and_the_same_command_runs_it_again(workspace: Path) -> None:
+def test_failed_stage_has_its_own_exit_code_and_runs_again(workspace: Path) -> None:
     let_end(workspace)
     (workspace / "fail").touch()
-    said = run(workspace, "docker/run", "train", "r1-llm-only", code=7, **ENVIRONMENT)
-    assert "the stage speaks" in said
+    output = run(workspace, "docker/run", "train", "r1-llm-only", code=7, **ENVIRONMENT)
+    assert "the stage speaks" in output
     (workspace / "fail").unlink()
     run(workspace, "docker/run", "train", "r1-llm-only", **ENVIRONMENT)
     assert trained(workspace) == "of seed 42"
 
 
 @pytest.mark.parametrize("phase", ["pending", "running", "ended"])
-def test_killed_with_dvc_a_launcher_finds_its_job_again_and_submits_no_second_one(workspace: Path, phase: str) -> None:
+def test_launcher_killed_with_dvc_reattaches_and_submits_no_second_job(workspace: Path, phase: str) -> None:
     first_in_queue = occupied(workspace) if phase == "pending" else None
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
@@ -106,19 +106,19 @@ def test_killed_with_dvc_a_launcher_finds_its_job_again_and_submits_no_second_on
         wait_until(lambda: jobs() == {})
         assert not (workspace / "data/trained").exists(), "put aside, where dvc does not remove it"
     again = Command(workspace)
-    again.until({"ended": "takes what its job left"}.get(phase, f"takes up job {number}, {phase}"))
+    again.until({"ended": "collecting the outputs of its job"}.get(phase, f"reattached to job {number}, {phase}"))
     if first_in_queue:
         subprocess.run(["scancel", first_in_queue], check=True)
     let_end(workspace)
-    assert again.ended() == 0, again.said
-    assert "the stage speaks" in again.said
+    assert again.ended() == 0, again.output
+    assert "the stage speaks" in again.output
     assert trained(workspace) == "of seed 42"
     assert notes(workspace) == ["begin None None", "end"]
     wait_until(lambda: num_ended(workspace) == 1)
     assert "up to date" in run(workspace, "dvc", "status", "train")
 
 
-def test_a_launcher_killed_while_it_published_leaves_nothing_half_taken(workspace: Path) -> None:
+def test_launcher_killed_while_it_published_leaves_no_half_result(workspace: Path) -> None:
     command = Command(workspace)
     command.until("the stage speaks")
     command.kill()
@@ -127,12 +127,12 @@ def test_a_launcher_killed_while_it_published_leaves_nothing_half_taken(workspac
     (aside,) = (workspace / "data/.outputs/train").glob("job-*/outputs")
     aside.rename(aside.with_name("taken"))
     (aside.with_name("taken") / "data/trained").rename(workspace / "data/trained")
-    assert "killed while it took" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert "killed while it collected" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
     assert notes(workspace).count("end") == 2
     assert trained(workspace) == "of seed 42"
 
 
-def test_outputs_that_dvc_removed_while_a_job_ended_are_made_again(workspace: Path) -> None:
+def test_outputs_removed_by_dvc_while_a_job_ended_are_made_again(workspace: Path) -> None:
     command = Command(workspace)
     command.until("the stage speaks")
     command.kill()
@@ -140,55 +140,55 @@ def test_outputs_that_dvc_removed_while_a_job_ended_are_made_again(workspace: Pa
     wait_until(lambda: jobs() == {})
     (aside,) = (workspace / "data/.outputs/train").glob("job-*/end.json")
     aside.write_text('{"code": 0, "outputs": ["data/provenance/train.json"]}')
-    said = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert "it runs again" in said
+    output = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert "running the stage again" in output
     assert notes(workspace).count("end") == 2
     assert trained(workspace) == "of seed 42"
 
 
-def test_a_closed_terminal_and_the_end_of_dvc_leave_the_job_running(workspace: Path) -> None:
+def test_closed_terminal_and_end_of_dvc_leave_the_job_running(workspace: Path) -> None:
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     os.killpg(command.process.pid, signal.SIGHUP)
-    command.until(f"leaves job {number} to itself; the same command takes it up")
+    command.until(f"detached from job {number}; run the same command to reattach")
     command.ended()
     second = Command(workspace)
-    second.until(f"takes up job {number}, running")
+    second.until(f"reattached to job {number}, running")
     second.process.terminate()  # dvc alone
-    second.until(f"leaves job {number} to itself")
+    second.until(f"detached from job {number}")
     second.ended()
     third = Command(workspace)
-    third.until(f"takes up job {number}, running")
+    third.until(f"reattached to job {number}, running")
     os.killpg(third.process.pid, signal.SIGTERM)  # as a reboot does
-    third.until(f"leaves job {number} to itself")
+    third.until(f"detached from job {number}")
     third.ended()
     let_end(workspace)
-    assert run(workspace, "dvc", "repro", "train", **ENVIRONMENT).count("launcher: take") == 1
+    assert run(workspace, "dvc", "repro", "train", **ENVIRONMENT).count("launcher: reattached") == 1
     assert notes(workspace) == ["begin None None", "end"]
 
 
-def test_ctrl_c_has_the_stage_save_and_the_same_command_goes_on(workspace: Path) -> None:
+def test_ctrl_c_has_the_stage_save_and_the_same_command_resumes(workspace: Path) -> None:
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.ended() != 0
-    assert f"asks job {number} to save its work and end" in command.said
+    assert f"asking job {number} to save and end" in command.output
     assert notes(workspace) == ["begin None None", "asked by SIGTERM"]
     wait_until(lambda: jobs() == {})
     let_end(workspace)
-    assert "takes" not in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
+    assert "reattached" not in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
     assert trained(workspace) == "of seed 42"
 
 
-def test_ctrl_c_withdraws_a_job_that_waits_and_ends_one_that_ignores_it(workspace: Path) -> None:
+def test_ctrl_c_withdraws_a_waiting_job_and_ends_one_that_ignores_it(workspace: Path) -> None:
     before = occupied(workspace)
     waiting = Command(workspace)
     waiting.until("waits in the queue: (Resources|Priority)\n")
     waiting.launcher().send_signal(signal.SIGINT)
     assert waiting.ended() != 0
-    assert "was waiting in the queue, and is withdrawn" in waiting.said
+    assert "was waiting in the queue, and is withdrawn" in waiting.output
     assert set(jobs()) == {before}
     subprocess.run(["scancel", before], check=True)
     (workspace / "stages/train.py").write_text(
@@ -197,92 +197,94 @@ def test_ctrl_c_withdraws_a_job_that_waits_and_ends_one_that_ignores_it(workspac
     deaf = Command(workspace)
     deaf.until("deaf")
     deaf.launcher().send_signal(signal.SIGINT)
-    deaf.until("asks job")
+    deaf.until("asking job")
     time.sleep(2)  # two within this time are one request
     deaf.launcher().send_signal(signal.SIGINT)
-    deaf.until(r"ends job \d+")
+    deaf.until(r"ending job \d+ now")
     assert deaf.ended() != 0
     wait_until(lambda: jobs() == {})
 
 
-def test_a_changed_setting_cancels_the_job_that_runs_without_it(workspace: Path) -> None:
+def test_changed_setting_cancels_the_running_job(workspace: Path) -> None:
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     command.kill()
     set_params(workspace, seed=7)
     changed = Command(workspace)
-    changed.until(f"job {number} is of other inputs, settings or code: cancelled")
+    changed.until(f"cancelling job {number}: its inputs, settings or code")
     let_end(workspace)
-    assert changed.ended() == 0, changed.said
+    assert changed.ended() == 0, changed.output
     assert trained(workspace) == "of seed 7"
 
 
-def test_when_the_time_of_its_job_is_over_a_training_goes_on_in_the_queue(workspace: Path) -> None:
+def test_training_is_requeued_when_the_time_of_its_job_is_over(workspace: Path) -> None:
     """Slurm's own limit of a minute, and its signal before that."""
     set_params(workspace, partition="short", minutes=1, save_seconds=58)
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
-    command.until(f"launcher: job {number} goes back into the queue, and on from there when it is its turn")
+    command.until(f"launcher: job {number} goes back into the queue, and resumes from there")
     wait_until(lambda: notes(workspace).count("begin None None") == 2)
     let_end(workspace)
-    assert command.ended() == 0, command.said
+    assert command.ended() == 0, command.output
     assert notes(workspace)[:3] == ["begin None None", "asked by SIGUSR1", "begin None None"]
     assert notes(workspace).count("end") == 1
     assert trained(workspace) == "of seed 42"
 
 
-def test_a_training_that_saves_nothing_in_its_time_is_not_started_for_ever(workspace: Path) -> None:
+def test_training_that_saves_nothing_in_its_time_is_not_requeued(workspace: Path) -> None:
     set_params(workspace, partition="short", save_seconds=58)
     command = Command(workspace, OMP_FORGETS="1")
     assert command.ended() != 0
-    assert "the time of its job was over before it had saved anything new; give it more" in command.said, command.said
+    assert "the time of its job was over before it saved a new checkpoint; increase slurm" in command.output, (
+        command.output
+    )
     assert notes(workspace) == ["begin None None", "asked by SIGUSR1"]
 
 
-def test_a_requeued_job_goes_on_and_its_launcher_waits(workspace: Path) -> None:
+def test_launcher_waits_for_a_requeued_job(workspace: Path) -> None:
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     subprocess.run(["scontrol", "requeue", number], check=True)
     wait_until(lambda: notes(workspace).count("begin None None") == 2)
     let_end(workspace)
-    assert command.ended() == 0, command.said
+    assert command.ended() == 0, command.output
     assert trained(workspace) == "of seed 42"
 
 
 @pytest.mark.parametrize(
-    ("slurm", "said"),
+    ("slurm", "output"),
     [
-        ({"options": ["--gres=gpu:3"]}, "Slurm takes no such job: .*node configuration is not available"),
-        ({"partition": "nowhere"}, "Slurm takes no such job: .*Invalid partition"),
-        ({"partition": "short", "minutes": 5}, "would never start: PartitionTimeLimit, says Slurm, so it was"),
+        ({"options": ["--gres=gpu:3"]}, "Slurm refuses the job: .*node configuration is not available"),
+        ({"partition": "nowhere"}, "Slurm refuses the job: .*Invalid partition"),
+        ({"partition": "short", "minutes": 5}, "would never start, for Slurm's reason PartitionTimeLimit, so it was"),
     ],
 )
-def test_an_impossible_job_is_refused_with_slurms_reason(workspace: Path, slurm: dict[str, Any], said: str) -> None:
+def test_impossible_job_is_refused_with_slurms_reason(workspace: Path, slurm: dict[str, Any], output: str) -> None:
     set_params(workspace, **slurm)
-    assert re.search(said, run(workspace, "docker/run", "train", "r1-llm-only", code=1, **ENVIRONMENT))
+    assert re.search(output, run(workspace, "docker/run", "train", "r1-llm-only", code=1, **ENVIRONMENT))
     assert jobs() == {}
 
 
-def test_a_job_that_somebody_holds_or_cancels_is_named(workspace: Path) -> None:
+def test_held_and_cancelled_jobs_are_reported(workspace: Path) -> None:
     set_params(workspace, options=["--hold"])
     command = Command(workspace)
     number = command.until(r"launcher: job (\d+)")
-    command.until(f"job {number} waits in the queue: JobHeldUser; see what that means to")
+    command.until(f"job {number} waits in the queue: JobHeldUser; for details: scontrol")
     subprocess.run(["scontrol", "release", number], check=True)
     command.until("the stage speaks")
     subprocess.run(["scancel", number], check=True)
     assert command.ended() != 0
-    assert f"job {number} of train has ended without a result: CANCELLED" in command.said
+    assert f"job {number} of train has ended without a result: CANCELLED" in command.output
 
 
-def test_a_job_that_finds_its_settings_changed_does_nothing(workspace: Path) -> None:
+def test_job_that_finds_its_settings_changed_does_nothing(workspace: Path) -> None:
     first_in_queue = occupied(workspace)
     command = Command(workspace)
     command.until("waits in the queue")
     set_params(workspace, seed=7)
     subprocess.run(["scancel", first_in_queue], check=True)
     assert command.ended() != 0
-    assert "params changed after this job was submitted" in command.said
+    assert "params changed after this job was submitted" in command.output
     assert notes(workspace) == []

@@ -49,12 +49,12 @@ def test_experiments_in_a_clone_and_in_the_queue_run_as_jobs(workspace: Path, ho
     let_end(workspace)
     run(workspace, "git", "add", "--force", "go")  # for the clone to have it
     commit(workspace)
-    said = run(workspace, "dvc", "exp", "run", how, "--name", "seven", "-S", "seed=7", "train", **ENVIRONMENT)
+    output = run(workspace, "dvc", "exp", "run", how, "--name", "seven", "-S", "seed=7", "train", **ENVIRONMENT)
     if how == "--queue":
         run(workspace, "dvc", "queue", "start", **ENVIRONMENT)
         wait_until(lambda: any(word in run(workspace, "dvc", "queue", "status") for word in ("Success", "Failed")))
-        said = run(workspace, "dvc", "queue", "logs", "seven")
-    assert "launcher: job " in said
+        output = run(workspace, "dvc", "queue", "logs", "seven")
+    assert "launcher: job " in output
     run(workspace, "dvc", "exp", "apply", "seven")
     assert (workspace / "data/trained/weights").read_text() == "of seed 7"
 
@@ -65,7 +65,7 @@ def test_a_job_that_nothing_would_find_again_is_asked_to_end(workspace: Path) ->
     number = command.until(r"launcher: job (\d+)")
     command.until("the stage speaks")
     command.process.kill()
-    command.until(f"asks job {number} to save its work and end, as nothing would find it again")
+    command.until(f"asking job {number} to save and end, as no command would reattach")
     command.ended()
     wait_until(lambda: jobs() == {})
 
@@ -83,13 +83,13 @@ def before(stage: str, folder: Path, reference: Reference) -> Workspace:
 
 
 def in_jobs(plain: Workspace, **environment: str) -> Workspace:
-    """The same, whose stages run as jobs."""
+    """That workspace with stages that run as jobs."""
     slurm = {"BAKEOFF_PLACE": "slurm", "SLURM_CONF": os.environ["SLURM_CONF"]}
     return replace(plain, environment={**plain.environment, **slurm, **environment})
 
 
 def time_is_up(workspace: Workspace, *whom: str) -> Meanwhile:
-    """What Slurm does before the time is over, at the first checkpoint. whom: scancel's option."""
+    """Send Slurm's signal for the end of a job's time at the first checkpoint. whom: scancel's option."""
 
     def meanwhile(process: "subprocess.Popen[bytes]") -> None:
         while not any((workspace.folder / ".bakeoff/checkpoints").glob("*/*/step-*")):

@@ -1,4 +1,4 @@
-"""What only tasks of text have, in containers: predictions, mixes of data, a mixture that is built and evaluated."""
+"""Stages that only tasks of text have, in containers: predictions, mixes of data, a mixture."""
 
 import json
 from pathlib import Path
