@@ -124,13 +124,13 @@ def _read_gpu(index: int) -> Gpu | None:
 
 @contextmanager
 def leased_gpus(
-    count: int, *, locks_dir: Path | None, holder: str, visible: str | None, say: Callable[[str], None]
+    count: int, *, locks_dir: Path, holder: str, visible: str | None, say: Callable[[str], None]
 ) -> Iterator[tuple[Gpu, ...]]:
     """`count` free GPUs that no other stage gets meanwhile; waits for those that other stages hold.
 
-    locks_dir: folder of the leases. None if a batch system assigns GPUs, and `visible` names the assigned ones.
+    locks_dir: folder of the leases, one for each UUID.
     holder: who leases, e.g. "train r1-llm-only", for messages to others.
-    visible: the caller's CUDA_VISIBLE_DEVICES; the GPUs come in its order. None: all of them.
+    visible: the caller's CUDA_VISIBLE_DEVICES, which a batch system sets too; the GPUs come in its order. None: all.
     say: gets one line that names the holders that it waits for, and another one when they change.
 
     Raises UserError if waiting for other stages would not help: there are too few GPUs, or foreign processes use them.
@@ -140,8 +140,7 @@ def leased_gpus(
     if count == 0:
         yield ()
         return
-    if locks_dir is not None:
-        locks_dir.mkdir(parents=True, exist_ok=True)
+    locks_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
         lease = _Lease(count, locks_dir, holder, visible, locks)
         waits_for, settled_at = None, time.monotonic() + SETTLE_S
@@ -162,7 +161,7 @@ class _Lease:
     """The attempts to lease, and the state of the GPUs at the last one."""
 
     count: int
-    locks_dir: Path | None
+    locks_dir: Path
     holder: str
     visible: str | None
     locks: ExitStack
@@ -174,21 +173,15 @@ class _Lease:
 
     def attempt(self) -> bool:
         """Lock `count` free GPUs; all or none, one process at a time: two that want two GPUs never hold one each."""
-        gpus = leasable(read_gpus(), visible=self.visible, count=self.count, holder=self.holder)
         self.free, self.held, self.in_use = [], [], []
-        if self.locks_dir is None:
-            self._sort(gpus)
-            return len(self.free) >= self.count
         with (self.locks_dir / "leasing").open("a") as leasing:
             fcntl.flock(leasing, fcntl.LOCK_EX)
-            unlocked = []
-            for gpu in gpus:
+            for gpu in leasable(read_gpus(), visible=self.visible, count=self.count, holder=self.holder):
                 try:
                     _locked(self.locks_dir / gpu.uuid).close()
-                    unlocked.append(gpu)
+                    (self.free if gpu.is_free else self.in_use).append(gpu)
                 except BlockingIOError:
                     self.held.append((gpu, (self.locks_dir / gpu.uuid).read_text()))
-            self._sort(unlocked)
             if len(self.free) < self.count:
                 return False
             for gpu in self.free[: self.count]:
@@ -197,10 +190,6 @@ class _Lease:
                 lock.write(f"{self.holder} (pid {os.getpid()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M})")
                 lock.flush()
             return True
-
-    def _sort(self, gpus: Sequence[Gpu]) -> None:
-        for gpu in gpus:
-            (self.free if gpu.is_free else self.in_use).append(gpu)
 
     def refusal(self) -> str:
         """The GPUs in use, and their processes as far as they are known."""

@@ -185,8 +185,7 @@ def run_here(request: Request, engine: Engine, target: str) -> int:
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
             gpus_wanted(stage, request.params.active.device),
-            # Slurm assigns each of its GPUs to one job; a network file system may not show locks to other nodes.
-            locks_dir=None if request.in_job else request.repository_dir / ".bakeoff/gpus",
+            locks_dir=request.repository_dir / ".bakeoff/gpus",
             holder=request.title,
             visible=request.caller.get("CUDA_VISIBLE_DEVICES"),
             say=say,

@@ -100,11 +100,10 @@ class Machine:
             self.events.pop(0)()
 
     def lease(
-        self, count: int, *gpus: Gpu, holder: str = "train r1", visible: str | None = None, locked: bool = True
+        self, count: int, *gpus: Gpu, holder: str = "train r1", visible: str | None = None
     ) -> AbstractContextManager[tuple[Gpu, ...]]:
         self.gpus = list(gpus) or self.gpus
-        locks_dir = self.folder / "gpus" if locked else None
-        return leased_gpus(count, locks_dir=locks_dir, holder=holder, visible=visible, say=self.lines.append)
+        return leased_gpus(count, locks_dir=self.folder / "gpus", holder=holder, visible=visible, say=self.lines.append)
 
     def refused(self, count: int, *gpus: Gpu, **given: Any) -> str:
         """The refusal of a lease."""
@@ -166,17 +165,6 @@ def test_visible_gpus_are_leased_in_their_order(machine: Machine, visible: str |
 )
 def test_wrong_visible_devices_are_refused(machine: Machine, visible: str, message: str) -> None:
     assert message in machine.refused(1, gpu(0), gpu(1), gpu(2), visible=visible)
-
-
-def test_gpus_of_a_batch_system_are_used_without_a_lease(machine: Machine) -> None:
-    # Two nodes, each with its own GPU 1.
-    with (
-        machine.lease(1, gpu(0), gpu(1), visible="1", locked=False) as gpus,
-        machine.lease(1, visible="1", locked=False),
-    ):
-        assert indices(gpus) == [1]
-    assert not (machine.folder / "gpus").exists()
-    assert "in use by processes without a lease" in machine.refused(1, in_use(0), gpu(1), visible="0", locked=False)
 
 
 def test_a_machine_with_too_few_gpus_is_refused(machine: Machine) -> None:
