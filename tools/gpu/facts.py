@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.kit.launcher.gpus import driver_version
-from stages.kit.models.kernels import packed_attention, refuse_wrong_kernels, takes_variable_lengths
-from stages.kit.training.kernels import compiler_problem
+from stages.kit.models.kernels import packed_attention, takes_variable_lengths
+from stages.kit.training.kernels import compiler_problem, refuse_wrong_kernels
 from stages.kit.training.resume import seed_everything
 from tools.gpu.device import Kind
 from tools.gpu.flops import peak_tflops
@@ -120,7 +120,7 @@ def compiles_triton(device: Kind) -> str:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         began = time.monotonic()
-        refuse_wrong_kernels(torch.device(device), torch.float16)
+        refuse_wrong_kernels(device)
         return f"compiles Liger's kernels, which compute what torch does, in {time.monotonic() - began:.1f} s"
 
 

@@ -7,7 +7,7 @@ gated products and rotations.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stages.core.errors import UserError
 from stages.kit.families import family_of
 from stages.kit.internals.accelerate_internals import hooks_kept
 
@@ -240,59 +239,3 @@ def rotated(
     # Triton launches on the current device, wherever the tensors lie; Liger guards its other kernels, but not this one.
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         return LigerRopeFunction.apply(query, key, cos, sin, None, unsqueeze_dim)
-
-
-def refuse_wrong_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UserError where a kernel does not run on the device, or gives another result or gradient than torch."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    tolerance = 2 * torch.finfo(dtype).eps ** (1.0 if dtype != torch.float32 else 0.75)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    angles = random(1, 24, 64).repeat(1, 1, 2)
-    cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
-        "RMS norm": (
-            lambda hidden, weight: LigerRMSNormFunction.apply(hidden, weight, 1e-6),
-            _plain_norm,
-            (random(24, 896), random(896)),
-        ),
-        "gated product": (
-            LigerSiLUMulFunction.apply,
-            lambda gate, up: F.silu(gate) * up,
-            (random(24, 896), random(24, 896)),
-        ),
-        "rotation": (
-            lambda query, key: torch.cat(rotated(query, key, angles.cos(), angles.sin()), dim=1),
-            lambda query, key: _plain_rotation(torch.cat([query, key], dim=1), angles),
-            (random(1, 24, 4, 128).transpose(1, 2), random(1, 24, 2, 128).transpose(1, 2)),
-        ),
-    }
-    for what, (ours, plain, inputs) in cases.items():
-        found, expected = (_with_gradients(function, inputs) for function in (ours, plain))
-        for one, other in zip(found, expected, strict=True):
-            off = float((one - other).abs().max() / other.abs().max())
-            if not off <= tolerance:
-                raise UserError(
-                    f"Liger's kernel for the {what} is off by {off:.1g} here, more than {tolerance:.1g}; "
-                    "plan without, by memory.kernels: off"
-                )
-
-
-def _with_gradients(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    result = function(*(leaf * 1 for leaf in leaves))  # kernels may write over what they are given
-    result.backward(torch.linspace(-1, 1, result.numel(), device=result.device).view(result.shape).to(result.dtype))
-    return [result.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
-
-
-def _plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6).to(hidden.dtype) * weight
-
-
-def _plain_rotation(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return states * angles.cos()[:, None] + torch.cat([-second, first], dim=-1) * angles.sin()[:, None]

@@ -24,19 +24,42 @@ _SOURCE = "#include <stdlib.h>\n#include <Python.h>\nPyObject *answer(void) { re
 def prepare_kernels(plan: Plan) -> None:
     """Have TRL's fused loss and the plan's fused kernels run on the plan's GPU, in this process.
 
-    Raises UserError if Triton cannot start, or one of Liger's kernels computes something else than torch.
+    Raises UserError if Triton cannot start, or Liger's kernels compute something else than torch.
     """
     if plan.device.kind == "cpu":
         return
     from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
-    from stages.kit.models.kernels import refuse_wrong_kernels
-    from stages.kit.models.load import DTYPES, local_device
+    from stages.kit.models.load import local_device
 
     if problem := (compiler_problem() or driver_problem()) if has_triton() else "Triton is not installed":
         raise UserError(f"training on a GPU needs Triton, which compiles kernels where it runs: {problem}")
     launch_where_tensors_are()
     if plan.fused_kernels:
-        refuse_wrong_kernels(local_device(plan.device), DTYPES[plan.precision])
+        refuse_wrong_kernels(str(local_device(plan.device)))
+
+
+def refuse_wrong_kernels(device: str) -> None:
+    """Raises UserError if a tiny model has other gradients with Liger's kernels than with torch's, in fp32."""
+    import torch
+
+    from stages.kit.models.folders import geometry_config_path
+    from stages.kit.models.kernels import fused_kernels
+    from stages.kit.models.load import load_config, new_model
+
+    def gradients(*, fused: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        tokens = torch.arange(64, device=device)[None]
+        with torch.device(device):
+            model = new_model(load_config(geometry_config_path("qwen2.5-tiny").parent), precision="fp32").train()
+        with fused_kernels(model, used=fused):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    with torch.random.fork_rng([device] if device != "cpu" else []):
+        ours, plain = gradients(fused=True), gradients(fused=False)
+    off = float((ours - plain).norm() / plain.norm())
+    if not off <= 1e-3:
+        raise UserError(f"Liger's kernels are off by {off:.1g} on this GPU; plan without, by memory.kernels: off")
 
 
 def driver_problem() -> str | None:

@@ -23,9 +23,11 @@ from liger_kernel.ops import geglu, rms_norm, rope, swiglu
 from torch import nn
 from triton.runtime import interpreter
 
+from stages.core.errors import UserError
 from stages.kit.families import FAMILIES
 from stages.kit.memory.step import forget_accelerator
 from stages.kit.models.kernels import ROTATE, fused_kernels, rotated
+from stages.kit.training.kernels import refuse_wrong_kernels
 from tests.kit.memory.real_steps import measured_bytes
 from tests.kit.memory.small import ALL, FULL, batch_of, config_of, peak_bytes, plan_of, recorded
 from tools.gpu.models import random_model, with_contents
@@ -109,10 +111,24 @@ def memory(model_type: str) -> tuple[int, int]:
     return measured, peak_bytes(recorded(model_type, plan))
 
 
+def refusals() -> list[str]:
+    """What a training says of right kernels, and of a norm without its weight."""
+    found = []
+    right = rms_norm.LigerRMSNormFunction.apply
+    for apply in (right, lambda hidden, weight, *rest: right(hidden, 2 * weight, *rest)):
+        with patch.object(rms_norm.LigerRMSNormFunction, "apply", apply):
+            try:
+                refuse_wrong_kernels("cpu")
+            except UserError as error:
+                found.append(str(error))
+    return found
+
+
 def main() -> None:
     found = {
         "differences": {name: differences(name) for name in FUSED},
         "memory": {name: memory(name) for name in FUSED},
+        "refused": refusals(),
         "left": [name for name, module in sys.modules.items() if getattr(module, ROTATE, None) is rotated],
     }
     print(json.dumps(found))

@@ -56,6 +56,11 @@ def test_fused_training_takes_the_memory_that_is_recorded(interpreted: dict[str,
     assert predicted == pytest.approx(measured, rel=1e-4)
 
 
+def test_a_kernel_that_computes_something_else_is_refused(interpreted: dict[str, Any]) -> None:
+    (refusal,) = interpreted["refused"]  # of the wrong one alone
+    assert "memory.kernels: off" in refusal
+
+
 def test_fused_kernels_keep_less_for_backward() -> None:
     settings = {**FULL, "max_length": 512, "micro_batch": 4, "precision": "bf16", "kind": "cuda"}
     fused, plain = (peak_bytes(recorded("text", plan_of(**settings, fused_kernels=used))) for used in (True, False))
