@@ -1,0 +1,1 @@
+import stages  # noqa: F401 - prepares the process for torch, whatever a tool imports first

@@ -21,7 +21,6 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.trl_internals import GuardedKernel
 from stages.kit.memory.cuda import cuda_semantics
-from stages.kit.models import kernels as liger
 from stages.kit.training import kernels
 from stages.kit.training.kernels import compiler_problem, prepare_kernels
 from tests import ROOT
@@ -140,12 +139,12 @@ def test_training_on_a_gpu_needs_triton_and_on_a_cpu_nothing(
 def test_ligers_kernels_are_checked_if_the_plan_uses_them(
     stand_ins: list[StandInKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[tuple[torch.device, torch.dtype]] = []
-    monkeypatch.setattr(liger, "refuse_wrong_kernels", lambda *args: checked.append(args))
+    checked: list[str] = []
+    monkeypatch.setattr(kernels, "refuse_wrong_kernels", checked.append)
     prepare_kernels(GPUS)
     assert not checked
     prepare_kernels(replace(GPUS, fused_kernels=True, precision="bf16"))
-    assert checked == [(torch.device("cuda", 0), torch.bfloat16)]
+    assert checked == ["cuda:0"]
 
 
 @needs_triton
