@@ -109,10 +109,6 @@ publish: setup ## Write a run as a folder to hand on, data/published/RUN; SEND=1
 compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate': choose)
 	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)')
 
-.PHONY: truth
-truth: ## Compare a recipe with itself: how often are two halves of its seeds called different? (RECIPE=r1-llm-only)
-	@$(python) -m tools.compare.truth $(or $(RECIPE),r1-llm-only)
-
 .PHONY: report
 report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
 	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }

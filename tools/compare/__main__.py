@@ -2,74 +2,100 @@
 
 Reads   the cards of a task's runs in the workspace and in the experiments of HEAD, or in those that are named
         (experiments, branches, tags, commits, `workspace`), and what dvc.lock and the launcher recorded of them
-Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
+Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with an option nothing
 Run     python -m tools.compare detection
         python -m tools.compare detection --over 'recipes.*.learning_rate'
+        python -m tools.compare detection --with-itself r1-llm-only
 
-Experiments that differ in more than the seed, and in what --over names, are not mixed: where they are named that is an
-error, else they are left out, and said so, as is what failed or has not run. --over ranks the values of a setting for
-each recipe, on samples that no report scores (`scored: selection`), and prints the command that trains what was chosen.
+Experiments that differ in more than the seed, and in the settings of --over, are not mixed: an error if they are named,
+else they are left out and listed, as are those that failed or have not run. --over ranks the values of a setting for
+each recipe, on samples that no report scores (`scored: selection`), and prints the command that trains the best.
+--with-itself deals the trainings of one recipe into two arms again and again, and counts how often one is called
+better, which is always wrong. Deals share trainings, so that the figure of few trainings is rough; the simulation of
+tests/benchmarks/false_claims.py says what holds in general.
 """
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stages.compare import load_report, write_report
-from stages.core.errors import UserError, listed, some
-from stages.core.lineage import read_lineage
+from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
-from stages.kit.reporting.compare import Comparison, compare, read_contenders
-from stages.kit.reporting.runs import MODEL_LINEAGE_FILE, cards_dir
-from stages.kit.reporting.tables import terminal_table
-from tools.compare.choosing import candidates, candidates_table, chosen_command, on_selection
-from tools.compare.conditions import conditions, unlike
-from tools.compare.experiments import Experiment, fetch, named_revisions
+from stages.kit.reporting.compare import (
+    Comparison,
+    TaskReport,
+    compare,
+    evidence_of,
+    read_contenders,
+    read_task_run,
+)
+from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
+from stages.kit.reporting.tables import Column, Row, Table, terminal_table
+from stages.kit.statistics import LEVEL, Floats, Score, difference, score
+from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
 
-_SHARE = ": data.selection"
-"""End of a condition: the share of training samples that `prepare` set aside."""
+LEAST_TRAININGS = 4
+"""Enough for two arms of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A recipe with some values of the varied settings."""
+
+    settings: Mapping[str, str]
+    """By dotted path in params.yaml; also of what the recipe is made from."""
+    score: Score
 
 
 @click.command(help=__doc__)
 @click.argument("task")
 @click.argument("experiments", nargs=-1)
 @click.option("--over", help="Pattern of the settings to choose, e.g. recipes.*.learning_rate.")
-def main(task: str, experiments: tuple[str, ...], over: str | None) -> None:
+@click.option("--with-itself", "recipe", help="Compare this recipe with itself.")
+@click.option("--deals", default=1000, show_default=True, help="Deals for each size of the arms, with --with-itself.")
+def main(task: str, experiments: tuple[str, ...], over: str | None, recipe: str | None, deals: int) -> None:
     params, console = load_params(), Console(highlight=False)
-    if over:
+    if recipe:
+        compare_with_itself(params, task, experiments, recipe, deals, console=console)
+    elif over:
         choose_settings(params, task, experiments, over, console=console)
     else:
         compare_experiments(params, task, experiments, console=console)
 
 
-def compare_experiments(params: Params, task: str, asked: Sequence[str], *, console: Console) -> Comparison:
+def compare_experiments(params: Params, task: str, names: Sequence[str], *, console: Console) -> Comparison:
     """Compare, write and print.
 
-    asked: names of those to compare; none for the workspace and all experiments of HEAD that compare with it.
-    Raises UserError where there are not two seeds, and where those named differ in more.
+    names: the experiments to compare; empty for the workspace and all experiments of HEAD that compare with it.
+    Raises UserError if there are not two seeds, and if those named differ in more.
     """
     report = load_report(params, task)
     with tempfile.TemporaryDirectory() as folder:
-        found, left_out = comparable(task, asked, Path(folder))
+        found, left_out = comparable(task, names, Path(folder))
         contenders = read_contenders(params, task, report, [each.data_dir for each in found])
         comparison = compare(report, contenders)
+        listed = ", ".join(each.name for each in found)
         if not comparison.over_seeds:
             raise UserError(
-                f"only one seed was run, in {', '.join(each.name for each in found)} ({left_out_words(left_out)}); "
-                f"run more with: dvc exp run --queue -S 'seed=43,44' compare@{task}, then: dvc queue start; or name "
-                "those to compare with EXPERIMENTS="
+                f"only one seed was run, in {listed} ({left_out_words(left_out)}); run more with: dvc exp run --queue "
+                f"-S 'seed=43,44' compare@{task}, then: dvc queue start; or name those to compare with EXPERIMENTS="
             )
-        notes = [_seeds(comparison, found), *([f"{left_out_words(left_out)}."] if left_out else [])]
-        names = [each.name for each in contenders]
-        notes += [*_missing(found, task, names), *_repeated(found, task, names)]
+        seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
+        notes = [f"Seeds {', '.join(map(str, seeds))}, of {len(found)} experiments: {listed}."]
+        notes += [f"{left_out_words(left_out)}."] if left_out else []
+        notes += _missing_words(found, task, [each.name for each in contenders])
         comparison = replace(comparison, notes=tuple(notes))
         write_report(comparison, Path("data/report", task, "over-seed"), profile=params.profile, console=console)
     return comparison
@@ -85,94 +111,133 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
         found, left_out = comparable(task, names, Path(folder), varied=pattern)
         ranked = candidates(found, params, report, pattern)
         facts = [fact for each in found for fact in conditions(each, task, list(ranked)).items()]
-        shares = sorted({value for fact, value in facts if fact.endswith(_SHARE)})
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
-    console.print(Text(f"Train what was chosen: {chosen_command(ranked, ', '.join(shares), task)}"), soft_wrap=True)
+    settings = {path: value for best, *_ in ranked.values() for path, value in best.settings.items()}
+    # `++` sets a value whether or not params.yaml has it.
+    chosen = " ".join(f"-S {shlex.quote(f'++{path}={value}')}" for path, value in settings.items())
+    # With another share set aside, recipes would train on other samples.
+    share = ", ".join(sorted({value for fact, value in facts if fact.endswith(": data.selection")}))
+    command = f"dvc exp run --queue {chosen} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
+    console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
 
 
-def comparable(
-    task: str, names: Sequence[str], folder: Path, *, varied: str | None = None
-) -> tuple[list[Experiment], dict[str, str]]:
-    """(the experiments that compare, why each other one is left out), copied below `folder`.
+def compare_with_itself(
+    params: Params, task: str, names: Sequence[str], recipe: str, deals: int, *, console: Console
+) -> None:
+    """Print how often two arms of a recipe's trainings are called different, by the size of the arms.
 
-    names: those to compare; none for the workspace and all experiments of HEAD.
-    Raises UserError where none has a model of the task, and where those named do not compare.
+    Raises UserError if it was trained under fewer than LEAST_TRAININGS seeds.
     """
-    revisions, left_out = ({name: name for name in names}, {}) if names else named_revisions()
-    found = [fetch(name, revision, task, folder) for name, revision in revisions.items()]
-    left_out |= {each.name: f"no model of task {task}" for each in found if not each.evaluated(task)}
-    if varied and not names:
-        left_out |= {each.name: "not scored on the selection split" for each in found if not on_selection(each, task)}
-    found = [each for each in found if each.name not in left_out]
-    if names:
-        _refuse_other_conditions(found, task, varied)
-    else:
-        left_out |= _of_other_conditions(found, task, varied)
-        found = [each for each in found if each.name not in left_out]
-    if not found:
+    report = load_report(params, task)
+    with tempfile.TemporaryDirectory() as folder:
+        found, left_out = comparable(task, names, Path(folder))
+        read = [read_task_run(params, task, recipe, report, each.data_dir) for each in found]
+    runs = different_models([run for run in read if run])
+    refuse_different_samples(runs)
+    if len(runs) < LEAST_TRAININGS:
         raise UserError(
-            f"no experiment has a model of task {task} ({left_out_words(left_out)}); run: dvc repro compare@{task}"
+            f"{recipe} was trained under {len(runs)} seeds, expected at least {LEAST_TRAININGS}; train more with: "
+            f"dvc exp run --queue -S 'seed=range(43,55)' evaluate@{recipe}, then: dvc queue start "
+            f"({left_out_words(left_out)})"
         )
-    return found, left_out
+    if left_out:
+        console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
+    scores = np.stack([evidence_of(report.primary, run) for run in runs])
+    means = [float(report.primary.statistic(each.mean(axis=0))) for each in scores]
+    console.print(f"{recipe}, {len(runs)} trainings: {report.primary_words} {min(means):.3f} to {max(means):.3f}")
+    for size in range(1, len(runs) // 2 + 1):
+        called = f"{false_claims(scores, report, size=size, deals=deals):.1%} of {deals} pairs were called different"
+        promise = f"recipes of {size} seeds: {called}; promised: {1 - LEVEL:.0%} at most"
+        console.print(promise if size > 1 else f"models: {called}, and may truly be")
 
 
-def _of_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> dict[str, str]:
-    """Why each does not compare with the first."""
-    reasons = {}
-    for other in experiments[1:]:
-        if differing := unlike([experiments[0], other], task, varied):
-            reasons[other.name] = f"unlike {experiments[0].name} in {some([*differing])}"
-    return reasons
+def false_claims(scores: Floats, report: TaskReport, *, size: int, deals: int) -> float:
+    """The share of random deals into two arms of `size` trainings in which one arm is called better.
+
+    scores: (trainings, samples, columns). With a size of 1 the arms are models, which may truly differ.
+    """
+    rng, claims = np.random.default_rng(0), 0
+    for _ in range(deals):
+        order = rng.permutation(len(scores))
+        ours, theirs = scores[order[:size]], scores[order[size : 2 * size]]
+        found = difference(ours, theirs, statistic=report.primary.statistic, resamples=1000)
+        claims += found.verdict in ("better", "worse")
+    return claims / deals
 
 
-def _refuse_other_conditions(experiments: Sequence[Experiment], task: str, varied: str | None) -> None:
-    if differing := unlike(experiments, task, varied):
-        lines = [
-            f"{fact}: " + "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-            for fact, by_value in differing.items()
+def candidates(
+    experiments: Sequence[Experiment], params: Params, report: TaskReport, pattern: str
+) -> dict[str, list[Candidate]]:
+    """By recipe, its candidates with different settings, the best one first. A recipe with a single one is left out.
+
+    pattern: of the varied settings, with * for any name.
+    Raises UserError if none was scored on the selection split, or not all on the same samples.
+    """
+    found: dict[str, dict[tuple[tuple[str, str], ...], list[Run]]] = {}
+    for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
+        for experiment in experiments:
+            run = read_task_run(params, report.task, recipe, report, experiment.data_dir)
+            if run and run.metrics.get("split") == SELECTION:  # other recipes have cards of the validation split
+                facts = conditions(experiment, report.task, [recipe])
+                settings = {fact.partition(": ")[2]: value for fact, value in facts.items() if ": " in fact}
+                varied = tuple(sorted((path, value) for path, value in settings.items() if fnmatchcase(path, pattern)))
+                found.setdefault(recipe, {}).setdefault(varied, []).append(run)
+    runs = [run for by_settings in found.values() for same in by_settings.values() for run in same]
+    if not runs:
+        raise UserError(
+            "no model was scored on the selection split; a choice by the samples of a report would bias the report; "
+            "run with: -S data.selection=0.15 -S scored=selection"
+        )
+    refuse_different_samples(runs)
+    ranked = {}
+    for recipe, by_settings in found.items():
+        scored = [
+            Candidate(settings=dict(settings), score=_score(same, report)) for settings, same in by_settings.items()
         ]
-        raise UserError(
-            f"these experiments differ in more than {varied or 'the seed'}, so that a difference may come of that:\n"
-            f"{listed(lines, 5)}"
-        )
+        if len(scored) > 1:
+            ranked[recipe] = sorted(scored, key=lambda each: each.score.mean, reverse=report.primary.higher_is_better)
+    if not ranked:
+        raise UserError(f"no recipe was run with several values of {pattern}")
+    return ranked
 
 
-def _seeds(comparison: Comparison, experiments: Sequence[Experiment]) -> str:
-    seeds = sorted({run.plan.seed for run in comparison.all_runs if run.plan})
-    names = ", ".join(each.name for each in experiments)
-    return f"Seeds {', '.join(map(str, seeds))}, of {len(experiments)} experiments: {names}."
+def candidates_table(ranked: Mapping[str, Sequence[Candidate]], report: TaskReport) -> Table:
+    """A row a candidate, the best of each recipe emphasised."""
+    primary = report.primary
+    columns = (
+        Column("model", "Model"),
+        Column("settings", "Settings"),
+        Column(primary.key, primary.heading, primary.format),
+        Column(primary.key, "95% interval", primary.format),
+        Column("seeds", "Seeds", "d"),
+        Column("role", ""),
+    )
+    rows = []
+    for recipe, by_rank in ranked.items():
+        for rank, each in enumerate(by_rank):
+            settings = [f"{path.removeprefix(f'recipes.{recipe}.')}={value}" for path, value in each.settings.items()]
+            figures = (each.score.mean, each.score.interval, len(each.score.by_training))
+            cells = (recipe, ", ".join(settings), *figures, "" if rank else "chosen")
+            rows.append(Row(cells=cells, emphasised=rank == 0))
+    return Table(columns=columns, rows=tuple(rows))
 
 
-def _missing(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
+def _score(runs: Sequence[Run], report: TaskReport) -> Score:
+    evidence = np.stack([evidence_of(report.primary, run) for run in different_models(runs)])
+    return score(evidence, report.primary.statistic)
+
+
+def _missing_words(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
     """A sentence for each recipe that some of the experiments lack, and for each that params.yaml does not have."""
     evaluated = {each.name: each.evaluated(task) for each in experiments}
     ever = dict.fromkeys(name for found in evaluated.values() for name in found)
-    missing = {name: [each for each, found in evaluated.items() if name not in found] for name in names if name in ever}
-    unknown = [name for name in ever if name not in names]
+    missing = {name: [each for each, found in evaluated.items() if name not in found] for name in ever}
     return [
-        *(f"{name} was not evaluated in {', '.join(lacking)}." for name, lacking in missing.items() if lacking),
-        *(f"{name} was evaluated, but is not in params.yaml: left out." for name in unknown),
+        *(f"{name} was not evaluated in {', '.join(missing[name])}." for name in names if missing.get(name)),
+        *(f"{name} was evaluated, but is not in params.yaml: left out." for name in ever if name not in names),
     ]
-
-
-def _repeated(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:
-    """A sentence for each experiment all of whose trained models another one has too."""
-    sentences, seen = [], dict[tuple[str, str], str]()
-    for each in experiments:
-        cards = [cards_dir(each.data_dir, task) / name for name in each.evaluated(task) if name in names]
-        trained = [card for card in cards if (card / "plan.yaml").exists()]
-        models = [(card.name, read_lineage(card, name=MODEL_LINEAGE_FILE).digest) for card in trained]
-        if models and all(model in seen for model in models):
-            sentences.append(f"{each.name} has the same models as {seen[models[0]]}: counted once.")
-        for model in models:
-            seen.setdefault(model, each.name)
-    return sentences
-
-
-def left_out_words(reasons: Mapping[str, str]) -> str:
-    return f"Left out: {', '.join(f'{name} ({why})' for name, why in reasons.items()) or 'none'}"
 
 
 if __name__ == "__main__":
