@@ -1,0 +1,427 @@
+"""The engines with containers, with clients that note their arguments. The real ones: tests/smoke."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+
+from stages.core.errors import UserError
+from stages.core.provenance import Machine
+from stages.core.signals import ENDING
+from stages.kit.launcher import inside
+from stages.kit.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
+from stages.kit.launcher.container import NotUsable
+from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine, choose_engine
+from stages.kit.launcher.images import image_reference
+from stages.kit.launcher.pipeline import declared_stages, stage_of_command
+from stages.kit.launcher.process import Ended, StageRun, this_machine
+from tests import ROOT
+from tests.kit.launcher.small_checkout import small_checkout
+
+PLAN = Path("data/runs/r1-llm-only/plan.yaml")
+INSIDE = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only"]
+
+# Responds like docker, podman and apptainer. `run` and `exec` note arguments and environment, write FAKE_READY to the
+# file by which a container reports that it is ready, write the output FAKE_WRITES, and wait for a `kill` if FAKE_WAITS
+# is set.
+CLIENT = f"""#!{sys.executable}
+import json, os, pathlib, re, sys, time
+
+here, words = pathlib.Path(__file__).parent, [word for word in sys.argv[1:] if word != "--silent"]
+with (here / "asked").open("a") as asked:
+    print(json.dumps([words, dict(os.environ)]), file=asked)
+error = os.environ.get("FAKE_ERROR")
+if words[:2] == ["image", "inspect"]:
+    sys.exit(error) if error else print("sha256:0123")
+if words[0] == "version" and error and "No such image" not in error:
+    sys.exit(error)
+if words[0] == "info":
+    print(os.environ.get("FAKE_SECURITY", "[name=seccomp]"))
+if words[0] == "kill":
+    if (here / "killed").exists():
+        sys.exit("Error: No such container")
+    (here / "killed").write_text(str(os.getpgrp()))
+if words[0] in ("run", "exec"):
+    mounts = dict(re.findall(r"source=([^,]+),target=([^,]+)", arg)[0] for arg in words if arg.startswith("type="))
+    if path := os.environ.get("FAKE_WRITES"):
+        above = [(target, source) for source, target in mounts.items() if path.startswith(target + "/")]
+        target, source = max(above)
+        pathlib.Path(source + path.removeprefix(target)).write_text("written")
+    (ready,) = (pathlib.Path(source) for source, target in mounts.items() if target == "/run/bakeoff/ready")
+    ready.write_text(os.environ.get("FAKE_READY", ""))
+    if os.environ.get("FAKE_WAITS"):
+        time.sleep(0.3)
+        (here / "waits").touch()
+        ready.write_text("ready")
+        while not (here / "killed").exists():
+            time.sleep(0.02)
+    sys.exit(int(os.environ.get("FAKE_CODE", "0")))
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    workspace = small_checkout(tmp_path / "a workspace")
+    shutil.copy(ROOT / "dvc.yaml", workspace)
+    return workspace
+
+
+@pytest.fixture
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole PATH, without any client at first."""
+    folder = tmp_path / "clients"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "checkout/.venv"))  # images of apptainer are beside it
+    return folder
+
+
+def install(folder: Path, *clients: str) -> None:
+    for name in clients:
+        (folder / name).write_text(CLIENT)
+        (folder / name).chmod(0o755)
+
+
+def make_sif(checkout: Path, reference: str) -> Path:
+    path = sif_path(checkout / IMAGES_DIR, reference)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    digest_path(path).write_text(f"0123  {path.name}\n")
+    return path
+
+
+@pytest.fixture
+def docker(clients: Path) -> Path:
+    install(clients, "docker")
+    return clients
+
+
+@pytest.fixture
+def apptainer(clients: Path, workspace: Path) -> Path:
+    """The clients, with an apptainer that has this tree's image."""
+    install(clients, "apptainer")
+    make_sif(workspace, image_reference(workspace, "cpu"))
+    return clients
+
+
+def run(workspace: Path, engine: str, stage: str = "plan", name: str = "r1-llm-only", **more: Any) -> Ended:
+    declared = stage_of_command(declared_stages(workspace), stage, [name])
+    settings = {"caller": {}, "workspace_dir": workspace, **more}
+    stage_run = StageRun(stage=stage, args=(name,), declared=declared, **settings)
+    return CONTAINER_ENGINES[engine](workspace, "cpu").run(stage_run)
+
+
+def asked(clients: Path, verb: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Arguments and environment of the calls of the client."""
+    calls = [json.loads(line) for line in (clients / "asked").read_text().splitlines()]
+    return [(words, environment) for words, environment in calls if words[0] == verb]
+
+
+def the_run(clients: Path, workspace: Path, engine: str, **changes: Any) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of the client for such a stage run."""
+    run(workspace, engine, **changes)
+    *_, last = asked(clients, "exec" if engine == "apptainer" else "run")
+    return last
+
+
+def options(call: list[str], name: str) -> list[str]:
+    return [value for option, value in pairwise(call) if option == name]
+
+
+def test_docker_seals_a_stage_and_runs_the_image_by_its_digest(docker: Path, workspace: Path) -> None:
+    call, _ = the_run(docker, workspace, "docker", attempt=2)
+    assert {"--rm", "--read-only"} <= set(call)
+    assert options(call, "--network") == ["none"]
+    assert options(call, "--cap-drop") == ["ALL"]
+    assert "no-new-privileges" in options(call, "--security-opt")
+    assert options(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
+    assert options(call, "--pull") == ["never"]
+    for limit in ("--pids-limit", "--shm-size", "--tmpfs"):
+        assert options(call, limit)
+    assert not {"--privileged", "--volume", "-v", "--cap-add", "--tty", "-t", "--gpus", "--device"} & set(call)
+    assert call[call.index("sha256:0123") :][1:] == [*INSIDE, "--attempt", "2"]
+    assert "BAKEOFF_IMAGE=sha256:0123" in options(call, "--env")
+
+
+def test_apptainer_seals_a_stage_and_its_tmp_is_temporary(apptainer: Path, workspace: Path) -> None:
+    call, _ = the_run(apptainer, workspace, "apptainer")
+    assert {"--containall", "--cleanenv", "--no-home", "--no-eval", "--no-privs", "--net"} <= set(call)
+    assert {("--network", "none"), ("--pwd", str(workspace)), SECCOMP} <= set(pairwise(call))
+    assert not {"--bind", "-B", "--writable", "--writable-tmpfs", "--fakeroot", "--keep-privs", "--nv"} & set(call)
+    sif = sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu"))
+    assert call[call.index(str(sif)) :][1:] == ["env", "HOME=/tmp", *INSIDE]
+    (scratch,) = map(Path, options(call, "--workdir"))
+    assert scratch.is_relative_to(workspace / "data/.outputs")
+    assert not scratch.exists()
+
+
+def test_apptainers_profile_forbids_user_namespaces_and_lets_threads_start() -> None:
+    """A trace without a tracer fails with ENOSYS, upon which the C library uses clone instead of clone3."""
+    profile = json.loads((ROOT / SECCOMP[1].removeprefix("seccomp:")).read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    rules = {name: rule for rule in profile["syscalls"] for name in rule["names"]}
+    for name in ("clone", "unshare"):
+        assert (rules[name]["action"], rules[name]["args"][0]["value"]) == ("SCMP_ACT_ERRNO", 0x10000000)
+    assert rules["clone3"]["action"] == "SCMP_ACT_TRACE"
+    assert {rules[name]["action"] for name in ("ptrace", "setns", "keyctl", "bpf")} == {"SCMP_ACT_ERRNO"}
+
+
+def test_kernel_settings_are_read_only_with_what_is_mounted_inside(
+    apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = ("/", "/proc", "/sys", "/sys/kernel/debug", "/proc/sys/fs/binfmt_misc")
+    mounted = [SimpleNamespace(mountpoint=path) for path in places]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounted)
+    call, _ = the_run(apptainer, workspace, "apptainer")
+    assert ("--no-mount", "bind-paths,hostfs,sys") in set(pairwise(call))
+    found = [argument for argument in call if re.search("target=/(proc|sys)", argument)]
+    assert all(value.endswith(",readonly") for value in found)
+    settings, inside = (f"type=bind,source={path},target={path},readonly" for path in ("/proc/sys", places[-1]))
+    assert found.index(settings) < found.index(inside)
+    assert not any("debug" in value for value in found)
+
+
+CALLER = {"LANG": "C.UTF-8", "HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "AWS_KEY": "secret"}
+
+
+def test_docker_gets_the_callers_variables_by_name_alone(docker: Path, workspace: Path) -> None:
+    more = {"network": True, "variables": {"HF_HOME": "/hub"}, "caller": {**CALLER, "TRITON_CACHE_DIR": "/mine"}}
+    call, _ = the_run(docker, workspace, "docker", stage="base", name="vlm", **more)
+    assert options(call, "--network") == ["bridge"]
+    assert not any("secret" in argument for argument in call)
+    environment = options(call, "--env")
+    assert {"HF_TOKEN", "HTTPS_PROXY", "LANG", "HF_HOME=/hub", "PYTHONHASHSEED=0"} <= set(environment)
+    assert not {"AWS_KEY", "TRITON_CACHE_DIR"} & set(environment)
+
+
+def test_apptainer_gets_variables_in_its_environment_and_none_undoes_the_seal(
+    apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = {**CALLER, "APPTAINER_BIND": "/home", "APPTAINERENV_AWS_KEY": "secret", "SINGULARITY_NV": "1"}
+    for name, value in (caller | {"APPTAINER_CACHEDIR": "/scratch"}).items():
+        monkeypatch.setenv(name, value)
+    more = {"network": True, "variables": {"HF_HOME": "/hub"}, "caller": os.environ}
+    call, environment = the_run(apptainer, workspace, "apptainer", **more)
+    assert not any("secret" in argument for argument in call)
+    expected = {"HF_TOKEN": "hf_secret", "HF_HOME": "/hub", "BAKEOFF_IMAGE": "sha256:0123"}
+    assert environment.items() >= {f"APPTAINERENV_{name}": value for name, value in expected.items()}.items()
+    assert environment["APPTAINER_CACHEDIR"] == "/scratch"
+    assert not {"APPTAINER_BIND", "APPTAINERENV_AWS_KEY", "SINGULARITY_NV", "APPTAINERENV_HOME"} & environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "sealed"), [({}, True), ({"num_nodes": 2}, False), ({"network": True, "gpus": ("GPU-a", "GPU-b")}, False)]
+)
+def test_apptainer_shows_network_and_gpus_to_stages_that_need_them(
+    apptainer: Path, workspace: Path, more: dict[str, Any], sealed: bool
+) -> None:
+    call, environment = the_run(apptainer, workspace, "apptainer", **more)
+    assert ("--net" in call) == sealed
+    assert ("type=bind,source=/etc/hosts,target=/etc/hosts,readonly" in call) != sealed
+    assert ("--nv" in call) == bool(more.get("gpus"))
+    assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ",".join(more.get("gpus", ()))
+
+
+def test_docker_and_podman_give_gpus_by_their_uuids(
+    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, _ = the_run(docker, workspace, "docker", gpus=("GPU-a", "GPU-b"))
+    assert options(call, "--gpus") == ['"device=GPU-a,GPU-b"']
+    install(docker, "podman")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    call, _ = the_run(docker, workspace, "podman", gpus=("GPU-a",))
+    assert options(call, "--device") == ["nvidia.com/gpu=GPU-a"]
+    assert options(call, "--userns") == ["keep-id"]
+    assert {"--http-proxy=false", "--read-only-tmpfs=false"} <= set(call)
+    assert "--gpus" not in call
+
+
+def test_podman_under_dockers_name_and_rootless_docker_are_recognized(
+    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SECURITY", "[name=seccomp,profile=default name=rootless]")
+    call, _ = the_run(docker, workspace, "docker")
+    assert options(call, "--user") == ["0:0"], "root is the caller"
+    (docker / "docker").write_text(f"{CLIENT}\n# exec podman")  # a script of the package podman-docker
+    call, _ = the_run(docker, workspace, "docker")
+    assert "--read-only-tmpfs=false" in call
+
+
+@pytest.mark.parametrize(("code", "taken"), [("0", True), ("3", False)])
+def test_outputs_are_taken_if_the_stage_succeeds(
+    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: str, taken: bool
+) -> None:
+    (workspace / PLAN).unlink()
+    monkeypatch.setenv("FAKE_WRITES", str(workspace / PLAN))
+    monkeypatch.setenv("FAKE_CODE", code)
+    assert run(workspace, "docker").code == int(code)
+    assert (workspace / PLAN).exists() == taken
+
+
+def test_full_disk_or_missing_right_is_reported(docker: Path, workspace: Path) -> None:
+    shutil.rmtree(workspace / "data")
+    (workspace / "data").write_text("no folder")
+    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be written: .*data"):
+        run(workspace, "docker")
+
+
+@pytest.mark.parametrize("code", [1, 255])
+def test_apptainers_own_failure_is_told_from_a_stage_with_the_same_code(
+    apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setenv("FAKE_CODE", str(code))
+    with pytest.raises(UserError, match=r"apptainer could not start the container.*user namespaces"):
+        run(workspace, "apptainer")
+    monkeypatch.setenv("FAKE_READY", "ready")
+    assert run(workspace, "apptainer").code == code
+
+
+def test_machine_that_the_container_reports_is_passed_on(
+    docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = this_machine(os.environ)
+    for written, read in ((json.dumps(asdict(machine)), machine), ("ready", None), ('{"python": 3}', None)):
+        monkeypatch.setenv("FAKE_READY", written)
+        assert run(workspace, "docker") == Ended(code=0, machine=read)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_first_process_reports_the_machine_and_refuses_to_run_without_a_filter(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filtered: bool
+) -> None:
+    (workspace / "stages/plan.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.chdir(workspace)
+    for name, text in (("STATUS", f"\nSeccomp:\t{2 * filtered}\n"), ("LAUNCHER_LOCK", ""), ("READY", "")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(inside, name, tmp_path / name)
+    monkeypatch.setattr(sys, "argv", ["inside", "plan", "r1"])
+    with pytest.raises(SystemExit, match="3" if filtered else "no seccomp filter"):
+        inside.main()
+    reported = (tmp_path / "READY").read_text()
+    assert (TypeAdapter(Machine).validate_json(reported) == this_machine(os.environ)) if filtered else not reported
+
+
+def choose(workspace: Path, name: str, target: str = "cpu") -> tuple[Engine, str]:
+    """The engine, and the line that is logged."""
+    lines: list[str] = []
+    engine = choose_engine(name, workspace_dir=workspace, target=target, say=lines.append)
+    return engine, "".join(lines)
+
+
+NO_IMAGE, NO_DAEMON = "Error: No such image: bakeoff:cpu", "Cannot connect to the Docker daemon at unix:///x."
+
+
+@pytest.mark.parametrize(
+    ("clients_there", "error", "name", "reasons"),
+    [
+        (("docker", "podman", "apptainer"), "", "docker", []),
+        (("podman", "apptainer"), "", "podman", ["docker is not installed"]),
+        (("apptainer",), "", "apptainer", ["docker is not installed", "podman is not installed"]),
+        (("docker", "apptainer"), NO_IMAGE, "apptainer", ["docker has no image bakeoff:cpu-"]),
+        (("docker",), NO_DAEMON, "process", ["without a container", "Cannot connect", "podman is not installed"]),
+        ((), "", "process", ["apptainer is not installed"]),
+    ],
+)
+def test_auto_takes_the_first_engine_with_this_trees_image_and_gives_its_reasons(
+    clients: Path,
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clients_there: tuple[str, ...],
+    error: str,
+    name: str,
+    reasons: list[str],
+) -> None:
+    install(clients, *clients_there)
+    make_sif(workspace, image_reference(workspace, "cpu"))
+    monkeypatch.setenv("FAKE_ERROR", error)
+    engine, line = choose(workspace, "auto")
+    assert engine.name == name
+    assert line.startswith(f"engine {name}, ")
+    assert all(reason in line for reason in reasons)
+    assert engine.image is None or f"image {image_reference(workspace, 'cpu')}" in line
+
+
+def test_auto_leaves_no_stage_unsealed_if_the_others_are_sealed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_: Path, target: str) -> object:
+        if target != "cpu":
+            raise NotUsable(f"there is no image {target}")
+        return object()
+
+    monkeypatch.setitem(CONTAINER_ENGINES, "docker", find)
+    with pytest.raises(NotUsable, match="there is no image vllm-cpu"):
+        choose(workspace, "auto", "vllm-cpu")
+
+
+def test_engine_chosen_by_name_is_that_or_none(docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ERROR", NO_IMAGE)
+    with pytest.raises(NotUsable, match=r"bakeoff:cpu-.*make image TARGET=cpu"):
+        choose(workspace, "docker")
+    with pytest.raises(NotUsable, match="podman is not installed"):
+        choose(workspace, "podman")
+    assert choose(workspace, "process")[1] == ""
+
+
+def test_missing_image_of_apptainer_is_named_with_one_of_other_locks(clients: Path, workspace: Path) -> None:
+    install(clients, "apptainer")
+    with pytest.raises(NotUsable, match=r"no image .*/cpu-[0-9a-f]{12}\.sif; build it with: make image ENGINE=apptain"):
+        choose(workspace, "apptainer")
+    sif = make_sif(workspace, "bakeoff:cpu-0123456789ab")
+    with pytest.raises(NotUsable, match=r"\(there is cpu-0123456789ab\.sif, built from other locks\)"):
+        choose(workspace, "apptainer")
+    digest_path(sif.rename(sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu")))).unlink(True)
+    with pytest.raises(NotUsable, match=r"sif\.sha256 is missing"):
+        choose(workspace, "apptainer")
+
+
+def test_clone_finds_apptainers_image_beside_its_venv(clients: Path, workspace: Path, tmp_path: Path) -> None:
+    install(clients, "apptainer")
+    reference = image_reference(workspace, "cpu")
+    sif = make_sif(tmp_path / "checkout", reference)
+    engine = ApptainerEngine.find(workspace, "cpu")
+    assert (engine.sif_path, engine.image) == (sif, (reference, "sha256:0123"))
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_signal_goes_to_the_container_once_and_when_it_is_handled(
+    docker: Path, workspace: Path, number: signal.Signals
+) -> None:
+    """Before its first process handles signals, the kernel would drop them."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "stages.kit.launcher.launch", "plan", "r1-llm-only"],
+        cwd=workspace,
+        env={"PATH": str(docker), "BAKEOFF_ENGINE": "docker", "FAKE_WAITS": "1", "FAKE_CODE": "75"},
+    )
+    while not (docker / "asked").exists() or not asked(docker, "run"):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    launcher.send_signal(number)
+    assert launcher.wait() == 75
+    (kill,) = (call for call, _ in asked(docker, "kill") if call[2] == str(int(number)))
+    assert kill[3] == options(asked(docker, "run")[0][0], "--name")[0]
+    assert (docker / "waits").exists()
+    # A closing terminal signals the launcher's whole group, more than once: it must not end the command that passes
+    # the signal on.
+    assert (docker / "killed").read_text() != str(os.getpgrp())
+
+
+def test_container_runs_only_declared_stages(docker: Path, workspace: Path) -> None:
+    command = [sys.executable, "-m", "stages.kit.launcher.launch", "plan", "r9"]
+    environment = {"PATH": str(docker), "BAKEOFF_ENGINE": "docker"}
+    refused = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "no stage of dvc.yaml runs `docker/run plan r9`; there are: docker/run plan r1-llm-only" in refused.stderr
