@@ -4,7 +4,7 @@ Reads   data/report/TASK/runs/: the cards that `evaluate` left of each recipe an
         data/report/TASK/memory/: what the stages held that made and evaluated them
         data/provenance/TASK/: the records that the launcher left of how they were made
 Writes  data/report/TASK/: index.html (self-contained), table.txt (what the terminal shows), comparison.md,
-        comparison.csv, comparison.json (flat, for `dvc metrics`)
+        comparison.csv; comparison.json and costs.json (flat, for `dvc exp show`)
 Run     docker/run compare detection
 """
 
@@ -27,6 +27,7 @@ from stages.kit.reporting.sections import (
     comparison_markdown,
     comparison_table,
     comparison_text,
+    flat_costs,
     flat_metrics,
     print_comparison,
 )
@@ -72,6 +73,7 @@ def write_report(comparison: Comparison, report_dir: Path, *, profile: str, cons
         "comparison.md": comparison_markdown(comparison, table),
         "comparison.csv": csv_text(table),
         "comparison.json": json.dumps(flat_metrics(comparison), indent=2) + "\n",
+        "costs.json": json.dumps(flat_costs(comparison), indent=2) + "\n",
         "index.html": render_page(comparison, table, profile=profile),
     }
     for name, text in written.items():

@@ -78,6 +78,7 @@ def write_made_up_run(
             "iou_over_70": float((scores > 0.7).mean()) if len(scores) else 0.0,
             "map_score_policy": "answer-order",
             "samples_per_second": 12.5,
+            **({"memory_predicted_gib": 1.25, "memory_measured_gib": 1.5} if params else {}),
         },
     )
     for kind in ("best", "worst", "random"):

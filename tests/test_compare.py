@@ -159,8 +159,11 @@ def test_json_is_flat_for_dvc(complete: tuple[Path, str]) -> None:
     flat = json.loads(report(complete[0], "comparison.json"))
     assert flat["best"] == "r4-joint"
     assert flat["evidence_enough"] is True
-    assert flat["r4-joint.mean_iou_low"] < flat["r4-joint.mean_iou"] < flat["r4-joint.mean_iou_high"]
-    assert all(isinstance(value, str | int | float) for value in flat.values())
+    low, high = json.loads(flat["r4-joint.mean_iou_interval"])
+    assert low < flat["r4-joint.mean_iou"] < high
+    costs = json.loads(report(complete[0], "costs.json"))
+    assert all(isinstance(value, str | int | float) for value in (*flat.values(), *costs.values()))
+    assert {name.partition(".")[2] for name in costs} == {"predicted_gib", "measured_gib", "train_minutes"}
 
 
 def test_page_stands_alone(complete: tuple[Path, str]) -> None:

@@ -167,8 +167,18 @@ def flat_metrics(comparison: Comparison) -> dict[str, float | str]:
             assert recorded is not None, key
             flat[f"{contender.name}.{key}"] = score.mean if key == contender.primary else recorded
             if score.interval:
-                flat[f"{contender.name}.{key}_low"] = score.interval.low
-                flat[f"{contender.name}.{key}_high"] = score.interval.high
+                flat[f"{contender.name}.{key}_interval"] = f"[{score.interval.low:.3f}, {score.interval.high:.3f}]"
+    return flat
+
+
+def flat_costs(comparison: Comparison) -> dict[str, float | str]:
+    """Costs of each model's training for `dvc metrics`: memory in GiB, predicted and measured, and minutes."""
+    flat: dict[str, float | str] = {}
+    for run in (contender.runs[0] for contender in comparison.evaluated):
+        if run.training:
+            figures = {kind: run.metrics.get(f"memory_{kind}_gib") for kind in ("predicted", "measured")}
+            flat |= {f"{run.name}.{kind}_gib": figure for kind, figure in figures.items() if figure is not None}
+            flat[f"{run.name}.train_minutes"] = round(run.training.train_seconds / 60, 2)
     return flat
 
 
