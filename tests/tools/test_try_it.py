@@ -29,7 +29,7 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.detection.samples import read_split
-from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import conversation
 from tests import ROOT
 from tests.tasks.moe.made_up import fact, meeting

@@ -31,9 +31,8 @@ from stages.core.publish import publish_text
 from stages.kit.reporting.page import InlineImage, inline_image
 from stages.prepare import prepare
 from stages.tasks.detection import samples
-from stages.tasks.detection.samples import read_split
-from stages.tasks.detection.samples.records import DetectionRecord
-from stages.tasks.detection.scoring.pictures import draw_truth
+from stages.tasks.detection.samples import DetectionRecord, read_split
+from stages.tasks.detection.scoring import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
 from tools.plan.available_inputs import available_base, trainable_recipes
 
@@ -162,7 +161,7 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
 
 def _picture(record: DetectionRecord) -> InlineImage:
     with tempfile.NamedTemporaryFile(suffix=".png") as file:
-        draw_truth(record).save(file.name)
+        draw_boxes(record, record.targets(), TRUTH_COLOUR).save(file.name)
         return inline_image(Path(file.name), printable(record.image_id))
 
 

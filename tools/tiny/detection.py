@@ -17,9 +17,8 @@ from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import generate_answers
-from stages.tasks.detection.samples.boxes import decode_boxes
-from stages.tasks.detection.samples.records import reading_order
-from stages.tasks.detection.scoring.metrics import pairwise_iou
+from stages.tasks.detection.samples import decode_boxes, reading_order
+from stages.tasks.detection.scoring import pairwise_iou
 from tools.tiny import pretraining
 from tools.tiny.architecture import Geometry, build_tiny_qwen2_vl
 from tools.tiny.pointing import PointingLoss, corpus, make_batch, question
@@ -96,14 +95,15 @@ def measure(
     answers = generate_answers(model.eval(), processor, questions, batch_size=16, max_new_tokens=96)
     ious = []
     for scene, name, answer in zip(scenes, wanted, answers, strict=True):
-        truth = reading_order([b for b, c in zip(scene.boxes, scene.categories, strict=True) if c == name])
+        found = [box for box, category in zip(scene.boxes, scene.categories, strict=True) if category == name]
+        truth = sorted(found, key=reading_order)
         boxes = decode_boxes(answer).boxes
         ious.append(float(pairwise_iou(truth[:1], boxes[:1])[0, 0]) if boxes else 0.0)
     return {
         "samples": count,
         "mean_iou": round(sum(ious) / count, 4),
         "iou_over_50": round(sum(value > 0.5 for value in ious) / count, 4),
-        "detection_rate": round(sum(decode_boxes(answer).valid for answer in answers) / count, 4),
+        "detection_rate": round(sum(bool(decode_boxes(answer).boxes) for answer in answers) / count, 4),
     }
 
 

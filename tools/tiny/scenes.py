@@ -31,7 +31,7 @@ import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFilter
 
 from stages.kit.data.parquet import write_rows
-from stages.tasks.detection.samples.records import TARGET, Box
+from stages.tasks.detection.samples import TARGET, Box
 from tools.tiny.drawing import (
     BRANDS,
     Colour,

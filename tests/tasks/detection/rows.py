@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.tasks.detection.samples.records import Box, DetectionRecord
+from stages.tasks.detection.samples import Box, DetectionRecord
 from stages.tasks.detection.sources.rows import parse_row
 from tests.kit.data.pictures import picture
 

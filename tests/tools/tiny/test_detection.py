@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from stages.kit.training.batches import IGNORED
-from stages.tasks.detection.samples.boxes import decode_boxes
-from stages.tasks.detection.samples.records import TARGET
+from stages.tasks.detection.samples import TARGET, decode_boxes
 from tests.tiny import SMALLEST
 from tools.tiny.architecture import build_tiny_qwen2_vl
 from tools.tiny.detection import Settings, prepare

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.tasks.detection.samples.records import TARGET, DetectionRecord
+from stages.tasks.detection.samples import TARGET, DetectionRecord
 from stages.tasks.detection.sources.rows import parse_row
 from tools.tiny.drawing import FACES, load_font
 from tools.tiny.scenes import (

@@ -11,10 +11,8 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import parse_image
 from stages.tasks import reader_of
 from stages.tasks.detection import sources
-from stages.tasks.detection.samples import conversation, read_split
-from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
-from stages.tasks.detection.samples.records import DetectionRecord
-from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.detection.samples import DetectionRecord, codec_of, conversation, decode_boxes, read_split
+from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
 from tools.try_it.asking import Field, Shown, Subject
 
 if TYPE_CHECKING:

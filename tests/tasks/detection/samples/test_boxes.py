@@ -3,8 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stages.kit.families import FAMILIES as ALL
-from stages.tasks.detection.samples.boxes import codec, decode_boxes, encode_boxes
-from stages.tasks.detection.samples.records import Box, reading_order
+from stages.tasks.detection.samples import Box, codec, decode_boxes, encode_boxes, reading_order
 from tests.damage import damaged_text
 
 FAMILIES = [name for name, family in ALL.items() if family.vision and family.vision.boxes]
@@ -29,11 +28,10 @@ def boxes(draw: st.DrawFn) -> Box:
 @example(given_boxes=[(0.50051, 0.4995, 0.50052, 0.49951)])
 def test_boxes_come_back_within_half_a_step(family: str, given_boxes: list[Box]) -> None:
     decoded = decode_boxes(encode_boxes(given_boxes, family=family, size=SIZE), family=family, size=SIZE)
-    assert decoded.valid
     assert not decoded.problems
     assert len(decoded.boxes) == len(given_boxes)
     grid = codec(family).grid(SIZE)
-    for back, box in zip(decoded.boxes, reading_order(given_boxes), strict=True):
+    for back, box in zip(decoded.boxes, sorted(given_boxes, key=reading_order), strict=True):
         for axis, step in enumerate(1 / steps for steps in grid):
             # A side narrower than a step may have been widened to one, its ends moved by up to a step.
             off = 0.5 * step if box[axis + 2] - box[axis] >= step else step
@@ -62,7 +60,7 @@ def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
     text = '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}, {"bbox_2d"'
     decoded = decode_boxes(text, family="qwen3_vl")
     assert decoded.boxes == ((0.001, 0.002, 0.03, 0.04),)
-    assert decoded.malformed == 2
+    assert len(decoded.problems) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,18 +95,17 @@ def test_encoding_refuses_what_is_no_box(box: Box) -> None:
 )
 def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, problem: str) -> None:
     alone = decode_boxes(text + "<|im_end|>")
-    assert not alone.valid
-    assert alone.malformed == 1
+    assert not alone.boxes
+    assert len(alone.problems) == 1
     assert problem in alone.problems[0]
     beside = decode_boxes(text + label("(0,0),(500,1000)"))
     assert beside.boxes == ((0.0, 0.0, 0.5, 1.0),)
-    assert beside.valid
-    assert beside.malformed == 1
+    assert len(beside.problems) == 1
 
 
 def test_words_without_a_box_are_invalid_and_not_malformed() -> None:
     decoded = decode_boxes("There is no nutrition table here.<|im_end|>")
-    assert (decoded.valid, decoded.malformed) == (False, 0)
+    assert (decoded.boxes, decoded.problems) == ((), ())
 
 
 TOKENS = [
@@ -163,7 +160,7 @@ def test_an_answer_without_end_takes_no_longer_than_its_length(
     """A quarter of a million characters, of which the square would take hours."""
     times = 250_000 // len(repeated)
     decoded = decode_boxes(before + repeated * times + after, family=family, size=SIZE)
-    assert len(decoded.boxes) + decoded.malformed <= times + 1
+    assert len(decoded.boxes) + len(decoded.problems) <= times + 1
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.kit.data.prepared import to_row
-from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord
+from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.sources.rows import parse_row
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.data.pictures import RED, patch_jpeg, picture

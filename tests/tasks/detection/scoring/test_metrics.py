@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.kit.data.parquet import read_rows, write_rows
-from stages.tasks.detection.samples.boxes import encode_boxes
-from stages.tasks.detection.samples.records import Box
-from stages.tasks.detection.scoring.metrics import PREDICTIONS, matched_ious, pairwise_iou, score
+from stages.tasks.detection.samples import Box, encode_boxes
+from stages.tasks.detection.scoring import PREDICTIONS, matched_ious, pairwise_iou, score
 from tests.tasks.detection.rows import record
 
 # All in halves and quarters, so that their IoUs are exact and a threshold can be met to the bit.

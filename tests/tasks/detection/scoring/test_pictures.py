@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.tasks.detection.samples.records import DetectionRecord
-from stages.tasks.detection.scoring.pictures import MAX_WIDTH, PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
+from stages.tasks.detection.samples import DetectionRecord
+from stages.tasks.detection.scoring import MAX_WIDTH, PREDICTION_COLOUR, TRUTH_COLOUR, draw_prediction
 
 TRUTH, PREDICTED = (0.1, 0.1, 0.5, 0.9), (0.6, 0.2, 0.9, 0.6)
 

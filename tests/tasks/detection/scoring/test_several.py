@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from stages.tasks.detection.samples import ForModel
-from stages.tasks.detection.samples.boxes import encode_boxes
-from stages.tasks.detection.samples.records import Box, DetectionRecord
-from stages.tasks.detection.scoring.metrics import score
-from stages.tasks.detection.scoring.pictures import PREDICTION_COLOUR, draw_prediction, draw_truth
+from stages.tasks.detection.samples import Box, DetectionRecord, ForModel, encode_boxes
+from stages.tasks.detection.scoring import PREDICTION_COLOUR, TRUTH_COLOUR, draw_boxes, draw_prediction, score
 from tests.tasks.detection.rows import record
 
 LEFT, RIGHT = (0.0, 0.0, 0.5, 1.0), (0.75, 0.0, 1.0, 1.0)
@@ -102,4 +99,4 @@ def test_labels_are_drawn_where_several_are_asked_for() -> None:
     assert labelled.size == plain.size
     assert labelled.tobytes() != plain.tobytes()
     assert PREDICTION_COLOUR in {colour for _, colour in labelled.getcolors(100_000) or []}
-    assert draw_truth(truth).size == (truth.width, truth.height)
+    assert draw_boxes(truth, truth.targets(), TRUTH_COLOUR).size == (truth.width, truth.height)

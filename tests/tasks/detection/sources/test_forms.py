@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stages.core.errors import UserError
-from stages.tasks.detection.samples.records import DetectionRecord, read_split
+from stages.tasks.detection.samples import DetectionRecord, read_split
 from stages.tasks.detection.sources import Reader
-from stages.tasks.detection.sources.folders.files import split_of
+from stages.tasks.detection.sources.folder import split_of
 from tests.kit.data.pictures import patch_jpeg, picture
 from tests.tasks import prepare
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc
@@ -54,7 +54,7 @@ def test_every_form_of_the_same_pictures_gives_the_same_records(tmp_path: Path, 
 
 def test_the_log_says_which_form_it_is_and_how_that_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "stages")
-    for form, by in (("coco", "COCO, by annotations/instances_train2017.json"), ("yolo", "YOLO, by data.yaml")):
+    for form, by in (("coco", "coco, by annotations/instances_train2017.json"), ("yolo", "yolo, by data.yaml")):
         records(tmp_path, form)
         assert f"{tmp_path / form} is read as {by}" in caplog.text
 
@@ -64,7 +64,7 @@ def test_a_folder_of_two_forms_or_of_none_is_never_guessed(tmp_path: Path) -> No
     WRITERS["voc"](tmp_path / "both", PHOTOS)
     message = refusal(tmp_path, "both")
     assert "files of several forms:\n  yolo: data.yaml\n  voc: Annotations/a.xml" in message
-    assert "`format` of the dataset in params.yaml, yolo or voc" in message
+    assert "`format` of the dataset's `reader` in params.yaml, yolo or voc" in message
     assert records(tmp_path, "both", format="yolo") == records(tmp_path, "yolo")
     (tmp_path / "none").mkdir()
     (tmp_path / "none/a.png").write_bytes(picture())
@@ -98,10 +98,10 @@ def test_what_no_form_may_hold_is_refused_alike(tmp_path: Path, form: str) -> No
     ]
     assert [problem for problem in expected if problem not in message] == []
     place = {
-        "coco": "annotations/instances_train2017.json image 5: annotation 6 (4, 3, 44, 12) lies outside the picture",
+        "coco": "annotations/instances_train2017.json image 5: annotation 6 (4, 3, 44, 12) lies outside the image",
         "yolo": "train/labels/outside.txt: line 1: box (0.65, 0.3, 1.1, 0.4) lies outside 0..1",
-        "voc": "Annotations/outside.xml: line 3: box (4, 3, 48, 15) lies outside the picture, 40 x 30 pixels",
-        "parquet": "data/train-00000-of-00001.parquet row 5: box 0 (4, 3, 44, 12) lies outside the picture",
+        "voc": "Annotations/outside.xml: object 1: box (4, 3, 48, 15) lies outside the image, 40 x 30 pixels",
+        "parquet": "data/train-00000-of-00001.parquet row 5: box 0 (4, 3, 44, 12) lies outside the image",
     }[form]
     assert place in message
 
@@ -127,9 +127,8 @@ def test_boxes_of_a_picture_before_its_rotation_are_refused(tmp_path: Path) -> N
         for path in (*(tmp_path / form).rglob("b.xml"), *(tmp_path / form).rglob("*train2017.json")):
             text = path.read_text().replace('"width": 80, "height": 160', '"width": 160, "height": 80')
             path.write_text(text.replace("<width>80</width><height>160", "<width>160</width><height>80"))
-        assert (
-            "are for 160 x 80 pixels, the picture is 80 x 160 as it is seen: the boxes may be of the picture before"
-            in (refusal(tmp_path, form))
+        assert "are for 160 x 80 pixels, the upright image is 80 x 160: the boxes may be of the image before" in (
+            refusal(tmp_path, form)
         )
 
 
@@ -153,7 +152,7 @@ def test_what_is_wrong_with_coco_is_named_by_id(tmp_path: Path) -> None:
         f"{here} image 1: annotation 71: category_id 99 is not among the categories",
         f"{here} image 1: annotation 72: bbox.2: input should be a valid number, found '2'",
         f"{here} image 1: annotation 73 is a crowd (iscrowd)",
-        f"{here} image 2: picture '../val2017/missing.png': there is none",
+        f"{here} image 2: image '../val2017/missing.png': there is none",
         f"{here} image 0: its id is that of several images",
     ):
         assert problem in message
@@ -174,7 +173,7 @@ def test_what_is_wrong_with_yolo_is_named_by_line(tmp_path: Path) -> None:
         "train/labels/a.txt: line 3: no class has the number 7; there are 3",
         "train/labels/a.txt: line 4 is '0 0.5 0.5 nan 0.1', 5 fields; expected five numbers",
         "train/labels/a.txt: line 5 is '0 0.1 0.1 0.2 0.2 0.3 0.3', 7 fields of an outline; export boxes",
-        "train/labels/stray.txt: there is no picture called so",
+        "train/labels/stray.txt: there is no image with this name",
         "train/images/empty.png: no boxes; with empty_images: true it is a sample that has none: there is no train/",
     ):
         assert problem in message
@@ -182,7 +181,7 @@ def test_what_is_wrong_with_yolo_is_named_by_line(tmp_path: Path) -> None:
     (tmp_path / "yolo/data.yaml").write_text("names: [cup\n")
     assert "data.yaml cannot be read: line " in refusal(tmp_path, "yolo")
     (tmp_path / "yolo/data.yaml").write_text("names: [cup]\ntrain: elsewhere\nval: val\n")
-    assert "names 'elsewhere', and there are no pictures of that" in refusal(tmp_path, "yolo")
+    assert "data.yaml names 'elsewhere', and" in refusal(tmp_path, "yolo")
     (tmp_path / "yolo/data.yaml").unlink()
     (tmp_path / "yolo/classes.txt").unlink()
     assert "the names of the classes are in data.yaml, classes.txt or obj.names, and there is none" in (
@@ -205,13 +204,13 @@ def test_what_is_wrong_with_voc_is_named_by_line_and_entities_are_never_read(tmp
     (tmp_path / "voc/ImageSets/Main/val.txt").write_text("c\n\nlost 1\n")
     message = refusal(tmp_path, "voc")
     for problem in (
-        "Annotations/a.xml: line 2: ymin is 'x', expected a number",
-        "Annotations/a.xml: line 2: ymax is missing",
-        "Annotations/a.xml: line 4: name is missing",
-        "Annotations/b.xml: line 1: a document type (<!DOCTYPE) is never read",
-        "Annotations/empty.xml: no XML: line 2, column 8: mismatched tag",
-        "ImageSets/Main/val.txt line 1: 2 XML files are called 'c': Annotations/c.xml, Annotations/more/c.xml",
-        "ImageSets/Main/val.txt line 3: there is no XML file called 'lost'",
+        "Annotations/a.xml: object 1: bndbox/ymin is 'x', expected a number",
+        "Annotations/a.xml: object 1: bndbox/ymax is missing",
+        "Annotations/a.xml: object 2: name is missing",
+        "Annotations/b.xml: a document type (<!DOCTYPE) is never read",
+        "Annotations/empty.xml: no XML: mismatched tag: line 2, column 8",
+        "ImageSets/Main/val.txt line 1: 2 XML files have the name 'c': Annotations/c.xml, Annotations/more/c.xml",
+        "ImageSets/Main/val.txt line 3: 0 XML files have the name 'lost'",
     ):
         assert problem in message
 
@@ -250,7 +249,7 @@ def test_a_split_is_a_word_of_the_path_the_nearest_first(path: str, split: str |
 
 
 def test_what_nobody_would_be_asked_is_not_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert "no picture to train on has a box of cpu, which is asked for; found Nährwerte, cup, red lid" in (
+    assert "no image to train on has a box of cpu, which is asked for; found Nährwerte, cup, red lid" in (
         refusal(tmp_path, "coco", category=("cup", "cpu"), label={})
     )
     assert "'red lit' is not asked for (did you mean 'red lid'?)" in refusal(tmp_path, "coco", label={"red lit": "lid"})
@@ -274,4 +273,4 @@ def test_two_annotation_files_of_a_picture_and_two_pictures_of_a_name_are_refuse
     assert records(tmp_path, "coco")["train"][0].image == PHOTOS["train"][0].encoded, "that of its own split"
     (tmp_path / "coco/train2017/b").mkdir()
     (tmp_path / "coco/train2017/b/a.png").write_bytes(picture())
-    assert "picture 'a.png': 2 pictures are called so: train2017/a.png, train2017/b/a.png" in refusal(tmp_path, "coco")
+    assert "image 'a.png': 2 images have this name: train2017/a.png, train2017/b/a.png" in refusal(tmp_path, "coco")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.kit.data.texts import UnreadableText
-from stages.tasks.detection.samples.records import read_split
+from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.sources import Reader
-from stages.tasks.detection.sources.folders.voc import parse_voc
+from stages.tasks.detection.sources.voc import parse
 from tests.damage import TEXTS, VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.tasks import prepare
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS
@@ -175,7 +175,7 @@ def test_damaged_rows_and_descriptions_of_parquet_give_records_or_a_refusal(
 @quick(300)
 def test_any_text_is_an_annotation_or_unreadable(text: str) -> None:
     try:
-        row = parse_voc(f"<annotation>{text}</annotation>".encode("utf-8", "replace").decode())
+        row = parse(f"<annotation>{text}</annotation>".encode("utf-8", "replace").decode())
     except UnreadableText as error:
         assert len(str(error)) < 200
     else:

@@ -6,8 +6,7 @@ from click.testing import CliRunner
 
 import stages.prepare
 from stages.core.errors import UserError
-from stages.tasks.detection.samples import ForModel
-from stages.tasks.detection.samples.records import read_split
+from stages.tasks.detection.samples import ForModel, read_split
 from stages.tasks.detection.sources import Reader
 from tests.kit.data.pictures import picture
 from tests.tasks import prepare

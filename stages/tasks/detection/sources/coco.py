@@ -1,7 +1,7 @@
 """COCO's JSON (cocodataset.org, Data format): images, annotations with bbox [x, y, width, height], categories.
 
-pycocotools' own reader takes a file at its word, and ends in a KeyError where one is wrong; here each entry is checked
-alone, so that all that is wrong is named by its id.
+pycocotools' own reader trusts a file, and ends in a KeyError if it is wrong; here each entry is checked alone, so that
+every problem is named by the entry's id.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 
 from stages.core.documents import problems, shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
-from stages.tasks.detection.sources.folders.files import Folder, RawSample, Splits, chosen_splits, grouped, objects
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="xywh", unit="pixels")
 EXPECTED = (
-    "COCO: JSON files with images, annotations and categories, called or in folders called train and val, and pictures"
+    "COCO: JSON files with images, annotations and categories, called or in folders called train and val, and images"
 )
 
 Id = Annotated[int, Strict()] | Annotated[str, Strict()]
@@ -33,7 +32,7 @@ _lenient = ConfigDict(extra="ignore", allow_inf_nan=False)
 T = TypeVar("T")
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_lenient)
+@dataclass(frozen=True, kw_only=True, config=_lenient)
 class Image:
     id: Id
     file_name: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -41,7 +40,7 @@ class Image:
     height: Annotated[Number, Field(gt=0)] | None = None
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_lenient)
+@dataclass(frozen=True, kw_only=True, config=_lenient)
 class Annotation:
     image_id: Id
     category_id: Id
@@ -50,43 +49,38 @@ class Annotation:
     iscrowd: int = 0
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_lenient)
+@dataclass(frozen=True, kw_only=True, config=_lenient)
 class Category:
     id: Id
     name: Annotated[str, Field(min_length=1)]
 
 
-def is_coco(head: bytes) -> bool:
-    return any(key in head for key in (b'"images"', b'"annotations"', b'"categories"'))
+def annotation_files(folder: Folder) -> list[str]:
+    return folder.with_content(".json", rb'"(images|annotations|categories)"')
 
 
-def read_coco(folder: Folder) -> Splits:
-    """Every JSON file of the folder that begins like COCO's."""
-    files = [path for path in folder.with_suffix(".json") if is_coco(folder.head(path))]
-    return chosen_splits(grouped(files), "annotation files", lambda paths: _samples(folder, paths))
+def read(folder: Folder) -> Splits:
+    return chosen_splits(by_split(annotation_files(folder)), "annotation files", lambda paths: _samples(folder, paths))
 
 
 def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
-    named_by: dict[str, str] = {}
+    named_by: dict[str, Place] = {}
     for path in paths:
         try:
-            document = _loaded(folder.text(path))
+            document = _load(folder.text(path))
         except UnreadableText as error:
             yield Place(path), [str(error)]
             continue
         for place, row in _File(path, document).samples(folder):
-            name = "" if isinstance(row, list) else row.pop("picture")
-            if name and (other := named_by.setdefault(name, str(place))) != str(place):
-                yield (
-                    place,
-                    [f"the picture {name} is that of {other} too; leave one annotation file of it in the folder"],
-                )
+            name = "" if isinstance(row, list) else row.pop("name")
+            if name and (other := named_by.setdefault(name, place)) != place:
+                yield place, [f"the image {name} is that of {other} too; leave one annotation file of it in the folder"]
             else:
                 yield place, row
 
 
-def _loaded(text: str) -> Mapping[str, Any]:
-    """Raises UnreadableText for what is no JSON object with lists of images, annotations and categories."""
+def _load(text: str) -> Mapping[str, Any]:
+    """Raises UnreadableText unless it is a JSON object with lists of images, annotations and categories."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -95,29 +89,29 @@ def _loaded(text: str) -> Mapping[str, Any]:
         raise UnreadableText(f"no JSON that can be read: {error}") from None
     if not isinstance(document, dict):
         raise UnreadableText(f"holds {shown(document)}, expected a JSON object")
-    lacking = [name for name in ("images", "annotations", "categories") if not isinstance(document.get(name), list)]
-    if lacking:
+    if lacking := [
+        name for name in ("images", "annotations", "categories") if not isinstance(document.get(name), list)
+    ]:
         raise UnreadableText(f"has no list of {' and '.join(lacking)}")
     return document
 
 
-@dataclass
 class _File:
-    """One annotation file, sorted by picture."""
+    """The entries of one annotation file, and their problems, by image."""
 
-    path: str
-    document: Mapping[str, Any]
-    stray: list[RawSample] = field(default_factory=list)
-    """Problems that belong to no picture."""
-    found: dict[Id, list[tuple[str, Annotation]]] = field(default_factory=lambda: defaultdict(list))
-    faults: dict[Id, list[str]] = field(default_factory=lambda: defaultdict(list))
+    def __init__(self, path: str, document: Mapping[str, Any]) -> None:
+        self.path, self.document = path, document
+        self.stray: list[RawSample] = []
+        """Problems that belong to no image."""
+        self.found: dict[Id, list[tuple[str, Annotation]]] = defaultdict(list)
+        self.faults: dict[Id, list[str]] = defaultdict(list)
 
     def samples(self, folder: Folder) -> Iterator[RawSample]:
         categories = {each.id: each.name for _, each in self._entries("categories", Category)}
         images = list(self._entries("images", Image))
-        known = {image.id for _, image in images}
+        counts = Counter(image.id for _, image in images)
         for name, annotation in self._entries("annotations", Annotation):
-            if annotation.image_id not in known:
+            if annotation.image_id not in counts:
                 problem = f"image_id {shown(annotation.image_id)} is not that of a valid image"
                 self.stray.append((Place(self.path, name, "annotation"), [problem]))
             elif annotation.iscrowd:
@@ -127,37 +121,34 @@ class _File:
             else:
                 self.found[annotation.image_id].append((name, annotation))
         yield from self.stray
-        doubled = {each for each, count in Counter(image.id for _, image in images).items() if count > 1}
         for name, image in images:
-            faults = [*self.faults[image.id], *(["its id is that of several images"] if image.id in doubled else [])]
-            yield Place(self.path, name, "image"), self._row(folder, image, categories, faults)
+            if counts[image.id] > 1:
+                self.faults[image.id].append("its id is that of several images")
+            yield Place(self.path, name, "image"), self._row(folder, image, categories)
 
-    def _row(
-        self, folder: Folder, image: Image, categories: Mapping[Id, str], faults: list[str]
-    ) -> dict[str, Any] | list[str]:
+    def _row(self, folder: Folder, image: Image, categories: Mapping[Id, str]) -> dict[str, Any] | list[str]:
         found = self.found[image.id]
-        faults += [
+        faults = self.faults.pop(image.id, []) + [
             f"annotation {name}: category_id {shown(each.category_id)} is not among the categories"
             for name, each in found
             if each.category_id not in categories
         ]
         try:
-            picture = folder.picture(image.file_name, near=self.path)
+            path = folder.image(image.file_name, near=self.path)
         except UnreadableText as error:
             return [*faults, str(error)]
+        names = [categories.get(each.category_id) or "?" for _, each in found]
         return folder.row(
-            picture,
-            picture=picture,
-            objects=objects(
-                [each.bbox for _, each in found], [categories.get(each.category_id) or "?" for _, each in found]
-            ),
+            path,
+            name=path,
+            objects={"bbox": [each.bbox for _, each in found], "category_name": names},
             named=[f"annotation {name}" for name, _ in found],
             size=None if image.width is None or image.height is None else (image.width, image.height),
             problems=faults,
         )
 
     def _entries(self, kind: str, form: type[T]) -> Iterator[tuple[str, T]]:
-        """The entries of a list that are valid, each with its id, or its position where it has none."""
+        """The valid entries of a list, each with its id, or its position if it has none."""
         adapter, unit = TypeAdapter(form), {"categories": "category"}.get(kind, kind.removesuffix("s"))
         for index, entry in enumerate(self.document[kind]):
             own = entry.get("id") if isinstance(entry, dict) else None

@@ -1,0 +1,170 @@
+"""The files of a dataset's folder: its images by name, and the split that a path names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from stages.core.errors import UserError
+from stages.core.given_files import require_own
+from stages.kit.data.sources import VALIDATION, Place
+from stages.kit.data.texts import UnreadableText, read_text
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Suffixes of the formats that stages.kit.data.images opens."""
+MAX_BYTES = 2**30
+"""Largest file that is read."""
+HELD_OUT = 0.2
+"""Share of the images to validate on if a folder has no split for it."""
+HELD_OUT_IMAGES = f"{HELD_OUT:.0%} of the images, held out"
+
+RawSample = tuple[Place, dict[str, Any] | list[str]]
+"""Where a sample was read, and a row for `parse_row`, or every problem that keeps it from being one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The samples of a dataset's splits."""
+
+    samples: dict[str, Iterator[RawSample]]
+    """`train`, and `val` if the dataset has one."""
+    validation: str | None
+    """A description of the validation split; None if its files' names say enough."""
+    unused: Sequence[str] = ()
+    """Files that belong to no split."""
+
+
+class Folder:
+    """All files of a folder, except those whose names, or whose folders' names, begin with a dot or `__MACOSX`.
+
+    Links to folders are not followed. Paths are relative, with slashes on every machine.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files = sorted(self._walk())
+        self._read: set[str] = set()
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        for path in self.images():
+            for name in {PurePosixPath(path).name, PurePosixPath(path).stem}:
+                self._by_name[name].append(path)
+
+    def _walk(self) -> Iterator[str]:
+        def hidden(name: str) -> bool:
+            return name.startswith((".", "__MACOSX"))
+
+        for here, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if not hidden(name)]
+            yield from (Path(here, name).relative_to(self.root).as_posix() for name in names if not hidden(name))
+
+    def with_suffix(self, *suffixes: str) -> list[str]:
+        return [path for path in self.files if PurePosixPath(path).suffix.lower() in suffixes]
+
+    def images(self) -> list[str]:
+        return self.with_suffix(*IMAGES)
+
+    def with_content(self, suffix: str, pattern: bytes) -> list[str]:
+        """The files of this suffix in whose first 64 KiB the pattern is found."""
+        return [path for path in self.with_suffix(suffix) if re.search(pattern, self._head(path))]
+
+    def text(self, path: str) -> str:
+        """Raises UnreadableText for a file that is no text, too large, or outside the folder."""
+        self._require(path)
+        try:
+            return read_text(self.root / path)
+        except UserError as error:
+            raise UnreadableText(error.message) from None
+
+    def _head(self, path: str) -> bytes:
+        try:
+            self._require(path)
+            with (self.root / path).open("rb") as file:
+                return file.read(65_536)
+        except (OSError, UnreadableText):
+            return b""
+
+    def row(self, path: str, **found: Any) -> dict[str, Any] | list[str]:
+        """The raw row of an image, or the reason why it cannot be read."""
+        self._read.add(path)
+        try:
+            self._require(path)
+            encoded = (self.root / path).read_bytes()
+        except (OSError, UnreadableText) as error:
+            return [f"the image {path} cannot be read: {error}"]
+        return {"image_id": PurePosixPath(path).stem, "image": {"bytes": encoded}, **found}
+
+    def unread(self) -> list[str]:
+        """The images of which no row was made so far."""
+        return [path for path in self.images() if path not in self._read]
+
+    def image(self, name: str, *, near: str) -> str:
+        """The image of a name, with or without suffix and folders, in an annotation file `near` it.
+
+        Of several, the one beside that file, or else the only one of its split. Raises UnreadableText if there is
+        none, or still more than one.
+        """
+        wanted = PurePosixPath(name.replace("\\", "/"))
+        parts = tuple(part for part in wanted.parts if part != ".")
+        found = self._by_name.get(wanted.name, []) if parts else []
+        length = len(parts) - 1
+        found = [path for path in found if PurePosixPath(path).parts[:-1][-length:] == parts[:-1] or not length]
+        if len(found) > 1:
+            beside = PurePosixPath(near).parent
+            exact = [path for path in found if PurePosixPath(path).parent in (beside / wanted.parent, wanted.parent)]
+            found = exact or [path for path in found if split_of(path) == split_of(near)] or found
+        if len(found) != 1:
+            which = f"{len(found)} images have this name: {', '.join(found[:3])}" if found else "there is none"
+            raise UnreadableText(f"image {name[:200]!r}: {which}")
+        return found[0]
+
+    def _require(self, path: str) -> None:
+        try:
+            require_own(self.root / path, self.root)
+        except UserError as error:
+            raise UnreadableText(error.message) from None
+        if (size := (self.root / path).stat().st_size) > MAX_BYTES:
+            raise UnreadableText(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
+
+
+def split_of(path: str) -> str | None:
+    """`train`, or one of VALIDATION: the first such word in the file's name, or else in the folder nearest to it.
+
+    Words are runs of letters: instances_train2017.json is of train, and so is train/labels/7.txt.
+    """
+    words = {"train": "train", "training": "train", "valid": "val", "validation": "val", "testing": "test"}
+    words |= {name: name for name in VALIDATION}
+    pure = PurePosixPath(path)
+    for part in (pure.stem, *reversed(pure.parent.parts)):
+        if found := [words[word] for word in re.findall("[a-z]+", part.lower()) if word in words]:
+            return found[0]
+    return None
+
+
+def by_split(paths: Iterable[str]) -> dict[str | None, list[str]]:
+    """Paths by the split that each names."""
+    found: dict[str | None, list[str]] = defaultdict(list)
+    for path in paths:
+        found[split_of(path)].append(path)
+    return found
+
+
+def chosen_splits(
+    paths: dict[str | None, list[str]], what: str, read: Callable[[list[str]], Iterator[RawSample]]
+) -> Splits:
+    """The splits to train and to validate on, each read by `read`.
+
+    paths: by split. what: describes them, for messages. If no path names a split, all are to train on, and a share of
+    the images is held out.
+    """
+    validation = next((name for name in VALIDATION if paths.get(name)), None)
+    train = paths.get("train") or ([] if validation else paths.get(None, []))
+    unused = [path for name, some in paths.items() for path in some if some is not train and name != validation]
+    if validation is None:
+        return Splits(samples={"train": read(train)}, validation=HELD_OUT_IMAGES, unused=unused)
+    samples = {"train": read(train), "val": read(paths[validation])}
+    return Splits(samples=samples, validation=f"the {what} of {validation}", unused=unused)

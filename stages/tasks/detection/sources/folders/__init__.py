@@ -1,1 +1,0 @@
-"""Folders of pictures with boxes, in the forms that annotation tools write."""

@@ -1,0 +1,115 @@
+"""Pascal VOC's XML files, one an image, with the image's name (host.robots.ox.ac.uk/pascal/VOC, the development kit).
+
+Corners are taken as they are: xmin is where a box begins, counted from 0, as LabelImg, CVAT and Roboflow write it. In
+the data of 2007 to 2012 itself a box begins up to one pixel earlier.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from stages.core.documents import shown
+from stages.kit.data.sources import Place
+from stages.kit.data.texts import UnreadableText
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits, split_of
+from stages.tasks.detection.sources.rows import BoxForm
+
+FORM = BoxForm(order="xyxy", unit="pixels")
+EXPECTED = "Pascal VOC: an XML file with the name of each image; train and val by their folders, or by ImageSets/Main"
+
+_NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?")
+
+
+def annotation_files(folder: Folder) -> list[str]:
+    return folder.with_content(".xml", rb"<annotation")
+
+
+def read(folder: Folder) -> Splits:
+    files = annotation_files(folder)
+    lists: dict[str | None, list[str]] = {}
+    for path in folder.with_suffix(".txt"):
+        pure = PurePosixPath(path)
+        if pure.parts[-3:-1] == ("ImageSets", "Main") and split_of(path) == pure.stem:
+            lists[pure.stem] = [path]
+    if not lists:
+        return chosen_splits(by_split(files), "XML files", lambda paths: _samples(folder, paths))
+    by_stem: dict[str, list[str]] = defaultdict(list)
+    for path in files:
+        by_stem[PurePosixPath(path).stem].append(path)
+    return chosen_splits(lists, "lists in ImageSets/Main", lambda paths: _listed(folder, paths, by_stem))
+
+
+def _listed(folder: Folder, paths: Sequence[str], by_stem: dict[str, list[str]]) -> Iterator[RawSample]:
+    for path in paths:
+        try:
+            lines = folder.text(path).splitlines()
+        except UnreadableText as error:
+            yield Place(path), [str(error)]
+            continue
+        for number, line in enumerate(lines, start=1):
+            name = (line.split() or [""])[0]
+            found = by_stem.get(name, [])
+            if len(found) == 1:
+                yield from _samples(folder, found)
+            elif name:
+                which = f": {', '.join(found[:3])}" if found else ""
+                yield Place(path, number), [f"{len(found)} XML files have the name {name[:200]!r}{which}; expected one"]
+
+
+def _samples(folder: Folder, paths: Sequence[str]) -> Iterator[RawSample]:
+    for path in paths:
+        try:
+            annotations = parse(folder.text(path))
+            image = folder.image(PurePosixPath(path).stem, near=path)
+        except UnreadableText as error:
+            yield Place(path), [str(error)]
+            continue
+        yield Place(path), folder.row(image, **annotations)
+
+
+class _TreeBuilder(ET.TreeBuilder):
+    def doctype(self, *_: object) -> None:
+        """Called before entities are declared, which a document type can nest into gigabytes."""
+        raise UnreadableText("a document type (<!DOCTYPE) is never read; remove it")
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The entries of a raw row. Raises UnreadableText unless it is XML of an annotation without a document type."""
+    parser = ET.XMLParser(target=_TreeBuilder(), encoding="utf-8")
+    try:
+        parser.feed(text.encode("utf-8"))
+        root = parser.close()
+    except ET.ParseError as error:
+        raise UnreadableText(f"no XML: {error}") from None
+    if root.tag != "annotation":
+        raise UnreadableText(f"<{root.tag[:80]}>, expected <annotation>")
+    problems: list[str] = []
+
+    def number(element: ET.Element, path: str, name: str) -> float | None:
+        text = (element.findtext(path) or "").strip()
+        if _NUMBER.fullmatch(text):
+            return float(text)
+        problems.append(f"{name}: {path} {f'is {shown(text)}, expected a number' if text else 'is missing'}")
+        return None
+
+    objects: dict[str, list[Any]] = {"bbox": [], "category_name": []}
+    named = []
+    for position, element in enumerate(root.findall("object"), start=1):
+        name = f"object {position}"
+        corners = [number(element, f"bndbox/{corner}", name) for corner in ("xmin", "ymin", "xmax", "ymax")]
+        category = (element.findtext("name") or "").strip()
+        if not category:
+            problems.append(f"{name}: name is missing")
+        elif None not in corners:
+            objects["bbox"].append(corners)
+            objects["category_name"].append(category)
+            named.append(f"{name}: box")
+    size = root.find("size")
+    sides = [] if size is None else [number(size, side, "size") for side in ("width", "height")]
+    # 0 is some tools' word for unknown.
+    return {"objects": objects, "named": named, "problems": problems, "size": sides if sides and all(sides) else None}

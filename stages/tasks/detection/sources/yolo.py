@@ -1,0 +1,169 @@
+"""YOLO's text files, one an image (docs.ultralytics.com): a line a box, with the number of its class, centre, width and
+height in 0..1 of the image.
+
+The text file of images/7.jpg is labels/7.txt, else 7.txt beside it. The names of classes are those of `names` in a
+YAML file, or lines of classes.txt or obj.names. `train` and `val` of the YAML file say where images are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from stages.core.documents import Unreadable, problems, read_yaml, refusal
+from stages.core.errors import UserError, counted
+from stages.kit.data.sources import Place
+from stages.kit.data.texts import EmptyText, UnreadableText
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits
+from stages.tasks.detection.sources.rows import BoxForm
+
+FORM = BoxForm(order="cxcywh", unit="share")
+EXPECTED = (
+    "YOLO: images in images/train and images/val, text files with the same names in labels/train and labels/val, and "
+    "the names of the classes in data.yaml"
+)
+NAMES = ("classes.txt", "obj.names")
+_NUMBER = re.compile(r"-?(?=\.?[0-9])[0-9]{0,9}\.?[0-9]{0,25}(e-?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class DataFile:
+    """Settings of Ultralytics' YAML file. `path` is of another machine more often than not, and is not read."""
+
+    names: list[str] | dict[int, str]
+    train: str | list[str] | None = None
+    val: str | list[str] | None = None
+    test: str | list[str] | None = None
+
+
+def annotation_files(folder: Folder) -> list[str]:
+    """The files that have the names of classes."""
+    yaml = [path for suffix in (".yaml", ".yml") for path in folder.with_content(suffix, rb"(?m)^names\s*:")]
+    return yaml or [path for path in folder.files if PurePosixPath(path).name in NAMES]
+
+
+def read(folder: Folder) -> Splits:
+    """Every image of the folder, with its text file.
+
+    Raises UserError if the names of the classes are missing, or in several files.
+    """
+    found = annotation_files(folder)
+    if len(found) != 1:
+        which = f"there are several: {', '.join(found)}; leave one" if found else "there is none"
+        raise UserError(
+            f"{folder.root}: the names of the classes are in data.yaml, classes.txt or obj.names, and {which}"
+        )
+    data = _data_file(folder, found[0])
+    splits: dict[str | None, list[str]] = {}
+    split: str | None
+    if data.train and data.val:
+        for split, entries in (("train", data.train), ("val", data.val)):
+            entries = [entries] if isinstance(entries, str) else entries
+            splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
+    else:  # by the names of folders alone
+        for folder_path in sorted({PurePosixPath(path).parent for path in folder.images()}):
+            (split,) = by_split([str(folder_path / "-")])
+            inside = (path for path in folder.images() if PurePosixPath(path).parent == folder_path)
+            splits.setdefault(split, []).extend(inside)
+        splits = {split: sorted(paths) for split, paths in splits.items()}
+    names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
+    return chosen_splits(splits, "images", lambda paths: _samples(folder, paths, names))
+
+
+def _data_file(folder: Folder, path: str) -> DataFile:
+    try:
+        text = folder.text(path)
+        if PurePosixPath(path).name in NAMES:
+            return DataFile(names=[line.strip() for line in text.splitlines() if line.strip()])
+        return read_yaml(DataFile, folder.root / path)
+    except (UnreadableText, Unreadable) as error:
+        raise UserError(f"{folder.root / path} cannot be read: {error}") from None
+    except ValidationError as error:
+        raise refusal(folder.root / path, problems(error, DataFile)) from None
+
+
+def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
+    """The images of an entry of `train` or `val`: of a folder, or of a text file that lists them. As in Ultralytics,
+    `../` at its beginning counts as nothing.
+
+    Raises UserError if there are none in the folder.
+    """
+    where = re.sub(r"^(\.{0,2}/)+", "", entry.strip().replace("\\", "/")).rstrip("/")
+    beside = str(PurePosixPath(data_file).parent / where)
+    images = folder.images()
+    for place in dict.fromkeys((beside, where)):
+        if place in folder.files and place.endswith(".txt"):
+            try:
+                lines = [line.strip().removeprefix("./") for line in folder.text(place).splitlines() if line.strip()]
+            except UnreadableText as error:
+                raise UserError(f"{folder.root / place} cannot be read: {error}") from None
+            listed = [str(PurePosixPath(place).parent / line) for line in lines]
+            if lost := sorted(set(listed) - set(images)):
+                missing = counted(len(lost), "image")
+                raise UserError(f"{folder.root / place} lists {missing} that the folder lacks: {', '.join(lost[:3])}")
+            return listed
+        if inside := [path for path in images if place == "." or PurePosixPath(place) in PurePosixPath(path).parents]:
+            return inside
+    raise UserError(f"{folder.root / data_file} names {entry!r}, and {folder.root} has no images there")
+
+
+def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> Iterator[RawSample]:
+    known = set(folder.files)
+    taken: set[str] = set()
+    for image in images:
+        places = label_paths(image)
+        taken.update(places)
+        place = next((path for path in places if path in known), None)
+        if place is None:
+            row = folder.row(image, objects={"bbox": [], "category_name": []}, none_because=f"there is no {places[0]}")
+            yield Place(image), row
+            continue
+        try:
+            lines = folder.text(place).splitlines()
+        except EmptyText:
+            lines = []
+        except UnreadableText as error:
+            yield Place(place), [str(error)]
+            continue
+        yield Place(place), folder.row(image, **_boxes(lines, names))
+    label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
+    for path in folder.with_suffix(".txt"):
+        pure = PurePosixPath(path)
+        if pure.parent in label_folders and path not in taken and pure.name not in NAMES:
+            yield Place(path), ["there is no image with this name"]
+
+
+def label_paths(image: str) -> tuple[str, ...]:
+    """The places of an image's boxes: with `labels` for the last `images` of its path, and beside it."""
+    pure = PurePosixPath(image).with_suffix(".txt")
+    *parents, name = pure.parts
+    if "images" not in parents:
+        return (str(pure),)
+    last = len(parents) - 1 - parents[::-1].index("images")
+    return str(PurePosixPath(*parents[:last], "labels", *parents[last + 1 :], name)), str(pure)
+
+
+def _boxes(lines: Sequence[str], names: dict[int, str]) -> dict[str, Any]:
+    bboxes, categories, named, faults = [], [], [], []
+    for number, line in enumerate(lines, start=1):
+        fields = line.split()
+        if not fields:
+            continue
+        if len(fields) != 5 or not all(_NUMBER.fullmatch(each.lower()) for each in fields):
+            outline = " of an outline; export boxes" if len(fields) > 6 and len(fields) % 2 else ""
+            faults.append(
+                f"line {number} is {line.strip()[:60]!r}, {counted(len(fields), 'field')}{outline}; expected five "
+                "numbers: class x_center y_center width height"
+            )
+        elif not fields[0].isdecimal() or int(fields[0]) not in names:
+            faults.append(f"line {number}: no class has the number {fields[0]}; there are {len(names)}")
+        else:
+            bboxes.append([float(each) for each in fields[1:]])
+            categories.append(names[int(fields[0])])
+            named.append(f"line {number}: box")
+    return {"objects": {"bbox": bboxes, "category_name": categories}, "named": named, "problems": faults}
