@@ -13,10 +13,9 @@ from dvc.output import OutputIsIgnoredError
 from dvc.repo import Repo
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.kit.launcher.images import STAGE_TARGETS, image_inputs
-from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, stage_of_command
+from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tests import ROOT
 from tests.closure import import_closure, task_modules
 from tests.documents import write_yaml
@@ -85,11 +84,6 @@ def test_the_launcher_reads_dvc_yaml_as_dvc_does(dvc_repo: Repo) -> None:
     for stage in dvc_repo.index.stages:
         name = stage.name.partition("@")[2]
         assert f"{stage.cmd} {name}".strip() == f"exec {PIPELINE[stage.name].command}"
-
-
-def test_unknown_command_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(UserError, match=r"docker/run train r1`.*docker/run train r1-llm-only"):
-        stage_of_command(declared_stages(ROOT), "train", ["r1"])
 
 
 def test_no_command_has_a_name_in_it_or_keeps_a_shell() -> None:

@@ -39,7 +39,6 @@ CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
 }
 """In the order in which `auto` tries them. Each takes (workspace, an image's target), and raises NotUsable."""
 ENGINES = (*CONTAINER_ENGINES, "process", "auto")
-DEFAULT_ENGINE = "auto"
 
 
 def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[[str], None]) -> Engine:

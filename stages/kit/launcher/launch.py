@@ -15,51 +15,37 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from stages.core.dvc_cache import cache_dir
-from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.lineage import file_digest
 from stages.core.params.load import load_params
 from stages.core.params.schema import Params
 from stages.core.parent_death import end_with_own_parent
 from stages.kit.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
-from stages.kit.launcher.engines import DEFAULT_ENGINE, Engine, choose_engine
+from stages.kit.launcher.engines import Engine, choose_engine
 from stages.kit.launcher.gpus import Gpu, leased_gpus
 from stages.kit.launcher.pipeline import (
+    JOB_VARIABLE,
     TRACKED,
     DeclaredStage,
+    Request,
     declared_stages,
-    gpus_wanted,
     hub_cache,
-    image_target,
     item_of,
-    kept_dirs,
-    nodes_of,
     repository_of,
-    sends_what_it_wrote,
-    source_of,
     stage_of_command,
 )
 from stages.kit.launcher.process import STAGES, Ended, StageRun, triton_dir
 from stages.kit.launcher.record import ProvenanceRecorder, code_digest, recorded_inputs, used_params
-from stages.kit.launcher.slurm import (
-    JOB_VARIABLE,
-    JobDir,
-    job_options,
-    node_of,
-    rendezvous,
-    run_inside_job,
-    runs_in_slurm,
-)
-from stages.kit.launcher.slurm_wait import StageJob, digest
+from stages.kit.launcher.slurm import JobDir, node_of, rendezvous, run_inside_job, runs_in_slurm
+from stages.kit.launcher.slurm_wait import StageJob, caller_pid
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.plan import read_plan
@@ -67,66 +53,6 @@ from stages.kit.planning.prediction import read_memory_record
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One call of the launcher, with the files that it reads."""
-
-    stage: str
-    args: tuple[str, ...]
-    params: Params
-    stages: Sequence[DeclaredStage]
-    """All of dvc.yaml."""
-    workspace_dir: Path
-    caller: Mapping[str, str]
-    """The launcher's environment."""
-
-    @property
-    def name(self) -> str:
-        """Name of the recipe, base or dataset; "" for a stage without one."""
-        return self.args[0] if self.args else ""
-
-    @property
-    def title(self) -> str:
-        """E.g. "train r1-llm-only", for messages."""
-        return " ".join((self.stage, *self.args))
-
-    @property
-    def by_dvc(self) -> bool:
-        return "DVC_STAGE" in self.caller
-
-    @property
-    def in_job(self) -> bool:
-        return JOB_VARIABLE in self.caller
-
-    @property
-    def repository_dir(self) -> Path:
-        return repository_of(self.caller, self.workspace_dir)
-
-    @property
-    def engine_name(self) -> str:
-        return self.caller.get("BAKEOFF_ENGINE") or DEFAULT_ENGINE
-
-    @property
-    def source(self) -> str:
-        """Source of the data that the stage fetches, e.g. hub:OWNER/NAME@REVISION; "" for none."""
-        return source_of(self.stage, self.name, self.params)
-
-    @property
-    def sends(self) -> bool:
-        return sends_what_it_wrote(self.stage, self.args)
-
-    @cached_property
-    def declared(self) -> DeclaredStage | None:
-        """Its stage in dvc.yaml; None if there is none, as for docker/run train --help."""
-        return stage_of_command(self.stages, self.stage, self.args, required=False)
-
-    def require_declared(self) -> DeclaredStage:
-        """Raises UserError if dvc.yaml has no such stage."""
-        declared = stage_of_command(self.stages, self.stage, self.args)
-        assert declared is not None
-        return declared
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -169,35 +95,34 @@ def launch(stage: str, args: tuple[str, ...]) -> int:
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in request.stages for out in each.outs)))
     if not request.sends and runs_in_slurm(stage, request.caller, request.params):  # a node has no network
         return run_as_job(request)
-    target = image_target(stage, request.params)
-    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=target, say=say)
+    engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target, say=say)
     for check in CHECKS:
         check(request, engine)
-    return run_here(request, engine, target)
+    return run_here(request, engine)
 
 
-def run_here(request: Request, engine: Engine, target: str) -> int:
+def run_here(request: Request, engine: Engine) -> int:
     """Run the stage on this machine, alone and on free GPUs; returns its exit code."""
-    stage, name, declared = request.stage, request.name, request.declared
+    name, declared = request.name, request.declared
     node = node_of(request.caller) if request.in_job else 0
     outputs = Outputs(declared, request.workspace_dir, node=node) if declared else None
     with (
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
-            gpus_wanted(stage, request.params.active.device),
+            request.num_gpus,
             locks_dir=request.repository_dir / ".bakeoff/gpus",
             holder=request.title,
             visible=request.caller.get("CUDA_VISIBLE_DEVICES"),
             say=say,
         ) as gpus,
     ):
-        if stage == "merge" and name and request.by_dvc:  # DVC has stored the trained weights
+        if request.stage == "merge" and name and request.by_dvc:  # DVC has stored the trained weights
             remove_finished(checkpoints_dir(request.repository_dir, name))
         stage_run = stage_run_of(request, engine, gpus, node)
         recorder = None
         if declared and node == 0:
             inputs = recorded_inputs(request.workspace_dir, request.stages, declared)
-            recorder = ProvenanceRecorder(stage_run, declared, request.params, engine, inputs, target=target)
+            recorder = ProvenanceRecorder(request, stage_run, declared, engine, inputs)
         refuse_full_disk(request)
         ended, attempt = run_down_the_ladder(engine, stage_run, request.params, say=say)
         if ended.code == 0 and recorder is not None:
@@ -206,27 +131,25 @@ def run_here(request: Request, engine: Engine, target: str) -> int:
 
 
 def stage_run_of(request: Request, engine: Engine, gpus: Sequence[Gpu], node: int) -> StageRun:
-    stage, repository_dir = request.stage, request.repository_dir
     kind, _, where = request.source.partition(":")
-    network = request.sends or kind == "hub"
-    own_dirs = {"HF_HOME": hub_cache(request.caller)} if network else {}
+    own_dirs = {"HF_HOME": hub_cache(request.caller)} if request.network else {}
     if gpus:
-        own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, repository_dir)
-    kept = () if request.sends else kept_dirs(stage, request.name, request.params, repository_dir)
-    num_nodes = nodes_of(stage, request.params.active.device)
+        own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, request.repository_dir)
     variables = {variable: str(folder) for variable, folder in own_dirs.items()}
+    if request.num_nodes > 1 and request.in_job:
+        variables |= rendezvous(request.caller)
     return StageRun(
-        stage=stage,
+        stage=request.stage,
         args=request.args,
         declared=request.declared,
         workspace_dir=request.workspace_dir,
         source_dir=Path(os.path.normpath(request.workspace_dir / where)) if kind == "folder" else None,
-        network=network,
-        kept_dirs=(*own_dirs.values(), *kept),
+        network=request.network,
+        kept_dirs=(*own_dirs.values(), *request.kept_dirs),
         gpus=tuple(gpu.uuid for gpu in gpus),
         caller=request.caller,
-        variables=variables | (rendezvous(request.caller) if num_nodes > 1 and request.in_job else {}),
-        num_nodes=num_nodes,
+        variables=variables,
+        num_nodes=request.num_nodes,
         node=node,
         terminal=sys.stderr.isatty(),
     )
@@ -378,30 +301,11 @@ def run_as_job(request: Request) -> int:
     """
     declared = request.require_declared()
     refuse_missing_deps(request)
-    job = stage_job(request, declared, say=say)
+    job = StageJob(request, job_facts(request, declared), say=say)
     if request.by_dvc:
         # The end of dvc does not end the job.
         end_with_own_parent(caller_pid(), signal.SIGHUP)
     return job.run()
-
-
-def stage_job(request: Request, declared: DeclaredStage, *, say: Callable[[str], None]) -> StageJob:
-    """The job of a stage. Raises UserError as `job_facts`."""
-    facts, params = job_facts(request, declared), request.params
-    return StageJob(
-        declared=declared,
-        workspace_dir=request.workspace_dir,
-        facts=facts,
-        fingerprint=digest({**facts, "environment": numeric_settings(request.caller)}),
-        command=("docker/run", request.stage, *request.args),
-        options=job_options(request.stage, request.name, params, workspace_dir=request.workspace_dir),
-        save_seconds=params.slurm.save_seconds,
-        num_nodes=nodes_of(request.stage, params.active.device),
-        environment=job_environment(request.stage, request.caller, network=request.source.startswith("hub:")),
-        comes_back=request.repository_dir.resolve() == request.workspace_dir,
-        is_orphan=lambda: request.by_dvc and os.getppid() != caller_pid(),
-        say=say,
-    )
 
 
 def job_facts(request: Request, declared: DeclaredStage) -> dict[str, object]:
@@ -419,11 +323,6 @@ def job_facts(request: Request, declared: DeclaredStage) -> dict[str, object]:
         "image": {path.name: file_digest(path) for path in image_files},
         "engine": request.engine_name,
     }
-
-
-def caller_pid() -> int:
-    """Process that started docker/run: dvc, if it runs the stage."""
-    return int(os.environ.get("BAKEOFF_CALLER") or os.getppid())
 
 
 def say(line: str) -> None:

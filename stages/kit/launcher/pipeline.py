@@ -1,4 +1,4 @@
-"""The stages of dvc.yaml as DVC reads them, and what each of them needs by params.yaml: GPUs, an image, a data source.
+"""The stages of dvc.yaml as DVC reads them, and a request to run one: its GPUs, image, data source and folders.
 
 A container shows a stage only the data that dvc.yaml declares for it.
 """
@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from stages.core.provenance import PROVENANCE_DIR
 from stages.kit.evaluation.vllm.environment import TARGETS
 from stages.kit.training.checkpoints import checkpoints_dir
 
+JOB_VARIABLE = "BAKEOFF_JOB"
+"""The folder of the job of Slurm that this process runs in; unset outside of jobs."""
 TRACKED = ("train", "evaluate", "compare")
 """Stages that write a run of Weights & Biases if tracking is on."""
 
@@ -57,19 +60,14 @@ class DeclaredStage:
         return tuple(dep for dep in self.deps if f"{dep}/".startswith(f"{folder}/"))
 
 
-def stage_of_command(
-    stages: Sequence[DeclaredStage], stage: str, args: Sequence[str], *, required: bool = True
-) -> DeclaredStage | None:
-    """The stage of dvc.yaml with this command. Without one: None, or a UserError if required."""
+def stage_of_command(stages: Sequence[DeclaredStage], stage: str, args: Sequence[str]) -> DeclaredStage | None:
+    """The stage of dvc.yaml with this command; None if there is none."""
     sends = sends_what_it_wrote(stage, args)
     command = " ".join(("docker/run", stage, *(args[:1] if sends else args)))
     found = next((each for each in stages if each.command == command), None)
     if sends and found is not None:
         code = (dep for dep in found.deps if dep not in found.inputs("data"))
         return replace(found, deps=(*code, *found.written), outs=())
-    if found is None and required:
-        alike = [each.command for each in stages if each.command.split()[1] == stage]
-        raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
     return found
 
 
@@ -139,25 +137,112 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One call of the launcher, with the files that it reads, and what the stage needs by them."""
+
+    stage: str
+    args: tuple[str, ...]
+    params: Params
+    stages: Sequence[DeclaredStage]
+    """All of dvc.yaml."""
+    workspace_dir: Path
+    caller: Mapping[str, str]
+    """The launcher's environment."""
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe, base or dataset; "" for a stage without one."""
+        return self.args[0] if self.args else ""
+
+    @property
+    def title(self) -> str:
+        """E.g. "train r1-llm-only", for messages."""
+        return " ".join((self.stage, *self.args))
+
+    @cached_property
+    def declared(self) -> DeclaredStage | None:
+        """Its stage in dvc.yaml; None if there is none, as for docker/run train --help."""
+        return stage_of_command(self.stages, self.stage, self.args)
+
+    def require_declared(self) -> DeclaredStage:
+        """Raises UserError if dvc.yaml has no such stage."""
+        if self.declared is None:
+            command = " ".join(("docker/run", self.stage, *self.args))
+            alike = [each.command for each in self.stages if each.command.split()[1] == self.stage]
+            raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
+        return self.declared
+
+    @property
+    def by_dvc(self) -> bool:
+        return "DVC_STAGE" in self.caller
+
+    @property
+    def in_job(self) -> bool:
+        return JOB_VARIABLE in self.caller
+
+    @property
+    def engine_name(self) -> str:
+        return self.caller.get("BAKEOFF_ENGINE") or "auto"
+
+    @property
+    def repository_dir(self) -> Path:
+        return repository_of(self.caller, self.workspace_dir)
+
+    @property
+    def image_target(self) -> str:
+        """The image that the stage runs in. With vLLM as the evaluation engine, `plan` needs vLLM's image too, so that
+        a missing one is reported before a training and not after it.
+        """
+        kind = self.params.active.device.kind
+        uses_vllm = self.params.active.evaluation.engine == "vllm" and self.stage in ("plan", "evaluate")
+        return TARGETS[kind] if uses_vllm else kind
+
+    @property
+    def num_gpus(self) -> int:
+        return gpus_wanted(self.stage, self.params.active.device)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.params.active.device.nodes if self.stage == "train" else 1
+
+    @property
+    def source(self) -> str:
+        """Source of the data that the stage fetches, e.g. hub:OWNER/NAME@REVISION; "" for none."""
+        return source_of(self.stage, self.name, self.params)
+
+    @property
+    def sends(self) -> bool:
+        return sends_what_it_wrote(self.stage, self.args)
+
+    @property
+    def network(self) -> bool:
+        """Whether the stage fetches from the hub or sends to it."""
+        return self.sends or self.source.startswith("hub:")
+
+    @property
+    def kept_dirs(self) -> tuple[Path, ...]:
+        """Folders that the stage writes to besides its outputs, and that outlive it.
+
+        A training keeps checkpoints and features, tracked stages their runs (stages/kit/training/records.py), and
+        publish a key. None for other stages, and for a name that a training will refuse.
+        """
+        own_dir = self.repository_dir / ".bakeoff"
+        tracked = (own_dir / "tracking",) if self.params.tracking.wandb and self.stage in TRACKED else ()
+        if self.stage == "publish":
+            return () if self.sends else (own_dir / "signing",)
+        if self.stage != "train":
+            return tracked
+        if self.name not in self.params.recipes:
+            return ()
+        return (checkpoints_dir(self.repository_dir, self.name), own_dir / "features", *tracked)
+
+
 def gpus_wanted(stage: str, device: DeviceParams) -> int:
     """Training takes all devices of the profile; a stage that holds one model for inference takes one of them."""
     if device.kind == "cpu":
         return 0
     return {"train": device.count, "merge": 1, "build": 1, "evaluate": 1, "predict": 1}.get(stage, 0)
-
-
-def nodes_of(stage: str, device: DeviceParams) -> int:
-    """Number of nodes that a stage runs on."""
-    return device.nodes if stage == "train" else 1
-
-
-def image_target(stage: str, params: Params) -> str:
-    """The image that a stage runs in. With vLLM as the evaluation engine, `plan` needs vLLM's image too, so that a
-    missing one is reported before a training and not after it.
-    """
-    uses_vllm = params.active.evaluation.engine == "vllm" and stage in ("plan", "evaluate")
-    kind = params.active.device.kind
-    return TARGETS[kind] if uses_vllm else kind
 
 
 def source_of(stage: str, name: str, params: Params) -> str:
@@ -172,22 +257,6 @@ def hub_cache(caller: Mapping[str, str]) -> Path:
     """The hub's cache, chosen as huggingface_hub does (huggingface_hub/constants.py)."""
     cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
-
-
-def kept_dirs(stage: str, name: str, params: Params, repository_dir: Path) -> tuple[Path, ...]:
-    """Folders that a stage writes to besides its outputs, and that outlive it.
-
-    A training keeps checkpoints and features, tracked stages their runs (stages/kit/training/records.py), and publish
-    a key. None for other stages, and for a name that a training will refuse.
-    """
-    if stage == "publish":
-        return (repository_dir / ".bakeoff/signing",)
-    tracked = (repository_dir / ".bakeoff/tracking",) if params.tracking.wandb and stage in TRACKED else ()
-    if stage != "train":
-        return tracked
-    if name not in params.recipes:
-        return ()
-    return (checkpoints_dir(repository_dir, name), repository_dir / ".bakeoff/features", *tracked)
 
 
 def repository_of(caller: Mapping[str, str], workspace_dir: Path) -> Path:

@@ -23,7 +23,7 @@ from stages.core.provenance import Provenance, read_provenance, write_provenance
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
-from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.pipeline import DeclaredStage, Request
 from stages.kit.launcher.process import Ended, StageRun
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
@@ -38,22 +38,14 @@ class ProvenanceRecorder:
     """
 
     def __init__(
-        self,
-        stage_run: StageRun,
-        stage: DeclaredStage,
-        params: Params,
-        engine: Engine,
-        inputs: dict[str, str],
-        *,
-        target: str,
+        self, request: Request, stage_run: StageRun, stage: DeclaredStage, engine: Engine, inputs: dict[str, str]
     ) -> None:
-        """target: the image that the stage runs in, or would run in."""
         self.stage_run, self.stage, self.engine, self.inputs = stage_run, stage, engine, inputs
         self.started, self.clock = datetime.now(UTC), time.monotonic()
-        workspace_dir = stage_run.workspace_dir
+        workspace_dir, target = request.workspace_dir, request.image_target
         self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
         self.code = code_digest(workspace_dir, stage)
-        self.params = used_params(params, stage)
+        self.params = used_params(request.params, stage)
         self.lock = lock_digest(workspace_dir, engine, target=below(target))
         uses_vllm = target in BELOW_VLLM and stage_run.stage == "evaluate"
         self.vllm_lock = file_digest(workspace_dir / f"docker/{target}.lock") if uses_vllm else None

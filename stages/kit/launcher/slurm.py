@@ -37,7 +37,7 @@ from stages.core.params.schema import Params
 from stages.core.publish import publish_text
 from stages.core.signals import ENDING
 from stages.kit.launcher.container import ASIDE_DIR, remove
-from stages.kit.launcher.pipeline import DeclaredStage, gpus_wanted, nodes_of, repository_of
+from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request, repository_of
 from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.kit.planning.plan import DATA_PARALLEL, read_plan
 from stages.kit.planning.prediction import GIB, read_memory_record
@@ -46,8 +46,6 @@ from stages.kit.training.checkpoints import checkpoints_dir
 PLACES = ("here", "slurm")
 ALWAYS_HERE = ("check",)
 """It takes a second, and a mistake in params.yaml is not to wait in a queue."""
-JOB_VARIABLE = "BAKEOFF_JOB"
-"""The folder of the job that this process runs in; unset outside of jobs."""
 TIME_IS_UP = signal.SIGUSR1
 """The signal that Slurm sends before a job's time is over (sbatch --signal)."""
 ENDING_STATE = "COMPLETING"
@@ -187,16 +185,15 @@ def runs_in_slurm(stage: str, caller: Mapping[str, str], params: Params) -> bool
     return place == "slurm" and stage not in ALWAYS_HERE and JOB_VARIABLE not in caller
 
 
-def job_options(stage: str, name: str, params: Params, *, workspace_dir: Path) -> list[str]:
+def job_options(request: Request) -> list[str]:
     """sbatch's options for the resources of one stage, the person's own last: sbatch uses the last value."""
-    profile = params.active
-    num_gpus = gpus_wanted(stage, profile.device)
-    own = params.slurm.gpu if num_gpus else params.slurm.cpu
-    devices = profile.device.count if stage == "train" else 1
-    gib = own.memory_gb * 1e9 / GIB if own.memory_gb else host_gib(stage, name, workspace_dir)
+    profile, num_gpus = request.params.active, request.num_gpus
+    own = request.params.slurm.gpu if num_gpus else request.params.slurm.cpu
+    devices = profile.device.count if request.stage == "train" else 1
+    gib = own.memory_gb * 1e9 / GIB if own.memory_gb else host_gib(request)
     cores = devices * (CORES_PER_DEVICE + profile.dataloader_workers)
     options = [
-        *(f"--nodes={nodes_of(stage, profile.device)}", "--ntasks-per-node=1", f"--cpus-per-task={cores}"),
+        *(f"--nodes={request.num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cores}"),
         f"--mem={max(1, round(gib * 1024))}M",
         *((f"--gres=gpu:{num_gpus}",) if num_gpus else ()),
     ]
@@ -207,15 +204,15 @@ def job_options(stage: str, name: str, params: Params, *, workspace_dir: Path) -
     return [*kept, *(option for option in own.options if not option.endswith("="))]
 
 
-def host_gib(stage: str, name: str, workspace_dir: Path) -> float:
+def host_gib(request: Request) -> float:
     """Host memory of a stage in GiB, from the recipe's plan, with a margin.
 
     On a CPU, the predicted memory of the devices is the host's. On GPUs each process needs its own, and room for a copy
     of the weights while it loads them.
     """
-    runs_dir = workspace_dir / "data/runs"
+    stage, runs_dir = request.stage, request.workspace_dir / "data/runs"
     try:
-        plan = read_plan(name, runs_dir=runs_dir)
+        plan = read_plan(request.name, runs_dir=runs_dir)
     except UserError:  # the stage reports it
         return OTHER_GIB
     if not plan.trainable or stage not in ("train", "merge", "evaluate"):
@@ -229,7 +226,7 @@ def host_gib(stage: str, name: str, workspace_dir: Path) -> float:
         gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
     if plan.device.kind == "cpu":
         with suppress(UserError):
-            record = read_memory_record(runs_dir / name / "memory.json")
+            record = read_memory_record(runs_dir / request.name / "memory.json")
             gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
     return MARGIN * gib
 

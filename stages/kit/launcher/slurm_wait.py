@@ -17,17 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
+from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
-from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.pipeline import JOB_VARIABLE, Request
 from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
 from stages.kit.launcher.slurm import (
     ENDING_STATE,
-    JOB_VARIABLE,
     TIME_IS_UP,
     End,
     JobDir,
@@ -36,6 +34,7 @@ from stages.kit.launcher.slurm import (
     ask_to_end,
     cancel,
     job_info,
+    job_options,
     queued_jobs,
     stage_dir,
     submit,
@@ -64,42 +63,27 @@ FIXES = {
 }
 
 
-@dataclass(kw_only=True)
 class StageJob:
     """A stage that is to run as a job."""
 
-    declared: DeclaredStage
-    workspace_dir: Path
-    facts: Mapping[str, object]
-    """The job's inputs, settings and code; it compares them with those that it finds when it starts."""
-    fingerprint: str
-    """Digest of everything that the stage depends on: 12 hexadecimal digits."""
-    command: tuple[str, ...]
-    """The launcher's command, e.g. ("docker/run", "train", "r1-llm-only")."""
-    options: list[str]
-    """sbatch's options for the resources."""
-    save_seconds: int
-    num_nodes: int
-    """A launcher is started on each of them."""
-    environment: Mapping[str, str]
-    """The whole environment of the launcher in the job."""
-    comes_back: bool
-    """Whether the same command can find the job again: not in a folder that DVC removes."""
-    is_orphan: Callable[[], bool]
-    """Whether the process that started this one has ended."""
-    say: Callable[[str], None]
-
-    number: str = ""
-    _shown_bytes: int = 0
-    _last_reason: str = ""
-    _asked_at: float | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, request: Request, facts: Mapping[str, object], *, say: Callable[[str], None]) -> None:
+        """facts: everything that the stage's result depends on, by names for people; the job compares them with those
+        that it finds when it starts.
+        """
+        self.request, self.facts, self.say = request, facts, say
+        self.declared, self.workspace_dir = request.require_declared(), request.workspace_dir
+        identity = json.dumps({**facts, "environment": numeric_settings(request.caller)}, sort_keys=True)
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:12]
         workspace = hashlib.sha256(os.fsencode(self.workspace_dir)).hexdigest()[:8]
         self.stage_name = f"bakeoff-{workspace}-{self.declared.name}"
         """Beginning of the names of all jobs of this stage."""
         self.name = f"{self.stage_name}-{self.fingerprint}"
         self.dir = JobDir(stage_dir(self.declared, self.workspace_dir) / f"job-{self.fingerprint}")
+        self.options = job_options(request)
+        self.number = ""
+        self._shown_bytes = 0
+        self._last_reason = ""
+        self._asked_at: float | None = None
 
     def run(self) -> int:
         """Run the stage to its end, and return its exit code: 128 + n if this launcher detached or cancelled the job
@@ -180,15 +164,17 @@ class StageJob:
         self.dir.renew(self.facts)
         self._shown_bytes = 0
         log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
+        request, alone = self.request, self.request.num_nodes == 1
         options = [
             *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
-            f"--signal={'B:' if self.num_nodes == 1 else ''}{TIME_IS_UP.name.removeprefix('SIG')}@{self.save_seconds}",
+            f"--signal={'B:' if alone else ''}{TIME_IS_UP.name[3:]}@{request.params.slurm.save_seconds}",
             *self.options,
         ]
-        # A single launcher is the job's own process: srun would answer a signal by killing it.
-        srun = 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" ' if self.num_nodes > 1 else ""
-        script = f"#!/bin/bash\nexec {srun}{shlex.join(self.command)}\n"
-        environment = {**self.environment, JOB_VARIABLE: str(self.dir.folder)}
+        # A launcher on each node. A single one is the job's own process: srun would answer a signal by killing it.
+        srun = "" if alone else 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+        script = f"#!/bin/bash\nexec {srun}{shlex.join(('docker/run', request.stage, *request.args))}\n"
+        environment = job_environment(request.stage, request.caller, network=request.network)
+        environment[JOB_VARIABLE] = str(self.dir.folder)
         self.number = submit(script, self.name, options, environment=environment, lock=lock)
         self.say(f"job {self.number}")
 
@@ -207,7 +193,8 @@ class StageJob:
                 return end
             if asked := len(signals.received) > num_handled:
                 time.sleep(SETTLES_S)
-            if signal.SIGHUP in signals.received or self.is_orphan():
+            orphaned = self.request.by_dvc and os.getppid() != caller_pid()
+            if signal.SIGHUP in signals.received or orphaned:
                 self._detach()
                 return None
             if asked or (self._asked_at is not None and time.monotonic() - self._asked_at > GRACE_S):
@@ -280,12 +267,14 @@ class StageJob:
 
     def _detach(self) -> None:
         """The terminal is closed, or dvc has ended."""
+        # DVC removes the clone of an experiment, and the next one is another.
+        comes_back = self.request.repository_dir.resolve() == self.workspace_dir
         with suppress(OSError):  # there may be no terminal
-            if self.comes_back:
+            if comes_back:
                 self.say(f"detached from job {self.number}; run the same command to reattach")
             else:
                 self.say(f"asking job {self.number} to save and end, as no command would reattach to it")
-        if not self.comes_back:
+        if not comes_back:
             with suppress(Unanswered):
                 self._request_end()
 
@@ -313,13 +302,13 @@ class StageJob:
             if waits:
                 cancel(self.number)
             else:
-                ask_to_end(self.number, alone=self.num_nodes == 1)
+                ask_to_end(self.number, alone=self.request.num_nodes == 1)
         except Unanswered:
             self.dir.cancel_path.unlink()  # or the job would take its time limit for this request
             raise
         return not waits
 
 
-def digest(facts: object) -> str:
-    """The fingerprint of a job."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+def caller_pid() -> int:
+    """Process that started docker/run: dvc, if it runs the stage."""
+    return int(os.environ.get("BAKEOFF_CALLER") or os.getppid())

