@@ -31,7 +31,7 @@ from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FI
 from stages.publish import gather, main, publish_run
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.models.test_processors import PLAIN_TEMPLATE
+from tests.kit.models.test_prompts import PLAIN_TEMPLATE
 from tests.made_up_publication import RUN, made_up_workspace, write_records
 from tests.tiny_families import template_of
 from tools.verify.__main__ import main as verify

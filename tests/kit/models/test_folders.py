@@ -1,17 +1,31 @@
 import json
-import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.kit.models.folders import check_model_folder, copy_model_files
+from stages.core.params.schema import LoraParams, PartsParams
+from stages.kit.mixture.build import mixture_config
+from stages.kit.models.adapters import apply_recipe, count_trainable
+from stages.kit.models.folders import (
+    GEOMETRIES_DIR,
+    check_model_folder,
+    copy_model_files,
+    geometry_config_path,
+    geometry_names,
+)
+from stages.kit.models.load import load_config, meta_model
+
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_models_files_are_taken_and_nothing_else(
+def test_only_a_models_own_files_are_copied(
     link: bool, tiny_vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
@@ -26,89 +40,92 @@ def test_a_models_files_are_taken_and_nothing_else(
     copy_model_files(source, target, link=link)
     assert {path.name for path in target.iterdir()} == {path.name for path in tiny_vlm.iterdir()}
     check_model_folder(target)
-    assert "not copied, as the model does not use it: adapter_model.safetensors, extra.safetensors" in caplog.text
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    assert "adapter_model.safetensors, extra.safetensors" in caplog.text
+    (source / "vocab.txt").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match=r"vocab\.txt leads out of .*source"):
+        copy_model_files(source, target, link=link)
+    assert not (target / "vocab.txt").exists()
     with pytest.raises(UserError, match=r"nowhere does not exist"):
-        copy_model_files(tmp_path / "nowhere", tmp_path)
+        copy_model_files(tmp_path / "nowhere", target)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def text(name: str, content: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "is no model folder"),
-        (lambda folder: (folder / "config.json").write_text("{"), "is damaged"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors; weights are read from"),
+        (without("config.json"), "is no model folder"),
+        (text("config.json", "{"), "config.json is damaged"),
+        (text("config.json", [1, 2]), "config.json is damaged: expected the settings"),
+        (text("config.json", "[" * 200_000), "config.json is damaged: .* nested"),
+        (text("config.json", {"text_config": {"num_hidden_layers": 3_000_000}}), "num_hidden_layers is 3000000"),
+        (text("config.json", {"auto_map": {"AutoModel": "own.Model"}}), "wants to run code of its own"),
+        (text("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", 0]}}), "wants to run code of its own"),
+        (text("config.json", {"attn_implementation": "somebody/kernel"}), "wants to run code from the hub"),
+        (text("config.json", {"_attn_implementation": {"": "somebody/kernel"}}), "wants to run code from the hub"),
+        (text("config.json", {"quantization_config": {"quant_method": "gptq"}}), "quantized already"),
+        (text("config.json", {"text_config": {"quantization_config": {"bits": 4}}}), "quantized already"),
+        (text("adapter_config.json", {"peft_type": "LORA"}), "holds an adapter beside the model"),
+        (text("tokenizer.json", "[" * 200_000), "tokenizer.json is damaged: .* nested"),
+        (without("model.safetensors"), "lacks model.safetensors; weights are read from"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), "model.safetensors is damaged"),
-        (
-            lambda folder: (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "own.Model"}})),
-            "wants to run code of its own",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
-            ),
-            "lacks model-00001-of-00002.safetensors",
-        ),
-        (lambda folder: (folder / "config.json").write_text("[1, 2]"), "config.json is damaged: expected the settings"),
-        (lambda folder: (folder / "config.json").write_text("[" * 200_000), "config.json is damaged: .* nested"),
-        (lambda folder: (folder / "tokenizer.json").write_text("[" * 200_000), "tokenizer.json is damaged: .* nested"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": 5}'),
-            "index.json is damaged: expected a weight_map",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["b"]}}'),
-            "index.json is damaged: expected a weight_map",
-        ),
-        (
-            lambda folder: (folder / "tokenizer_config.json").write_text(
-                '{"auto_map": {"AutoTokenizer": ["own.T", 0]}}'
-            ),
-            "tokenizer_config.json wants to run code of its own",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-            "holds an adapter beside the model",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
-            "quantized already",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text('{"text_config": {"quantization_config": {"bits": 4}}}'),
-            "quantized already",
-        ),
         (lambda folder: save_file({}, folder / "model.safetensors"), "model.safetensors holds no weights"),
-        (
-            lambda folder: (folder / "config.json").write_text('{"text_config": {"num_hidden_layers": 3000000}}'),
-            "num_hidden_layers is 3000000, expected at most",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text('{"attn_implementation": "somebody/kernel"}'),
-            "wants to run code from the hub",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text('{"_attn_implementation": {"": "somebody/kernel"}}'),
-            "wants to run code from the hub",
-        ),
+        (text(INDEX, {"weight_map": {"a": "model-2-of-2.safetensors"}}), "lacks model-2-of-2.safetensors"),
+        (text(INDEX, {"weight_map": 5}), "index.json is damaged: expected a weight_map"),
+        (text(INDEX, {"weight_map": {"a": ["b"]}}), "index.json is damaged: expected a weight_map"),
     ],
 )
-def test_what_is_no_safe_model_is_refused(damage: object, message: str, tiny_vlm: Path, tmp_path: Path) -> None:
+def test_an_unsafe_or_damaged_model_is_refused(
+    damage: Callable[[Path], object], message: str, tiny_vlm: Path, tmp_path: Path
+) -> None:
     copy_model_files(tiny_vlm, tmp_path)
     check_model_folder(tmp_path)
-    damage(tmp_path)  # type: ignore[operator]
+    damage(tmp_path)
     with pytest.raises(UserError, match=message):
         check_model_folder(tmp_path)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_a_file_of_the_machine_never_becomes_one_of_the_model(link: bool, tiny_vlm: Path, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    shutil.copytree(tiny_vlm, source)
-    target.mkdir()
-    (source / "vocab.txt").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match=r"vocab\.txt leads out of .*source"):
-        copy_model_files(source, target, link=link)
-    assert not (target / "vocab.txt").exists()
+@pytest.mark.parametrize(
+    ("name", "weights", "llm", "vision"),
+    [
+        ("qwen2-vl-2b", 2_208_985_600, 9_232_384, 5_242_880),
+        ("qwen2-vl-7b", 8_291_375_616, 20_185_088, 5_242_880),
+        ("qwen2.5-7b", 7_615_616_512, 20_185_088, 0),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192, 3_145_728, 0),
+        ("qwen2.5-vl-7b", 8_292_166_656, 20_185_088, 5_575_680),
+        ("qwen3-8b", 8_190_735_360, 21_823_488, 0),
+        ("qwen3-vl-4b", 4_437_815_808, 16_515_072, 3_145_728),
+        ("qwen3-vl-8b", 8_767_123_696, 21_823_488, 3_849_984),
+        ("llama-3.1-8b", 8_030_261_248, 20_971_520, 0),
+        ("gemma-3-1b", 999_885_952, 6_522_880, 0),
+        ("phi-3-mini", 3_821_079_552, 12_582_912, 0),
+    ],
+)
+def test_geometries_have_their_published_sizes(name: str, weights: int, llm: int, vision: int) -> None:
+    """And all-linear LoRA of rank 8 trains 8 (inputs + outputs) of each linear layer."""
+    warnings.simplefilter("ignore", FutureWarning)
+    model = meta_model(load_config(geometry_config_path(name).parent))
+    assert count_trainable(model).all == weights
+    parts = PartsParams(llm="lora", vision="lora" if vision else "frozen")
+    lora = LoraParams(rank=8, alpha=8, targets=dict.fromkeys(parts.trained("lora"), ("all-linear",)))
+    counts = count_trainable(apply_recipe(model, parts, lora))
+    assert (counts.llm, counts.vision, counts.projector) == (llm, vision, 0)
+
+
+def test_the_mixtures_geometry_is_that_of_a_build() -> None:
+    dense, mixture = (load_config(geometry_config_path(name).parent) for name in ("qwen2-1.5b", "qwen2-1.5b-x2"))
+    built = mixture_config(dense, experts=2, top_k=2).to_dict()
+    assert {**mixture.to_dict(), "_name_or_path": None} == {**built, "_name_or_path": None}
+
+
+def test_geometries_are_known_by_name() -> None:
+    assert set(GEOMETRIES_DIR.rglob("*.json")) == {geometry_config_path(name) for name in geometry_names()}
+    for name, reason in (("qwen2-vl-7", r"did you mean 'qwen2-vl-7b'"), ("../geometries/qwen2-vl-7b", "no geometry")):
+        with pytest.raises(UserError, match=reason):
+            geometry_config_path(name)

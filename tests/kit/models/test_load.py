@@ -1,36 +1,47 @@
 import json
+import logging
 import multiprocessing
 import os
-import shutil
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers.integrations.accelerate as their_maps
+from accelerate.utils import modeling as accelerate_modeling
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, modeling_utils
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.torch_internals import expand_segments
+from stages.kit.models.folders import geometry_config_path
 from stages.kit.models.load import (
+    balanced_gpus,
+    gpu_of,
     load_config,
     load_model,
     meta_model,
+    nf4_config,
     resolve_attention,
     see_only,
 )
-from stages.kit.models.prompts import load_processor
+from stages.kit.planning.plan import Plan
 from tests import ROOT
 from tests.damage import damaged_tree, quick
+from tests.kit.memory.small import R1, plan_of
 
 CPU, TWO_GPUS = DeviceParams(kind="cpu"), DeviceParams(kind="cuda", count=2)
 
 
 @given(data=st.data())
 @quick(25)
-def test_a_configuration_that_makes_no_sense_is_refused_in_words(
+def test_a_damaged_configuration_is_refused_in_words(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     source, folder = ROOT / "data/tiny/qwen2", tmp_path_factory.mktemp("model")
@@ -38,16 +49,6 @@ def test_a_configuration_that_makes_no_sense_is_refused_in_words(
     (folder / "config.json").write_text(json.dumps(config))
     with suppress(UserError):
         meta_model(load_config(folder))
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["[1, 2]", "[" * 200_000, "{", '{"model": {"type": "BPE"}}'])
-def test_a_tokenizer_that_is_none_is_refused_in_words(file: str, content: str, tmp_path: Path) -> None:
-    for path in (ROOT / "data/tiny/qwen2").glob("*.json*"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match="is no model that can be loaded"):
-        load_processor(tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_tokenizer_that_is_none_is_refused_in_words(file: str, content: str, t
         (CPU, "5,3,7", "5,3,7"),
     ],
 )
-def test_a_run_sees_no_more_gpus_than_its_profile_names(
+def test_a_process_sees_only_its_profiles_gpus(
     device: DeviceParams, allowed: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -74,13 +75,12 @@ def test_a_run_sees_no_more_gpus_than_its_profile_names(
     ("installed", "capability", "precision", "found"),
     [
         (True, (8, 0), "bf16", "flash_attention_2"),
-        (True, (9, 0), "fp16", "flash_attention_2"),
         (True, (7, 5), "fp16", "sdpa"),
         (True, (8, 0), "fp32", "sdpa"),
         (False, (8, 0), "bf16", "sdpa"),
     ],
 )
-def test_flash_attention_is_taken_where_it_runs(
+def test_flash_attention_is_taken_if_it_runs(
     installed: bool, capability: tuple[int, int], precision: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.kit.models.load.is_flash_attn_2_available", lambda: installed)
@@ -93,28 +93,30 @@ def test_flash_attention_is_taken_where_it_runs(
             resolve_attention("flash_attention_2", TWO_GPUS, precision)
 
 
-def test_segments_expand_once_asked_to() -> None:
+def test_expand_segments_reaches_the_allocator() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as fresh:  # it is for the whole process
         assert "expandable_segments:True" not in fresh.apply(torch._C._accelerator_getAllocatorSettings)
         fresh.apply(expand_segments)
         assert "expandable_segments:True" in fresh.apply(torch._C._accelerator_getAllocatorSettings)
 
 
-def test_a_gpu_profile_on_a_machine_without_is_refused(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"wants 2 CUDA device\(s\), but 1 can be seen"):
-        load_model(tiny_vlm, device=TWO_GPUS, precision="bf16")
-
-
-def test_emulated_bf16_is_refused(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [(1, r"wants 2 CUDA device\(s\), but 1 can be seen"), (2, "a Turing card has no bf16; .* fp16")],
+)
+def test_a_gpu_that_does_not_do_is_refused(
+    count: int, reason: str, tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a Turing card")
-    with pytest.raises(UserError, match=r"a Turing card has no bf16; set memory.precision to fp16"):
+    with pytest.raises(UserError, match=reason):
         load_model(tiny_vlm, device=TWO_GPUS, precision="bf16")
 
 
-def test_weights_that_are_missing_are_not_made_up(tiny_vlm: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_not_initialized(tiny_vlm: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no model folder: config.json is missing"):
+        load_model(tmp_path, device=CPU, precision="fp32")
     for path in tiny_vlm.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
@@ -124,6 +126,98 @@ def test_weights_that_are_missing_are_not_made_up(tiny_vlm: Path, tmp_path: Path
         load_model(tmp_path, device=CPU, precision="fp32")
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no model folder: config.json is missing"):
-        load_model(tmp_path, device=CPU, precision="fp32")
+def spread_plan(count: int, **settings: Any) -> Plan:
+    device = DeviceParams(kind="cuda", count=count)
+    return plan_of(**{**R1, "precision": "bf16", "placement": "balanced", **settings, "device": device})
+
+
+def geometry_map(geometry: str, count: int, **settings: Any) -> dict[str, int]:
+    gpus = balanced_gpus(spread_plan(count, **settings), load_config(geometry_config_path(geometry).parent))
+    assert gpus is not None
+    return gpus
+
+
+class Decided(Exception):
+    """from_pretrained has its map."""
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
+    count: int, quantization: str, tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: dict[int | str, int] = dict.fromkeys([*range(count), "cpu"], 80 * 2**30)
+    decide, found = their_maps._get_device_map, []
+
+    def decided(*args: Any, **kwargs: Any) -> Any:
+        found.append(decide(*args, **kwargs))
+        raise Decided
+
+    with monkeypatch.context() as patch:
+        patch.setattr(their_maps, "accelerate_max_memory", lambda given: dict(given or free))
+        patch.setattr(modeling_utils, "_get_device_map", decided)
+        options = {"quantization_config": nf4_config("bf16")} if quantization == "nf4" else {}
+        with pytest.raises(Decided):
+            AutoModelForImageTextToText.from_pretrained(
+                tiny_vlm, device_map="balanced", dtype=torch.bfloat16, local_files_only=True, **options
+            )
+    ours = balanced_gpus(spread_plan(count, quantization=quantization), load_config(tiny_vlm))
+    assert [ours] == found
+
+
+@pytest.mark.parametrize("geometry", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen1.5-moe-a2.7b"])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_balanced_layers_stay_whole_and_tied_weights_together(geometry: str, quantization: str) -> None:
+    gpus = geometry_map(geometry, 2, quantization=quantization)
+    model = meta_model(load_config(geometry_config_path(geometry).parent))
+    placed = {name: gpu_of(name, gpus) for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert set(placed.values()) == {0, 1}
+    for name, module in model.named_modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            assert gpu_of(name, gpus) is not None, name
+    embeddings = model.get_input_embeddings()
+    tied = embeddings.weight is model.get_output_embeddings().weight
+    assert tied == (geometry == "qwen2-vl-2b")
+    if tied:
+        name = next(name for name, module in model.named_modules() if module is embeddings)
+        assert gpu_of("lm_head", gpus) == gpu_of(name, gpus)
+
+
+def test_quantized_layers_count_at_their_size() -> None:
+    """The embeddings, which stay in bf16, are then as large as a dozen layers."""
+    plain, nf4 = geometry_map("qwen2-vl-7b", 2), geometry_map("qwen2-vl-7b", 2, quantization="nf4")
+    num_layers = [
+        sum(gpu == 0 for name, gpu in gpus.items() if ".language_model.layers." in name) for gpus in (plain, nf4)
+    ]
+    assert num_layers[0] > num_layers[1]
+
+
+def test_the_map_depends_on_no_gpus_size_and_other_placements_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    config = load_config(geometry_config_path("qwen2.5-7b").parent)
+    plan = spread_plan(2)
+    small = replace(plan, device=replace(plan.device, memory_gb=4.0))
+    assert balanced_gpus(small, config) == balanced_gpus(plan, config)
+    assert not caplog.records
+    for placement in ("single", "ddp", "sharded"):
+        assert balanced_gpus(replace(plan, placement=placement), config) is None
+
+
+def test_a_balanced_model_computes_the_same(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names of a CPU stand for two GPUs, and accelerate puts its hooks between them."""
+    config = load_config(tiny_vlm)
+    gpus = balanced_gpus(spread_plan(2), config)
+    assert gpus is not None
+    names = (torch.device("cpu"), torch.device("cpu", 0))
+    monkeypatch.setattr(accelerate_modeling, "check_device_same", lambda first, second: first.type == second.type)
+    stand_ins = {name: names[gpu] for name, gpu in gpus.items()}
+    spread = load_model(
+        tiny_vlm, device=CPU, precision="fp32", placement="balanced", gpus=cast(Mapping[str, int], stand_ins)
+    )
+    assert spread.hf_device_map == stand_ins
+    for name, gpu in gpus.items():
+        if name in dict(spread.named_modules()):
+            assert spread.get_submodule(name)._hf_hook.execution_device == names[gpu]
+    ids = torch.arange(1, 9)[None]
+    plain = load_model(tiny_vlm, device=CPU, precision="fp32")
+    assert torch.equal(spread(input_ids=ids).logits, plain(input_ids=ids).logits)

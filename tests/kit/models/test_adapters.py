@@ -1,8 +1,8 @@
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config
 
 from stages.core.errors import UserError
 from stages.core.params.load import load_params
@@ -77,16 +77,10 @@ def test_counts_on_qwen2_vl_7b(recipe: str, vision: int, projector: int, llm: in
     assert (found.vision, found.projector, found.llm) == (vision, projector, llm)
 
 
-def test_r2_trains_exactly_the_vision_tower_of_the_7b() -> None:
-    params = PARAMS.recipe("r2-vision-only")
-    model = apply_recipe(meta("Qwen/Qwen2-VL-7B-Instruct"), params.parts, params.lora)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {f"model.visual.{name}" for name, _ in model.model.visual.named_parameters()}
-
-
-@pytest.mark.parametrize("base", ["Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct"])
-def test_lora_sits_on_what_it_names_and_nothing_else(base: str) -> None:
-    model = apply_recipe(meta(base), PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora)
+def test_lora_is_on_its_targets_only() -> None:
+    model = apply_recipe(
+        meta("Qwen/Qwen2-VL-7B-Instruct"), PARAMS.recipe("r4-joint").parts, PARAMS.recipe("r4-joint").lora
+    )
     adapted = trained_modules(model)
     vision = {name for name in adapted if part_of(name) == "vision"}
     assert {name.rsplit(".", 1)[-1] for name in adapted - vision} == LLM_LINEARS
@@ -95,50 +89,46 @@ def test_lora_sits_on_what_it_names_and_nothing_else(base: str) -> None:
     assert len(vision) == 32 * 4
 
 
-def test_proj_does_not_catch_o_proj() -> None:
-    lora = LoraParams(rank=4, alpha=8, targets={"vision": ("attn.proj",)})
-    model = apply_recipe(meta("Qwen/Qwen2-VL-2B-Instruct"), PartsParams(vision="lora"), lora)
-    assert all(name.endswith("attn.proj") and "visual" in name for name in trained_modules(model))
-    assert len(trained_modules(model)) == 32
+@pytest.mark.parametrize(
+    ("part", "targets", "found"),
+    [
+        ("vision", ("attn.proj",), {f"model.visual.blocks.{block}.attn.proj" for block in range(4)}),
+        (
+            "llm",
+            ("layers.1.self_attn.q_proj", "layers.0.mlp.up_proj"),
+            {f"model.language_model.layers.{name}" for name in ("1.self_attn.q_proj", "0.mlp.up_proj")},
+        ),
+    ],
+)
+def test_a_target_matches_whole_ends_of_names(part: Any, targets: tuple[str, ...], found: set[str]) -> None:
+    """`proj` does not match `o_proj`."""
+    lora = LoraParams(rank=4, alpha=8, targets={part: targets})
+    parts: Any = {part: "lora"}
+    model = apply_recipe(meta("data/tiny/qwen2-vl"), PartsParams(**parts), lora)
+    assert trained_modules(model) == found
 
 
-def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
+def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
     lora = LoraParams(rank=4, alpha=8, targets={"llm": ("q_proj", "query")})
     with pytest.raises(UserError, match=r"lora.targets.llm: 'query' names no linear layer; the llm's end in .*q_proj"):
         lora_config(meta("Qwen/Qwen2-VL-2B-Instruct"), lora)
-
-
-def test_a_target_of_one_layer_adapts_that_layer_only() -> None:
-    lora = LoraParams(rank=4, alpha=8, targets={"llm": ("layers.1.self_attn.q_proj", "layers.0.mlp.up_proj")})
-    model = apply_recipe(meta("data/tiny/qwen2-vl"), PartsParams(llm="lora"), lora)
-    layers = "model.language_model.layers"
-    assert trained_modules(model) == {f"{layers}.1.self_attn.q_proj", f"{layers}.0.mlp.up_proj"}
-
-
-def test_a_text_model_has_no_vision_to_train() -> None:
-    config = Qwen2Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99
-    )
     with pytest.raises(UserError, match="has no vision"):
-        apply_recipe(meta_model(config), PartsParams(vision="full"), None)
+        apply_recipe(meta("data/tiny/qwen2"), PartsParams(vision="full"), None)
 
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def test_of_a_part_only_the_modules_named_are_trained() -> None:
+def test_full_targets_train_these_modules_and_those_inside_them() -> None:
     model = apply_recipe(meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": MLP})
     layers = range(load_config(ROOT / "data/tiny/qwen2").num_hidden_layers)
     assert trained_modules(model) == {f"model.layers.{layer}.{end}" for layer in layers for end in MLP}
     found = count_trainable(model)
     assert found.llm == found.total == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-
-
-def test_a_module_is_trained_with_all_that_is_in_it() -> None:
-    model, other = (meta("data/tiny/qwen2") for _ in range(2))
-    apply_recipe(model, PartsParams(llm="full"), None, {"llm": ("layers.1.mlp", "model.norm")})
-    apply_recipe(other, PartsParams(llm="full"), None, {"llm": tuple(f"layers.1.{end}" for end in MLP)})
-    assert trained_modules(model) == trained_modules(other) | {"model.norm"}
+    model = apply_recipe(
+        meta("data/tiny/qwen2"), PartsParams(llm="full"), None, {"llm": ("layers.1.mlp", "model.norm")}
+    )
+    assert trained_modules(model) == {"model.norm", *(f"model.layers.1.{end}" for end in MLP)}
 
 
 def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
