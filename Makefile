@@ -1,4 +1,5 @@
-# What a person does here, one target each. Everything after the set-up runs without network.
+# The commands of the project. Everything after the set-up runs without network. Targets without a line in `make help`
+# are for its developers (CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -9,7 +10,7 @@ TARGET ?=
 EXTRAS ?=
 # The task of demo, run, compare and report: detection, amr, moe or chat.
 TASK ?= detection
-# What compare compares: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
+# Inputs of compare: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
 OVER ?=
 # docker, podman or apptainer, for images; not given: the first of them that there is.
@@ -24,7 +25,7 @@ export TARGET
 export ENGINE
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export DVC_NO_ANALYTICS := 1
-# An interpreter that may not keep its byte code compiles torch and transformers anew in every process.
+# An interpreter that may not keep its byte code compiles torch and transformers again in every process.
 unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait give their core away; spinning, they slow a shared machine down ten times.
 export OMP_WAIT_POLICY := PASSIVE
@@ -33,7 +34,7 @@ unexport PYTHONPATH
 offline := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .PHONY: help
-help: ## List the targets
+help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
 		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
@@ -51,7 +52,7 @@ setup-tools:
 	@TARGET= docker/setup
 
 .PHONY: image
-image: setup-tools ## Build the image that stages run in, or vLLM in (TARGET=cpu|cuda|vllm, ENGINE=docker|podman|apptainer)
+image: setup-tools ## Build the image that stages run in (TARGET=cpu|cuda|vllm, ENGINE=docker|podman|apptainer)
 	@TARGET="$${TARGET:-$$(cat .venv/.bakeoff/target)}" $(python) -m tools.image
 
 tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.py))
@@ -66,74 +67,76 @@ demo: setup ## Run a task's recipes at tiny size on the CPU and print the compar
 		echo 'This is not the published table, which an AMD CPU computed: diff $(report)/table.txt docs/tables/$(TASK).txt'
 
 .PHONY: run
-run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=detection|amr|moe|chat, JOBS=4, ARGS=-f)
+run: setup ## Run a task's stages side by side, on several GPUs or cores (TASK=, JOBS=4, ARGS=-f)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@$(python) -m tools.run compare@$(TASK) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 	@cat $(report)/table.txt
 
 .PHONY: data
-data: setup ## Show what is understood of pictures with boxes: counts, sizes, twelve pictures (SOURCE=folder, FORMAT=; or DATASET=)
+data: setup ## Show a dataset of images with boxes: counts, sizes, twelve images (SOURCE=folder, FORMAT=; or DATASET=)
 	@$(if $(filter-out hub:%,$(SOURCE)),$(offline)) $(python) -m tools.data $(if $(SOURCE),'$(SOURCE)') $(if $(DATASET),--dataset '$(DATASET)') $(if $(FORMAT),--format $(FORMAT))
 
-# What is not given is left out: a recipe, a profile, one size of GPU or several.
+# Options that are not given are left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
 	$(if $(filter-out 0,$(EXACT)),--exact) $(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: plan
-plan: setup ## Say whether a recipe fits a GPU, without one, and how to run it so (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
+plan: setup ## Predict whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: try
-try: setup ## Ask a trained model and its base on a page in the browser, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
+try: setup ## Open a page that asks a trained model and its base, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
 	@$(offline) $(python) -m tools.try_it $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
 		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
 .PHONY: serve
-serve: setup ## Serve a run that vLLM has evaluated with a certificate, on this machine alone, after make setup EXTRAS=vllm (RUN=, PORT=8000)
+serve: setup ## Serve a run that has vLLM's certificate, on loopback, after make setup EXTRAS=vllm (RUN=, PORT=8000)
 	@$(if $(RUN),,$(error which run? make serve RUN=r4-joint))
 	@$(offline) $(python) -m tools.serve '$(RUN)' $(if $(PORT),--port $(PORT))
 
 .PHONY: verify
-verify: setup ## Check that all files are what was recorded of them; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
+verify: setup ## Check every file against its record; RERUN=STAGE: run it again and compare (PUBLISHED=FOLDER, KEY=)
 	@$(python) -m tools.verify $(if $(RERUN),--rerun $(RERUN)) \
 		$(if $(PUBLISHED),--published '$(PUBLISHED)') $(if $(KEY),--key '$(KEY)')
 
 .PHONY: publish
-publish: setup ## Write a run as a folder to hand on, data/published/RUN; SEND=1 sends it to the hub (RUN=, TO=OWNER/NAME)
+publish: setup ## Write a run as a folder to publish, data/published/RUN; SEND=1 uploads it (RUN=, TO=OWNER/NAME)
 	@$(if $(RUN),,$(error which run? make publish RUN=r4-joint))
 	@$(offline) $(python) -m dvc repro -s 'publish@$(RUN)'
 	@$(if $(filter-out 0,$(SEND)),docker/run publish '$(RUN)' --to '$(or $(TO),$(error where to? TO=OWNER/NAME))',\
 		echo "Look at data/published/$(RUN)/README.md. Nothing was sent; that does: make publish RUN=$(RUN) TO=OWNER/NAME SEND=1")
 
 .PHONY: compare
-compare: ## Compare a task's recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate': choose)
+compare: ## Compare recipes over the seeds of all experiments (TASK=; EXPERIMENTS="one two"; OVER='recipes.*.learning_rate')
 	@$(python) -m tools.compare $(TASK) $(EXPERIMENTS) $(if $(OVER),--over '$(OVER)')
 
 .PHONY: report
-report: ## Open the last comparison in a browser (TASK=detection|amr|moe|chat)
+report: ## Open the last comparison in a browser (TASK=)
 	@test -f $(report)/index.html || { echo 'there is no report of $(TASK) yet; make it with: dvc repro compare@$(TASK)'; exit 1; }
 	@echo '$(CURDIR)/$(report)/index.html'
 	@$(python) -m webbrowser 'file://$(CURDIR)/$(report)/index.html' > /dev/null
 
 # Files of tests side by side, on few of many cores: each process imports torch. One at a time: ARGS="-n 0".
 in_parallel := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# What shares the cores computes with one thread each: with two, small models take half as long again.
+# Processes that share the cores compute with one thread each: with two, small models take half as long again.
 one_thread := OMP_NUM_THREADS=1
 
 .PHONY: test
 test: setup-dev ## Run the tests (ARGS="-k name" for some of them)
 	@$(offline) $(one_thread) $(python) -m pytest $(in_parallel) $(ARGS)
 
-# What neither trains nor starts containers, DVC or many processes.
+# Tests that neither train nor starts containers, DVC or many processes.
 quick := core tasks $(addprefix kit/,data evaluation planning reporting) \
 	$(addsuffix .py,kit/test_statistics test_compare test_docs test_imports test_locks test_pipeline)
 
+# Run the tests that take no training, for the inner loop
 .PHONY: test-quick
-test-quick: setup-dev ## Run the tests that take no training, for the inner loop
+test-quick: setup-dev
 	@$(offline) $(one_thread) $(python) -m pytest -m "not pipeline and not engine and not vllm" $(in_parallel) $(addprefix tests/,$(quick)) $(ARGS)
 
+# Test vLLM itself on a CPU: equal answers, and a model that it is refused for
 .PHONY: test-vllm
-test-vllm: ## Test vLLM itself on a CPU: equal answers, and a model that it is refused for
+test-vllm:
 	@docker/setup dev vllm
 	@$(offline) $(python) -m pytest -m vllm -n 0 tests/kit/evaluation $(ARGS)
 
@@ -152,37 +155,44 @@ calibrate: setup ## Write what make gpu measured of memory into predictions (RES
 		$(error nothing was measured on a GPU here; make gpu does)) $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
+# Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
 .PHONY: smoke
-smoke: setup-dev ## Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)
+smoke: setup-dev
 	@TARGET=cpu $(python) -m tools.image
 	@$(offline) $(one_thread) $(python) -m pytest -m engine $(in_parallel) tests/smoke $(ARGS)
 
+# Check style, format and which part may import which
 .PHONY: lint
-lint: setup-dev ## Check style, format and which part may import which
+lint: setup-dev
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@PYTHONPATH=. $(python) .venv/bin/lint-imports
 
+# Fix what the linter can fix itself
 .PHONY: format
-format: setup-dev ## Fix what the linter can fix itself
+format: setup-dev
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
 
+# Check the types
 .PHONY: types
-types: setup-dev ## Check the types
+types: setup-dev
 	@$(python) -m mypy
 
+# Resolve pyproject.toml into docker/*.lock (needs a package index)
 .PHONY: lock
-lock: setup ## Resolve pyproject.toml anew into docker/*.lock (needs a package index)
+lock: setup
 	@docker/lock
 
+# Remove results and tool caches; .venv and DVC's cache stay
 .PHONY: clean
-clean: ## Remove results and tool caches; .venv and DVC's cache stay
+clean:
 	rm -rf data/.outputs data/checked.txt data/bases data/builds data/prepared data/runs data/predictions data/provenance data/published data/report
 	rm -rf .bakeoff/checkpoints .bakeoff/logs .bakeoff/triton .bakeoff/verify
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Remove .venv and DVC's cache too: every experiment's files
 .PHONY: distclean
-distclean: clean ## Remove .venv and DVC's cache too: every experiment's files
+distclean: clean
 	rm -rf .venv .bakeoff .dvc/cache .dvc/tmp
