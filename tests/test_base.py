@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 import stages.base
 from tests import ROOT
-from tests.test_stages import write_params
+from tests.stage_runs import write_params
 from tests.tiny_families import TEMPLATES_DIR
 
 

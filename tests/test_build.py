@@ -18,7 +18,7 @@ from stages.kit.data.prepared import to_row
 from stages.tasks.amr.samples import SCHEMA, parse_record
 from tests import ROOT
 from tests.kit.mixture.dense import save_base
-from tests.test_stages import done, refused, run, write_params
+from tests.stage_runs import done, refused, run, write_params
 
 pytestmark = pytest.mark.pipeline
 

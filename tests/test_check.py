@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 
 import stages.check
 from tests import ROOT
-from tests.test_stages import write_params
+from tests.stage_runs import write_params
 
 
 def test_the_shipped_file_is_without_mistakes_and_an_unknown_task_is_named(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from stages.core.lineage import read_lineage
 from tests import ROOT
 from tests.kit.mixture.dense import save_base
-from tests.test_stages import done, refused, write_params
+from tests.stage_runs import done, refused, write_params
 
 pytestmark = pytest.mark.pipeline
 

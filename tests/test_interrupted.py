@@ -1,4 +1,4 @@
-"""A training that is killed, asked to end, and started again by the same command, through launcher and stage."""
+"""Stages that are killed, signalled, or run out of memory, through launcher and stage; the same command resumes."""
 
 import json
 import os
@@ -9,30 +9,43 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import click
 import psutil
 import pytest
+import torch
+from click.testing import CliRunner
+from ruamel.yaml import YAML
 
+import stages.evaluate
+import stages.merge
+import stages.train
+from stages.core.params.load import load_params
+from stages.kit.evaluation import answer
+from stages.kit.launcher import launch
+from stages.kit.launcher.launch import run_down_the_ladder
+from stages.kit.launcher.process import Ended, StageRun
+from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
-from tests.test_running_out import change_plan
-from tests.test_stages import done, small_params, write_params
+from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
 RECIPE = "r1-llm-only"
-TRAIN = ("docker/run", "train", RECIPE)
 
 
 @pytest.fixture(scope="module")
 def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace with a base, data, and a plan for 12 steps, each of which is saved."""
-    workspace = tmp_path_factory.mktemp("interrupted") / "a workspace"
+    """A workspace with a base, data, and a plan for 9 steps of 4 samples, each of which is saved."""
+    workspace = tmp_path_factory.mktemp("prepared") / "a workspace"
     for folder in ("stages", "docker"):
         shutil.copytree(ROOT / folder, workspace / folder, ignore=shutil.ignore_patterns("__pycache__", "*.lock"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         raw = small_params(tiny_vlm)
-        raw["recipes"][RECIPE].update(epochs=4, max_steps=12)
+        raw["recipes"][RECIPE].update(epochs=3, max_steps=9)
+        raw["profiles"]["tiny"]["memory"]["micro_batch"] = 4
         raw["checkpoints"]["every_steps"] = 1
         write_params(raw)
         done("base", "vlm")
@@ -41,23 +54,38 @@ def prepared(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
-def start(workspace: Path, repository: Path) -> "subprocess.Popen[str]":
-    """repository: what DVC names to an experiment that it runs in a clone."""
+@pytest.fixture
+def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copy = shutil.copytree(prepared, tmp_path / "a copy")
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+# Kills and signals, in processes of their own.
+
+
+def launched(workspace: Path, repository: Path, *stage: str) -> "subprocess.Popen[str]":
+    """repository: the one that DVC names to an experiment that it runs in a clone."""
     plain = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
     environment = {**plain, "BAKEOFF_ENGINE": "process", "DVC_ROOT": str(repository)}
-    return subprocess.Popen(TRAIN, cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True)
+    command = ["docker/run", *(stage or ("train", RECIPE))]
+    return subprocess.Popen(command, cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def finish(workspace: Path, repository: Path) -> str:
-    """What it said."""
-    training = start(workspace, repository)
-    _, said = training.communicate()
-    assert training.returncode == 0, said
-    return said
+def finish(stage: "subprocess.Popen[str]") -> str:
+    """Its log."""
+    _, log = stage.communicate()
+    assert stage.returncode == 0, log
+    return log
 
 
 def results(workspace: Path) -> dict[str, bytes]:
-    """All that a training leaves, times aside."""
+    """All that a training leaves, without times."""
     run_dir = workspace / "data/runs" / RECIPE
     found = {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     record = json.loads(found["training/training.json"])
@@ -78,14 +106,14 @@ def wait_until(is_so: Callable[[], bool], training: "subprocess.Popen[str]") -> 
         time.sleep(0.02)
 
 
-def test_it_ends_with_the_bytes_of_one_that_nobody_disturbed(prepared: Path, tmp_path: Path) -> None:
-    """Each time in another folder, as DVC's experiments are; what it has saved is found below the repository."""
+def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(prepared: Path, tmp_path: Path) -> None:
+    """Each time in another folder, like DVC's experiments; its checkpoints are found below the repository."""
     repository = tmp_path / "repository"
-    first, second, third, again, calm = (
-        shutil.copytree(prepared, tmp_path / f"{name} clone") for name in ("1st", "2nd", "3rd", "4th", "5th")
+    first, second, third, calm = (
+        shutil.copytree(prepared, tmp_path / f"{name} clone") for name in ("1st", "2nd", "3rd", "4th")
     )
-
-    killed = start(first, repository)
+    undisturbed = launched(calm, calm)
+    killed = launched(first, repository)
     wait_until(lambda: len(saved(repository)) > 1, killed)
     (stage,) = psutil.Process(killed.pid).children()
     stage.kill()
@@ -93,37 +121,131 @@ def test_it_ends_with_the_bytes_of_one_that_nobody_disturbed(prepared: Path, tmp
     assert {path.name for path in (first / "data/runs" / RECIPE).glob("[!.]*")} == {"plan.yaml", "memory.json"}
     after_the_kill = saved(repository)[-1]
 
-    asked = start(second, repository)
-    wait_until(lambda: saved(repository)[-1] > after_the_kill, asked)
-    asked.send_signal(signal.SIGUSR1)
-    _, said = asked.communicate()
-    assert asked.returncode == 128 + signal.SIGUSR1
-    assert f"resuming from step {after_the_kill}/12" in said
+    signalled = launched(second, repository)
+    wait_until(lambda: saved(repository)[-1] > after_the_kill, signalled)
+    signalled.send_signal(signal.SIGUSR1)
+    _, log = signalled.communicate()
+    assert signalled.returncode == 128 + signal.SIGUSR1
     step = saved(repository)[-1]
-    assert f"SIGUSR1: saved at step {step}/12; run the same command to resume" in said
+    assert f"resuming from step {after_the_kill}/9" in log
+    assert f"SIGUSR1: saved at step {step}/9" in log
     assert not list((second / "data/runs" / RECIPE).glob(".*"))
 
-    assert f"resuming from step {step}/12" in finish(third, repository)
-    assert "goes on" not in finish(calm, calm)
-    # A DVC that was killed before it had kept all of that removes it, and has it made again.
-    assert "resuming from step 11/12" in finish(again, repository)
-    assert results(third) == results(again) == results(calm)
+    assert f"resuming from step {step}/9" in finish(launched(third, repository))
+    assert "resuming" not in finish(undisturbed)
+    assert results(third) == results(calm)
 
 
-def test_asked_to_end_torchrun_lets_its_workers_save(prepared: Path, tmp_path: Path) -> None:
-    """Placement ddp: the launcher asks torchrun, which asks the two workers, and whose own end is not theirs."""
-    workspace = shutil.copytree(prepared, tmp_path / "a clone")
-    change_plan(
-        workspace,
-        schedule={"micro_batch": 2, "grad_accumulation": 1},
-        device={"kind": "cpu", "count": 2},
-        placement="ddp",
-    )
-    training = start(workspace, workspace)
-    wait_until(lambda: len(saved(workspace)) > 1, training)
-    training.terminate()
-    _, said = training.communicate()
-    assert training.returncode == 128 + signal.SIGTERM, said
-    step = saved(workspace)[-1]
-    assert said.count(f"SIGTERM: saved at step {step}/12; run the same command to resume") == 1
-    assert "Traceback" not in said
+def test_each_attempt_is_a_fresh_process(workspace: Path) -> None:
+    """The first one, which the injection ends, runs out of memory before it begins."""
+    injection = 'import sys\nif "stages.evaluate" in sys.orig_argv and "--attempt" not in sys.argv:\n    sys.exit(79)\n'
+    (workspace / "stages/__init__.py").write_text(injection)
+    log = finish(launched(workspace, workspace, "evaluate", "base-vlm"))
+    assert "evaluate base-vlm ran out of memory" in log
+    assert "batch_size 3 -> 1" in log
+    assert "Traceback" not in log
+    assert read(workspace / "data/runs/base-vlm/metrics.json")["attempt"] == 1
+
+
+# Memory that runs out somewhere in a stage. The stages and the launcher's ladder are the real ones, in this process; an
+# allocation that no machine can make is put into them.
+
+
+def too_much(*_: object, **__: object) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+Place = Callable[[pytest.MonkeyPatch], None]
+
+
+class Engine:
+    """Runs stages in this process; the first attempts run out of memory, each at its place."""
+
+    name = "here"
+    image = None
+
+    def __init__(self, *places: Place) -> None:
+        self.places = places
+
+    def run(self, stage_run: StageRun) -> Ended:
+        stage, *args = stage_run.command
+        with pytest.MonkeyPatch.context() as patch:
+            if stage_run.attempt < len(self.places):
+                self.places[stage_run.attempt](patch)
+            result = CliRunner().invoke(getattr(stages, stage).main, args)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        return Ended(code=result.exit_code)
+
+
+def at_load(stage: Any) -> Place:
+    return lambda patch: patch.setattr(stage, "load_model", too_much)
+
+
+def at_step(number: int) -> Place:
+    step = RecipeTrainer.training_step
+
+    def training_step(trainer: RecipeTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if trainer.state.global_step + 1 == number:
+            too_much()
+        return step(trainer, *args, **kwargs)
+
+    return lambda patch: patch.setattr(RecipeTrainer, "training_step", training_step)
+
+
+def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(answer, "decoded", too_much)
+
+
+def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
+    stage_run = StageRun(stage=stage, args=(name,), declared=None, workspace_dir=workspace, caller={})
+    ended, _ = run_down_the_ladder(engine, stage_run, load_params(), say=launch.say)
+    return ended.code
+
+
+def change_plan(workspace: Path, *, schedule: dict[str, int], **changes: Any) -> None:
+    yaml = YAML()
+    path = workspace / "data/runs" / RECIPE / "plan.yaml"
+    plan = yaml.load(path)
+    plan["schedule"].update(schedule)
+    yaml.dump({**plan, **changes}, path)
+
+
+def test_a_training_that_runs_out_of_memory_keeps_its_effective_batch(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At load, and at steps 1 and 8."""
+    places = (at_load(stages.train), at_step(1), at_step(8))
+    assert down_the_ladder(Engine(*places), "train", RECIPE, workspace) == 0
+    assert [line.partition(" with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line] == [
+        "micro_batch 4 -> 2, grad_accumulation 1 -> 2",
+        "micro_batch 2 -> 1, grad_accumulation 2 -> 4",
+        "gradient_checkpointing off -> on",
+    ]
+    record = read(workspace / "data/runs" / RECIPE / "training/training.json")
+    assert (record["micro_batch"], record["grad_accumulation"], record["gradient_checkpointing"]) == (1, 4, True)
+    assert (record["attempt"], record["num_steps"]) == (3, 9)
+    assert not list((workspace / "data/runs" / RECIPE).glob(".*partial"))
+
+
+def test_an_evaluation_and_a_merge_that_run_out_of_memory_generate_fewer_at_once(workspace: Path) -> None:
+    assert down_the_ladder(Engine(after_the_first_answers), "evaluate", "base-vlm", workspace) == 0
+    metrics = read(workspace / "data/runs/base-vlm/metrics.json")
+    assert (metrics["samples"], metrics["batch_size"], metrics["attempt"]) == (5, 1, 1)
+
+    change_plan(workspace, schedule={"num_steps": 1, "warmup_steps": 0})
+    done("train", RECIPE)
+    assert down_the_ladder(Engine(after_the_first_answers), "merge", RECIPE, workspace) == 0
+    cost = read(workspace / "data/runs" / RECIPE / "merge.json")["quantization_cost"]
+    assert (cost["samples"], cost["batch_size"]) == (5, 1)
+
+    change_plan(workspace, schedule={}, quantization="none")  # then a merge generates nothing
+    with pytest.raises(click.ClickException, match="it needs a machine or a profile with more"):
+        down_the_ladder(Engine(at_load(stages.merge)), "merge", RECIPE, workspace)
+
+
+def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Path) -> None:
+    change_plan(workspace, schedule={"micro_batch": 1, "grad_accumulation": 4})
+    with pytest.raises(click.ClickException) as refusal:
+        down_the_ladder(Engine(at_load(stages.train), at_step(1)), "train", RECIPE, workspace)
+    assert "  as planned\n  gradient_checkpointing off -> on\n" in refusal.value.format_message()
+    assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}

@@ -21,7 +21,7 @@ from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.tracking import track_comparison
 from stages.kit.statistics import Interval
 from tests import ROOT
-from tests.test_stages import done, small_params, write_params
+from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 KEPT = Path(".bakeoff/tracking")

@@ -32,9 +32,8 @@ from stages.tasks.detection.samples import read_split
 from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import conversation
 from tests import ROOT
+from tests.stage_runs import done, write_params
 from tests.tasks.moe.made_up import fact, meeting
-from tests.test_amr_stages import CORPUS
-from tests.test_stages import done, write_params
 from tools.try_it import __main__ as command
 from tools.try_it.asking import Form, LoadedModel, Subject, answer, said
 from tools.try_it.forms import chat, moe
@@ -51,13 +50,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = tmp_path_factory.mktemp("workspace")
     (workspace / "data").mkdir()
     (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
-    (workspace / "corpus").mkdir()
-    (workspace / "corpus/train.txt").write_text(CORPUS, newline="")
     (workspace / "data/unknown.txt").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
     raw = YAML(typ="safe").load(ROOT / "params.yaml")
     tiny = raw["profiles"]["tiny"]
     tiny["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
-    tiny["datasets"]["visempar"] = {"task": "amr", "source": "folder:corpus"}
+    tiny["datasets"]["visempar"]["limit"] = {"train": 30, "val": 4}
     tiny["memory"]["micro_batch"] = 4
     tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 48}
     for name in (DETECTION, AMR):

@@ -37,7 +37,7 @@ from stages.kit.evaluation.vllm.engine import (
 from stages.kit.models.prompts import encode, tokenizer_of
 from stages.tasks import load_task
 from tests import ROOT
-from tests.test_stages import done, run, small_params, write_params
+from tests.stage_runs import done, run, small_params, write_params
 from tools import serve
 
 NAME = "base-vlm"

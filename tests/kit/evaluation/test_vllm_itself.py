@@ -25,7 +25,7 @@ from ruamel.yaml import YAML
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, read_certificate
 from stages.tasks import load_task
 from tests import ROOT
-from tests.test_stages import done, refused, write_params
+from tests.stage_runs import done, refused, write_params
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

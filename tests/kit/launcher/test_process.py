@@ -272,7 +272,7 @@ def test_clone_and_git_worktree_use_the_environment_of_their_checkout(
 
 
 def test_stage_that_was_asked_to_end_is_not_restarted(start: Start, workspace: Path) -> None:
-    """Even if it runs out of memory while it ends. Restarts: tests/test_running_out.py."""
+    """Even if it runs out of memory while it ends. Restarts: tests/test_interrupted.py."""
     (workspace / "stages/train.py").write_text(STAGE.replace("75", "79"))
     (workspace / "data/runs/r1-llm-only").rename(workspace / "data/runs/wait")
     launcher = started_and_ready(start, workspace, "saving")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -127,6 +128,42 @@ def test_progress_is_shown_once_and_the_collator_goes_to_workers(build: Build) -
     collator.converse = copy.copy
     again = pickle.loads(pickle.dumps(collator))  # noqa: S301 - our own bytes
     assert torch.equal(again([{"sample": 1}])["labels"], collator([{"sample": 1}])["labels"])
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of the factors of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "gemm_4bit") or "scaled_dot_product" in name:
+            factors = [each for each in args if isinstance(each, torch.Tensor)][: 3 if "add" in name else 2]
+            self.dtypes.setdefault(name, set()).update(each.dtype for each in factors if each.is_floating_point())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("recipe", "product"), [("r2-vision-only", "addmm"), ("r4-joint", "gemm_4bit")])
+def test_products_have_the_plans_precision(build: Build, precision: Any, recipe: str, product: str) -> None:
+    trainer = build(replace(plan_for(recipe, epochs=1), precision=precision))
+    assert (trainer.accelerator.scaler is not None) == (precision == "fp16")
+    step, products = trainer.training_step, Products()
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with products:
+            return step(*args, **kwargs)
+
+    trainer.training_step = training_step  # type: ignore[method-assign]
+    trainer.train()
+    assert product in products.dtypes
+    assert "convolution" not in products.dtypes
+    assert set.union(*products.dtypes.values()) == {DTYPES[precision]}
 
 
 # The order of the samples.

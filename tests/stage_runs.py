@@ -1,0 +1,61 @@
+"""Stages run in this process, as the pipeline runs them, in the working folder."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from tests import ROOT
+from tests.documents import write_yaml
+
+
+def run(stage: str, name: str) -> Result:
+    return CliRunner().invoke(import_module(f"stages.{stage}").main, [name])
+
+
+def done(stage: str, name: str) -> None:
+    result = run(stage, name)
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+
+
+def all_the_way(recipe: str) -> None:
+    for stage in ("plan", "train", "merge", "evaluate"):
+        done(stage, recipe)
+
+
+def refused(stage: str, name: str) -> str:
+    """The message, in one line, of a stage that stops as a user's fault does: exit 1, no traceback."""
+    result = run(stage, name)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    return " ".join(result.output.split())
+
+
+def read_params() -> dict[str, Any]:
+    raw: dict[str, Any] = YAML(typ="safe").load(Path("params.yaml"))
+    return raw
+
+
+def write_params(raw: dict[str, Any]) -> None:
+    write_yaml(raw, Path("params.yaml"))
+
+
+def small_params(vlm_dir: Path | None = None) -> dict[str, Any]:
+    """The shipped parameters, with less of everything. vlm_dir: in place of the shipped vision-language base."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    tiny = raw["profiles"]["tiny"]
+    tiny["bases"] = {name: source.replace("folder:", f"folder:{ROOT}/") for name, source in tiny["bases"].items()}
+    if vlm_dir is not None:
+        tiny["bases"]["vlm"] = f"folder:{vlm_dir}"
+    for dataset in tiny["datasets"].values():
+        dataset["source"] = dataset["source"].replace("folder:", f"folder:{ROOT}/")
+        if dataset["source"] != "mix":
+            dataset["limit"] = {"train": 10, "val": 5}
+    tiny["images"] = {"min_pixels": 3136, "max_pixels": 12544}
+    tiny["memory"]["micro_batch"] = 2
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 8}
+    for recipe in raw["recipes"].values():
+        recipe.update(effective_batch=4, epochs=1)
+    return raw

@@ -1,0 +1,335 @@
+"""A recipe of every task through all stages, from a folder of data to the comparison, on the shipped tiny bases."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from stages.core.lineage import read_lineage
+from stages.kit.evaluation import likelihood
+from stages.kit.models.certificate import read_certificate
+from stages.kit.planning.plan import read_plan
+from stages.tasks.amr.samples.graphs import read_graph
+from stages.tasks.amr.sources import read_blocks, read_lines
+from tests.kit.data.pictures import picture
+from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
+
+pytestmark = pytest.mark.pipeline
+
+COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220), "grey": (120, 120, 120)}
+
+
+def line(number: int, colour: str) -> str:
+    """A conversation: one image without a part for it, two within a text, or none."""
+    answer = {"role": "assistant", "content": colour}
+    if number % 4 == 0:
+        return json.dumps({"messages": [{"role": "user", "content": f"Why {number}?"}, answer]})
+    if number % 4 == 1:
+        parts = [{"type": "image"}, {"type": "text", "text": f"or {number}"}, {"type": "image"}]
+        return json.dumps({"messages": [{"role": "user", "content": parts}, answer], "images": [f"{colour}.png"] * 2})
+    asked = {"role": "user", "content": f"Which {number}?"}
+    return json.dumps({"messages": [asked, answer], "images": [f"more/{colour}.png"]})
+
+
+def write_lines(split: str, numbers: Sequence[int]) -> None:
+    lines = (line(number, list(COLOURS)[number // 4 % 4]) for number in numbers)
+    Path(f"talks/{split}.jsonl").write_text("".join(f"{each}\n" for each in lines))
+
+
+def write_images() -> None:
+    """A folder of conversations about images, and without any."""
+    for name, colour in COLOURS.items():
+        for folder in ("talks", "talks/more"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"{name}.png").write_bytes(picture(colour, (100, 80)))
+    write_lines("train", range(20))
+    write_lines("val", range(20, 24))
+
+
+def write_sentences() -> None:
+    Path("data").mkdir()
+    Path("data/unknown.txt").write_text("Tôi đọc sách .\nMẹ thấy nhà .\nAi đó ?\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    task: str
+    base: str
+    datasets: Sequence[str]
+    """In order; the last one is trained on."""
+    baseline: str
+    recipe: str
+    scores: Sequence[str]
+    """Metrics between 0 and 1."""
+    columns: Sequence[str]
+    """Columns of the table, in order."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the parameters: dotted paths with their values."""
+    before: Callable[[], None] = lambda: None
+
+
+TINY = "profiles.tiny"
+METRICS = ["json", "exact", "token_f1", "rouge_l", "chrf", "perplexity"]
+CHAT_SCORES = ("field_accuracy", "json_valid", "exact", "token_f1", "rouge_l", "chrf")
+CASES = {
+    "amr": Case(
+        task="amr",
+        base="llm",
+        datasets=["visempar"],
+        baseline="base-llm",
+        recipe="amr-mtup",
+        scores=["smatch_f1", "smatch_f1_unnormalised", "smatch_f1_repaired", "smatch_f1_restored", "invalid_rate"],
+        columns=["Smatch F1"],
+        changes={"predictions": {"unknown": {"task": "amr", "recipe": "amr-mtup", "inputs": "data/unknown.txt"}}},
+        before=write_sentences,
+    ),
+    "moe": Case(
+        task="moe",
+        base="dense",
+        datasets=["truthfulqa", "qmsum", "both-domains"],
+        baseline="base-dense",
+        recipe="moe-dense",
+        scores=[],
+        columns=[],
+    ),
+    "chat": Case(
+        task="chat",
+        base="assistant",
+        datasets=["conversations"],
+        baseline="base-assistant",
+        recipe="chat-lora",
+        scores=CHAT_SCORES,
+        columns=["Fields", "Valid JSON", "Exact", "Token F1", "ROUGE-L", "chrF", "Perplexity"],
+        changes={
+            f"{TINY}.datasets.conversations.reader.metrics": [
+                "json",
+                "exact",
+                "token_f1",
+                "rouge_l",
+                "chrf",
+                "perplexity",
+            ]
+        },
+    ),
+    "chat with images": Case(
+        task="chat",
+        base="assistant",
+        datasets=["conversations"],
+        baseline="base-assistant",
+        recipe="chat-full",
+        scores=["chrf"],
+        columns=["chrF", "Perplexity"],
+        changes={
+            f"{TINY}.bases.assistant": None,  # of vlm
+            f"{TINY}.datasets.conversations": {
+                "task": "chat",
+                "source": "folder:talks",
+                "reader": {"metrics": ["chrf", "perplexity"]},
+            },
+            "recipes.chat-full.parts": {"vision": "full", "llm": "full"},
+        },
+        before=write_images,
+    ),
+}
+
+
+def changed(raw: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place = raw
+        for parent in parents:
+            place = place[parent]
+        place[last] = place["vlm"] if value is None else value
+    return raw
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The workspace of a case: the base was evaluated, and the recipe went all the way, two steps of training."""
+    workspaces: dict[str, Path] = {}
+
+    def finish(name: str) -> Path:
+        case = CASES[name]
+        if name not in workspaces:
+            workspaces[name] = tmp_path_factory.mktemp("workspace")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(workspaces[name])
+                case.before()
+                raw = changed(small_params(), case.changes)
+                raw["recipes"][case.recipe]["max_steps"] = 2
+                write_params(raw)
+                done("base", case.base)
+                for dataset in case.datasets:
+                    done("prepare", dataset)
+                done("evaluate", case.baseline)
+                all_the_way(case.recipe)
+                done("compare", case.task)
+        return workspaces[name]
+
+    return finish
+
+
+@pytest.fixture
+def workspace(
+    finished: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Makes a copy of a case's workspace the working folder."""
+
+    def copy(name: str) -> None:
+        shutil.copytree(finished(name), tmp_path / "workspace")
+        monkeypatch.chdir(tmp_path / "workspace")
+
+    return copy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_task_end_to_end(name: str, finished: Callable[[str], Path]) -> None:
+    workspace, case = finished(name), CASES[name]
+    count = pq.read_table(workspace / f"data/prepared/{case.datasets[-1]}/val.parquet").num_rows
+    for run in (case.baseline, case.recipe):
+        run_dir = workspace / "data/runs" / run
+        metrics = json.loads((run_dir / "metrics.json").read_text())
+        assert metrics["samples"] == count > 0
+        assert "perplexity" not in metrics or metrics["perplexity"] > 1
+        assert pq.read_table(run_dir / "predictions.parquet").num_rows == count
+        assert (run_dir / "examples/worst-1.png").is_file()
+    assert all(0 <= metrics[score] <= 1 for score in case.scores)
+    assert abs(metrics["memory_error"]) < 0.01
+    assert read_plan(case.recipe, runs_dir=run_dir.parent).schedule.num_steps == 2
+    certificate = read_certificate(run_dir / "merge.json", case.recipe)
+    assert not certificate.problems()
+    assert certificate.logit_deviation < 1e-3
+    assert read_lineage(run_dir / "merged").root() == read_lineage(workspace / "data/bases" / case.base)
+    report_dir = workspace / "data/report" / case.task
+    heading, _, *rows = (report_dir / "table.txt").read_text().strip().splitlines()
+    assert [column for column in case.columns if column in heading] == sorted(case.columns, key=heading.index)
+    assert {case.baseline, case.recipe} <= {row.split()[0] for row in rows if row}
+    assert (report_dir / "index.html").is_file()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("amr", {"recipes.amr-mtup.answer_format": "penman"}, "amr-mtup", "full, ptr, mtup; found 'penman'"),
+    ("amr", {"recipes.amr-mtup.max_length": 40}, "amr-mtup", "more than max_length 40; raise the recipe's max_length"),
+    ("chat", {"recipes.chat-lora.answer_format": "full"}, "chat-lora", "answer_format: chat has one"),
+    ("chat with images", {"recipes.chat-full.parts": {"vision": "full"}}, "chat-full", "train llm too"),
+    *(
+        (
+            "chat with images",
+            {
+                f"{TINY}.memory.placement": placement,
+                f"{TINY}.memory.quantization": "none",
+                f"{TINY}.device.count": 2,
+                "recipes.chat-full.parts": parts,
+            },
+            "chat-full",
+            f"shares them among processes ({placement}); take placement single or balanced",
+        )
+        for placement, parts in (("sharded", {"llm": "full"}), ("ddp", {"llm": "full", "projector": "full"}))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "recipe", "message"), REFUSED)
+def test_what_cannot_be_trained_is_refused_while_it_is_planned(
+    workspace: Callable[[str], None], name: str, changes: dict[str, Any], recipe: str, message: str
+) -> None:
+    workspace(name)
+    write_params(changed(read_params(), changes))
+    assert message in refused("plan", recipe)
+
+
+# AMR: from sentences to a submission.
+
+
+def test_a_submission_has_a_graph_for_every_sentence(workspace: Callable[[str], None], tmp_path: Path) -> None:
+    workspace("amr")
+    done("predict", "unknown")
+    submission = Path("data/predictions/unknown.txt")
+    blocks = list(read_blocks(read_lines(submission)))
+    assert [block.sentence for block in blocks] == ["Tôi đọc sách .", "Mẹ thấy nhà .", "Ai đó ?"]
+    for block in blocks:
+        assert read_graph("\n".join(block.graph)).concept  # EMPTY, or what a model of two steps makes up
+    inputs = Path("data/unknown.txt")
+    inputs.write_text("")
+    assert "data/unknown.txt" in refused("predict", "unknown")
+    inputs.unlink()
+    (tmp_path / "secret.txt").write_text("secret\n")
+    inputs.symlink_to(tmp_path / "secret.txt")
+    assert "data/unknown.txt leads out of data by a link" in refused("predict", "unknown")
+
+
+# Conversations: groups, metrics, images.
+
+
+def test_no_group_is_in_two_splits(finished: Callable[[str], Path]) -> None:
+    prepared = finished("chat") / "data/prepared/conversations"
+    groups = [set(pq.read_table(prepared / f"{split}.parquet")["group"].to_pylist()) for split in ("train", "val")]
+    assert groups[0]
+    assert groups[1]
+    assert not groups[0] & groups[1]
+
+
+def test_other_metrics_change_no_training_data_and_compute_no_more_than_they_need(
+    workspace: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace("chat")
+    prepared = Path("data/prepared/conversations")
+    before = {name: (prepared / name).read_bytes() for name in ("train.parquet", "val.parquet")}
+    monkeypatch.setattr(likelihood, "routing", lambda *_, **__: pytest.fail("no metric of chat needs routers"))
+    for metric, other in (("perplexity", "exact"), ("exact", "perplexity")):
+        write_params(changed(read_params(), {f"{TINY}.datasets.conversations.reader.metrics": [metric]}))
+        done("prepare", "conversations")
+        assert (prepared / "train.parquet").read_bytes() == before["train.parquet"]
+        assert (prepared / "val.parquet").read_bytes() != before["val.parquet"]
+        done("evaluate", "base-assistant")
+        metrics = json.loads(Path("data/runs/base-assistant/metrics.json").read_text())
+        assert metric in metrics
+        assert other not in metrics
+
+
+def test_an_example_shows_the_images_above_the_texts(finished: Callable[[str], Path]) -> None:
+    run_dir = finished("chat with images") / "data/runs/chat-full"
+    questions = pq.read_table(run_dir / "predictions.parquet")["question"].to_pylist()
+    assert set(questions) == {"Why 20?", "or 21", "Which 22?", "Which 23?"}
+    corners = {Image.open(path).getpixel((2, 2)) for path in (run_dir / "examples").glob("*.png")}
+    assert COLOURS["green"] in corners
+
+
+@pytest.mark.parametrize("only_val", [False, True])
+def test_a_text_model_is_refused_images(workspace: Callable[[str], None], only_val: bool) -> None:
+    workspace("chat with images")
+    raw = read_params()
+    raw["profiles"]["tiny"]["bases"]["assistant"] = raw["profiles"]["tiny"]["bases"]["llm"]
+    write_params(raw)
+    done("base", "assistant")
+    if only_val:
+        write_lines("train", range(0, 20, 4))
+        done("prepare", "conversations")
+    message = refused("plan", "chat-full" if not only_val else "chat-lora")
+    assert ("data/prepared/conversations" if only_val else "sample train.jsonl:2") in message
+    assert "data/bases/assistant is a text model" in message
+
+
+@pytest.mark.parametrize(
+    ("numbers", "parts"),
+    [(range(0, 40, 4), {"llm": "full"}), ([number for number in range(20) if number % 4], {"vision": "full"})],
+    ids=["texts alone", "vision tower alone"],
+)
+def test_a_vision_model_trains_on_texts_alone_and_its_tower_on_images_alone(
+    workspace: Callable[[str], None], numbers: Sequence[int], parts: dict[str, str]
+) -> None:
+    workspace("chat with images")
+    write_lines("train", numbers[3:])
+    write_lines("val", numbers[:3])
+    write_params(changed(read_params(), {"recipes.chat-full.parts": parts}))
+    done("prepare", "conversations")
+    assert ("images" in pq.read_schema("data/prepared/conversations/train.parquet").names) == ("vision" in parts)
+    for stage in ("plan", "train", "merge"):
+        done(stage, "chat-full")
+    assert not read_certificate(Path("data/runs/chat-full/merge.json"), "chat-full").problems()
