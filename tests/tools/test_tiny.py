@@ -1,0 +1,112 @@
+"""The committed bases and data sets are those that the scripts make."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from stages.kit.data.parquet import read_rows
+from stages.kit.models.folders import check_model_folder
+from stages.kit.models.prompts import load_processor
+from tests import ROOT
+from tests.tiny import SMALLEST
+from tools.tiny import scenes
+from tools.tiny.architecture import (
+    SPECIAL_TOKENS,
+    build_tiny_qwen2_vl,
+    save_model,
+    train_tokenizer,
+)
+from tools.tiny.bases import BASES
+from tools.tiny.texts import files
+
+TINY = ROOT / "data/tiny"
+CORPUS = ("Detect the bounding box of the nutrition table.", "(123,456),(789,10)") * 20
+
+
+@pytest.fixture
+def _torch_settings() -> Iterator[None]:
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.usefixtures("_torch_settings")
+@pytest.mark.parametrize("name", BASES)
+def test_the_first_steps_of_the_committed_bases_reproduce(name: str) -> None:
+    record = json.loads((TINY / name / "pretraining.json").read_text())
+    prepare, shipped = BASES[name]
+    # The tests' threads: more would only wait for each other, and matter less than the tolerance.
+    settings = replace(shipped, **record["settings"] | {"threads": torch.get_num_threads()})
+    _, processor, losses = prepare(settings)
+    tokenizer: Any = getattr(processor, "tokenizer", processor)
+    committed: Any = AutoTokenizer.from_pretrained(TINY / name)
+    assert tokenizer.get_vocab() == committed.get_vocab()
+    # Another processor adds numbers in another order; another sample or weight changes far more than that.
+    assert list(itertools.islice(losses, 3)) == pytest.approx(record["first_losses"][:3], abs=2e-3)
+
+
+@pytest.mark.parametrize(("name", "text"), files().items())
+def test_the_scripts_write_the_committed_texts(name: str, text: str) -> None:
+    assert (TINY / name).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("split", scenes.SPLITS)
+def test_the_script_draws_the_committed_packages(split: str) -> None:
+    path = TINY / f"nutrition-tables/data/{split}-00000-of-00001.parquet"
+    drawn = list(scenes.generate_rows(split, 8, scenes.SEED))
+    assert list(itertools.islice(read_rows(path), 8)) == drawn
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_committed_base_is_a_plain_folder(name: str) -> None:
+    check_model_folder(TINY / name)
+    loader = AutoModelForImageTextToText if name.endswith("vl") else AutoModelForCausalLM
+    model, info = loader.from_pretrained(TINY / name, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert load_processor(TINY / name, None).chat_template
+
+
+def test_a_conversation_is_rendered_as_qwen2_vl_renders_it() -> None:
+    """As Qwen2-VL-7B-Instruct's own template does: its model card and chat_template.json."""
+    tokenizer: Any = train_tokenizer(CORPUS, 320)
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Here."}]},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Where?<|im_end|>\n"
+        "<|im_start|>assistant\nHere.<|im_end|>\n"
+        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    answer = [i for i, masked in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if masked]
+    assert tokenizer.decode(answer) == "Here.<|im_end|>"
+    assert all(len(tokenizer.encode(token, add_special_tokens=False)) == 1 for token in SPECIAL_TOKENS)
+
+
+def test_a_saved_model_has_the_built_weights_and_processor(tmp_path: Path) -> None:
+    model, processor = build_tiny_qwen2_vl(CORPUS, SMALLEST, seed=3)
+    expected = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    save_model(model, processor, tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, local_files_only=True)
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
+    saved = load_processor(tmp_path, None)
+    image = Image.radial_gradient("L").convert("RGB").resize((900, 300))
+    text = "<|vision_start|><|image_pad|><|vision_end|>Where?"
+    built, again = (each(text=text, images=[image], return_tensors="pt") for each in (processor, saved))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in built.items())
+    area = int(built["image_grid_thw"][0].prod()) * 14 * 14
+    assert SMALLEST.pixels[0] <= area <= SMALLEST.pixels[1]

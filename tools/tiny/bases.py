@@ -1,0 +1,227 @@
+"""Pre-trains the tiny models that stand in for big ones where there is no GPU: they know how to answer, not the task.
+
+    python -m tools.tiny.bases qwen2-vl --out data/tiny/qwen2-vl
+
+qwen2            writes trees of random words, and has never parsed a sentence
+qwen2-folklore   answers what things are made of, wrongly in both domains
+qwen2-vl         boxes objects, and has never seen a nutrition table
+
+Reads nothing: examples are generated. Writes a plain Hugging Face folder with bfloat16 weights, and pretraining.json:
+settings and losses, the first of which a test reproduces.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+from stages.core.logs import configure_logging
+from stages.core.publish import published
+from stages.kit.data.conversation import Conversation
+from stages.kit.training.batches import ConversationCollator
+from stages.kit.training.resume import seed_everything
+from stages.tasks.moe.samples import conversation
+from stages.tasks.moe.samples.records import DOMAINS
+from tools.tiny import exercises, knowledge, pointing
+from tools.tiny.architecture import Geometry, build_tiny_qwen2, build_tiny_qwen2_vl, save_model
+from tools.tiny.scenes import OBJECTS
+
+log = logging.getLogger("stages")
+
+FIRST_STEPS, STEPS_A_LINE = 20, 25
+"""Losses that are recorded, and that a line of the log averages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    steps: int
+    batch_size: int
+    seed: int = 0
+    learning_rate: float = 2e-3
+    """AdamW's, for all but the weight matrices: embeddings, biases, norms, convolutions."""
+    muon_learning_rate: float = 0.02
+    """Muon's, for the weight matrices."""
+    warmup_steps: int = 50
+    threads: int = 2
+    """The order of floating-point sums depends on it, and so the weights do."""
+    pointing_weight: float = 0.0
+    """Weight of the auxiliary losses, beside the answer's own loss."""
+
+
+Training = tuple[Any, Any, Iterator[float]]
+"""A model, its processor, and its training, which takes a step each time a loss is taken."""
+
+
+def qwen2(settings: Settings) -> Training:
+    """1 million weights."""
+    geometry = Geometry(
+        vocab_size=1280, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_key_value_heads=2
+    )
+    model, tokenizer = build_tiny_qwen2(exercises.corpus(), geometry, seed=settings.seed)
+
+    def batch_of(step: int) -> list[Conversation]:
+        first = step * settings.batch_size
+        return [exercises.exercise(settings.seed, index) for index in range(first, first + settings.batch_size)]
+
+    return model, tokenizer, train_on_answers(model, tokenizer, settings, batch_of)
+
+
+def qwen2_folklore(settings: Settings) -> Training:
+    """0.4 million weights."""
+    geometry = Geometry(
+        vocab_size=640, hidden_size=96, intermediate_size=256, num_layers=3, num_heads=4, num_key_value_heads=2
+    )
+    records = [
+        record
+        for domain in DOMAINS
+        for record in knowledge.generate(domain, 4000, 1_000_003, knowledge=knowledge.UNINFORMED[domain])
+    ]
+    answered = [conversation(record, answered=True) for record in records]
+    texts = [part["text"] for each in answered for message in each.messages for part in message["content"]]
+    corpus = ["system\nYou are a helpful assistant.\nuser\nassistant\n", *texts]
+    model, tokenizer = build_tiny_qwen2(corpus, geometry, seed=settings.seed)
+    rng = random.Random(settings.seed)
+    batches = train_on_answers(model, tokenizer, settings, lambda _: rng.sample(answered, settings.batch_size))
+    return model, tokenizer, batches
+
+
+def qwen2_vl(settings: Settings) -> Training:
+    """2.9 million weights."""
+    geometry = Geometry(
+        vocab_size=640,
+        hidden_size=192,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=3,
+        num_key_value_heads=3,
+        vision={"depth": 4, "embed_dim": 128, "num_heads": 4, "mlp_ratio": 3},
+        pixels=(112 * 112, 224 * 224),
+    )
+    model, processor = build_tiny_qwen2_vl(pointing.corpus(), geometry, seed=settings.seed)
+
+    def train() -> Iterator[float]:
+        begin(model, settings)
+        model.set_attn_implementation({"text_config": "eager"})  # PointingLoss reads the weights of attention
+        auxiliary = pointing.PointingLoss(model, len(OBJECTS))
+
+        def losses(step: int) -> tuple[Tensor, Tensor]:
+            batch = {"seed": settings.seed, "step": step, "batch_size": settings.batch_size}
+            inputs, targets = pointing.make_batch(processor, **batch)
+            answer_loss = model(**inputs).loss
+            is_cell = inputs["input_ids"] == model.config.image_token_id
+            return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
+
+        yield from train_steps(model, settings, losses, auxiliary=auxiliary.parameters())
+        auxiliary.remove()
+        model.set_attn_implementation({"text_config": "sdpa"})
+
+    return model, processor, train()
+
+
+BASES: dict[str, tuple[Callable[[Settings], Training], Settings]] = {
+    "qwen2": (qwen2, Settings(steps=2000, batch_size=32)),
+    "qwen2-folklore": (qwen2_folklore, Settings(steps=300, batch_size=32)),
+    "qwen2-vl": (qwen2_vl, Settings(steps=900, batch_size=16, pointing_weight=0.5)),
+}
+
+
+@click.command(help=__doc__)
+@click.argument("name", type=click.Choice(list(BASES)))
+@click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
+def main(name: str, out_dir: Path) -> None:
+    configure_logging("pretrain")
+    prepare, settings = BASES[name]
+    model, processor, losses = prepare(settings)
+    seen = list(losses)
+    record = {
+        "settings": asdict(settings),
+        "first_losses": [round(loss, 4) for loss in seen[:FIRST_STEPS]],
+        "final_loss": round(fmean(seen[-STEPS_A_LINE:]), 4),
+    }
+    with published(out_dir) as folder:
+        save_model(model, processor, folder)
+        (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def train_on_answers(
+    model: Any, tokenizer: Any, settings: Settings, batch_of: Callable[[int], Sequence[Conversation]]
+) -> Iterator[float]:
+    """Trains a text model in place; yields the loss of the answers' tokens after each step.
+
+    batch_of: the answered conversations of a step, counted from 0.
+    """
+    begin(model, settings)
+
+    def losses(step: int) -> tuple[Tensor, Tensor]:
+        batch = batch_of(step)
+        collate = ConversationCollator(tokenizer, batch, lambda each: each, loss="assistant-only", max_length=512)
+        loss = model(**collate([{"sample": number} for number in range(len(batch))])).loss
+        return loss, loss
+
+    yield from train_steps(model, settings, losses)
+
+
+def begin(model: nn.Module, settings: Settings) -> None:
+    """Sets threads, seed, deterministic algorithms and train mode, before anything else of a training."""
+    torch.set_num_threads(settings.threads)
+    seed_everything(settings.seed)
+    model.train()
+
+
+def train_steps(
+    model: nn.Module,
+    settings: Settings,
+    losses: Callable[[int], tuple[Tensor, Tensor]],
+    *,
+    auxiliary: Iterable[nn.Parameter] = (),
+) -> Iterator[float]:
+    """Trains `model` in place, after `begin`; yields a loss after each step.
+
+    losses: the loss to minimise in a step, counted from 0, and the one to yield; both scalars.
+    auxiliary: weights that are trained beside the model's own.
+    """
+    matrices: list[nn.Parameter] = []  # inside the layers: for Muon
+    beside = list(auxiliary)
+    others = [*beside]
+    for name, parameter in model.named_parameters():
+        inner = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+        (matrices if inner else others).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=settings.muon_learning_rate, momentum=0.95, weight_decay=0.01),
+    ]
+
+    def rate_factor(step: int) -> float:
+        """Linear warm-up, then half a cosine down to 3 percent."""
+        warm = min(1.0, (step + 1) / settings.warmup_steps)
+        return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / settings.steps))))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor) for optimizer in optimizers]
+    seen: list[float] = []
+    for step in range(settings.steps):
+        minimised, yielded = losses(step)
+        minimised.backward()
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), *beside], 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seen.append(yielded.item())
+        yield seen[-1]
+        if len(seen) % STEPS_A_LINE == 0:
+            log.info("step %d/%d  loss %.4f", step + 1, settings.steps, fmean(seen[-STEPS_A_LINE:]))
+
+
+if __name__ == "__main__":
+    main()
