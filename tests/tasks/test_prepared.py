@@ -18,7 +18,7 @@ from stages.tasks import load_task
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
 from tests.kit.data.pictures import picture
-from tests.tasks.chat.talks import record as talk_record
+from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
 
@@ -27,7 +27,7 @@ RECORDS: dict[str, list[Any]] = {
     "detection": [record([(0.1, 0.1, 0.5, 0.5)], name) for name in "abc"],
     "amr": [parse_record(name, "Tôi đi .", GRAPH, file="x.txt", line=1) for name in "abc"],
     "moe": [fact(1), meeting(2), fact(3)],
-    "chat": [talk_record(name, "You.", "exact") for name in ("Who?", "What?", "Where?")],
+    "chat": [conversation_record(name, "You.", "exact") for name in ("Who?", "What?", "Where?")],
 }
 
 

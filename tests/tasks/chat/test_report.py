@@ -4,8 +4,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DatasetParams
 from stages.kit.data.texts import TEXT_METRICS, TextMetric
 from stages.tasks.chat.report import report_for
-from stages.tasks.chat.scoring import PREDICTIONS
-from stages.tasks.chat.scoring.metrics import COLUMNS
+from stages.tasks.chat.scoring import COLUMNS, PREDICTIONS
 
 
 def dataset(*metrics: TextMetric) -> DatasetParams:

@@ -1,6 +1,266 @@
-"""What a model is asked, and how it is to answer."""
+"""Conversations that end with the answer to be learnt or compared with: the records, and the question to a model.
 
-from stages.tasks.chat.samples.questions import check, conversation, probes
-from stages.tasks.chat.samples.records import read_split
+Images are in a column of their own, which datasets of texts do not have.
+"""
 
-__all__ = ["check", "conversation", "probes", "read_split"]
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pyarrow as pa
+from PIL import Image
+
+from stages.core.documents import shown
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import ImageRecord, require_prepared_image
+from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
+from stages.kit.data.texts import TextMetric, same_text
+from stages.kit.families import family_of
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("group", pa.string()),
+        ("metrics", pa.list_(pa.string())),
+        ("file", pa.string()),
+        ("number", pa.int64()),
+    ]
+)
+"""Columns of a prepared split without images."""
+
+IMAGE = pa.schema(
+    [
+        ("image_id", pa.string()),
+        ("image", pa.binary()),
+        ("width", pa.int64()),
+        ("height", pa.int64()),
+        ("sha256", pa.string()),
+        ("message", pa.int64()),
+        ("offset", pa.int64()),
+    ]
+)
+IMAGES = pa.field(IMAGE_COLUMN, pa.list_(pa.struct(list(IMAGE))))
+"""The additional column of a split with images."""
+
+
+class Message(NamedTuple):
+    role: str
+    """system, user or assistant."""
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageImage(ImageRecord):
+    message: int
+    """Number of the message that shows it, counted from 0."""
+    offset: int
+    """Characters of the message before it."""
+
+    def content(self) -> list[Any]:
+        return [*super().content(), self.message, self.offset]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    id: str
+    messages: tuple[Message, ...]
+    """`order_problems` is empty for them."""
+    group: str
+    """Equal for records that may not be in two splits."""
+    metrics: tuple[TextMetric, ...] = ()
+    """Metrics of an answer, the one that models are ranked by first. The training split has none, so that its file does
+    not depend on them."""
+    file: str
+    """Path of the source, relative to the dataset's folder."""
+    number: int
+    """Line, counted from 1, or row of a table, counted from 0."""
+    shown_images: tuple[MessageImage, ...] = ()
+    """In the order in which they are shown; `image_problems` is empty for their positions."""
+
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """The value of the column IMAGES."""
+        return [to_row(image, IMAGE) for image in self.shown_images]
+
+    @property
+    def answer(self) -> str:
+        return self.messages[-1].content
+
+    @property
+    def question(self) -> str:
+        """The last message before the answer."""
+        return self.messages[-2].content
+
+    def subject(self) -> str:
+        return self.group
+
+    def content(self) -> list[Any]:
+        messages = [[message.role, message.content] for message in self.messages]
+        return [shown(self.question), self.group, *messages, *(image.content() for image in self.shown_images)]
+
+    def question_digest(self) -> str:
+        """A digest of all messages and images before the answer, equal for conversations that differ only in white
+        space, case or the encoding of an image."""
+        before: list[Any] = [(message.role, same_text(message.content)) for message in self.messages[:-1]]
+        before += [(image.message, image.sha256) for image in self.shown_images]
+        return hashlib.sha256(json.dumps(before).encode()).hexdigest()
+
+
+def order_problems(messages: Sequence[Message]) -> list[str]:
+    """Faults in the order of roles: an optional system, then user and assistant in turn, the assistant last."""
+    first = 1 if messages and messages[0].role == "system" else 0
+    turns = messages[first:]
+    for index, message in enumerate(turns):
+        expected = ("user", "assistant")[index % 2]
+        if message.role != expected:
+            return [f"message {first + index + 1} has the role {shown(message.role)}, expected {expected}"]
+    if not turns or turns[-1].role != "assistant":
+        return ["no answer: the last message is not the assistant's"]
+    return []
+
+
+def image_problems(messages: Sequence[Message], positions: Sequence[tuple[int, int]]) -> list[str]:
+    """Faults in the positions of images, (message, offset) each: they are in the user's messages, in order."""
+    for message, offset in positions:
+        if not (0 <= message < len(messages) and 0 <= offset <= len(messages[message].content)):
+            return [f"an image is at place {offset} of message {message + 1}, which does not exist"]
+        if messages[message].role != "user":
+            return [f"message {message + 1} shows an image, which only a user's message may"]
+    return [] if list(positions) == sorted(positions) else ["images are not in the order in which they are shown"]
+
+
+def read_split(prepared_dir: Path, split: str) -> list[Record]:
+    """The records of a prepared split, in their order.
+
+    Raises UserError if prepare has not run, or its output is damaged.
+    """
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_have=IMAGES)
+
+
+def _from_row(row: dict[str, Any], place: PreparedRow) -> Record:
+    messages = tuple(Message(**message) for message in row["messages"])
+    if any(message.content is None for message in messages):
+        raise ValueError("a message has no content")
+    images = tuple(_image(fields, place) for fields in row.pop(IMAGES.name, ()))
+    positions = [(image.message, image.offset) for image in images]
+    if problems := order_problems(messages) or image_problems(messages, positions):
+        raise ValueError(problems[0])
+    if unknown := [name for name in row["metrics"] if name not in get_args(TextMetric)]:
+        raise ValueError(f"unknown metric {unknown[0]!r}")
+    return Record(**{**row, "messages": messages, "metrics": tuple(row["metrics"]), "shown_images": images})
+
+
+def _image(fields: dict[str, Any], place: PreparedRow) -> MessageImage:
+    if missing := [name for name, value in fields.items() if value is None]:
+        raise ValueError(f"an image has no {missing[0]}")
+    require_prepared_image(fields)
+    return MessageImage(**fields, place=place)
+
+
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model of an unknown family, and for an answer format, as there is but one.
+
+    Whether the model takes images is checked where a conversation is encoded.
+    """
+    family_of(model_type)
+    if answer_format is not None:
+        raise UserError(f"answer_format: chat has one form of answers, that of the data; found {answer_format!r}")
+
+
+def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
+    """The messages, without the last one unless `answered`."""
+    return _conversation(record.id, record.messages if answered else record.messages[:-1], record.shown_images)
+
+
+_PROBES = (
+    (Message("user", "Which day follows Monday?"), Message("assistant", "Tuesday.")),
+    (
+        Message("system", "Answer in one word."),
+        Message("user", "Is ice warm?"),
+        Message("assistant", "No."),
+        Message("user", "What colour is snow?"),
+        Message("assistant", "White."),
+    ),
+)
+
+
+def probes(answer_format: None = None) -> list[Conversation]:
+    """Three answered conversations to compare models on: of one turn, of two after a system prompt, and about an image,
+    which text models do not take."""
+    texts = [_conversation(f"probe-{index}", messages) for index, messages in enumerate(_PROBES)]
+    image = Image.linear_gradient("L").resize((224, 280)).convert("RGB")
+    content = [{"type": "image"}, {"type": "text", "text": "Is it darker above?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+    about_image = Conversation(
+        sample_id="probe-image", messages=[{"role": "user", "content": content}, answer], images=[image]
+    )
+    return [*texts, about_image]
+
+
+def _conversation(sample_id: str, messages: Sequence[Message], images: Sequence[MessageImage] = ()) -> Conversation:
+    converted = []
+    for number, each in enumerate(messages):
+        offsets = [image.offset for image in images if image.message == number]
+        converted.append({"role": each.role, "content": _parts(each.content, offsets)})
+    return Conversation(sample_id=sample_id, messages=converted, images=images)
+
+
+def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, Any]]:
+    """A text with an image before the character at each of these offsets, which are in order."""
+    if not offsets:
+        return [{"type": "text", "text": text}]
+    parts: list[dict[str, Any]] = []
+    for start, stop in zip((0, *offsets), (*offsets, len(text)), strict=True):
+        parts += [{"type": "text", "text": text[start:stop]}, {"type": "image"}]
+    return [part for part in parts[:-1] if part.get("text") != ""]
+
+
+@dataclass(frozen=True)
+class Json:
+    """A parsed JSON text; `value` may be None."""
+
+    value: Any
+
+
+def parse_json(text: str) -> Json | None:
+    """None for a text that is not JSON (RFC 8259: no NaN, only white space around the document)."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return Json(json.loads(text, parse_constant=refuse))
+    except (ValueError, RecursionError):
+        return None
+
+
+def field_accuracy(answer: str, truth: str) -> float:
+    """Share of the fields of either JSON text that are in both with the same value, from 0 to 1; 0 if one is no JSON.
+
+    A field is a value with the names and indices that lead to it. An empty list or object is a field too.
+    """
+    parsed = [parse_json(text) for text in (answer, truth)]
+    ours, theirs = (set() if each is None else set(_fields(each.value)) for each in parsed)
+    return len(ours & theirs) / len(ours | theirs) if ours and theirs else 0.0
+
+
+def _fields(document: Any) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
+    """Each field's path, kind and value; 1 and 1.0 are equal numbers, True is none."""
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    while waiting:  # not by recursion: an answer may nest as deep as it is long
+        path, value = waiting.pop()
+        if isinstance(value, dict | list) and value:
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, key), each) for key, each in inner]
+        elif isinstance(value, dict | list):
+            yield path, "empty", type(value).__name__
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            yield path, "number" if number else type(value).__name__, value

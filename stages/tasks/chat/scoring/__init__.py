@@ -1,6 +1,137 @@
-"""How good the answers are: figures, rows and pictures."""
+"""Scores of answers against reference answers, by the metrics that the dataset names."""
 
-from stages.tasks.chat.scoring.metrics import PREDICTIONS, candidates, score, summary
-from stages.tasks.chat.scoring.pictures import draw_prediction, ordered_by
+from __future__ import annotations
 
-__all__ = ["PREDICTIONS", "candidates", "draw_prediction", "ordered_by", "score", "summary"]
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import sacrebleu
+from PIL import Image
+
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.texts import TextMetric
+from stages.kit.evaluation.score import draw_answer, rouge, token_f1
+from stages.kit.statistics import figures, perplexity
+from stages.tasks.chat.samples import Record, conversation, field_accuracy, parse_json
+
+if TYPE_CHECKING:
+    from stages.kit.evaluation.likelihood import AnswerLikelihood
+
+COLUMNS: dict[TextMetric, tuple[str, ...]] = {
+    "exact": ("exact",),
+    "token_f1": ("token_f1",),
+    "rouge_l": ("rouge_l",),
+    "chrf": ("chrf",),
+    "json": ("field_accuracy", "json_valid"),
+    "perplexity": ("token_probability", "nats", "tokens"),
+}
+"""Columns of predictions.parquet by metric; samples are ranked by the first, which is from 0 to 1. A column's mean is
+a figure of metrics.json, except for perplexity."""
+
+_MEASURES: dict[TextMetric, Callable[[str, str], tuple[float, ...]]] = {
+    "exact": lambda text, truth: (float(_normalized(text) == _normalized(truth)),),
+    "token_f1": lambda text, truth: (token_f1(text, truth),),
+    "rouge_l": lambda text, truth: (rouge(text, truth, ("rougeL",), of_any_language=True)["rougeL"],),
+    "chrf": lambda text, truth: (sacrebleu.sentence_chrf(text, [truth]).score / 100,),
+    "json": lambda text, truth: (field_accuracy(text, truth), float(parse_json(text) is not None)),
+}
+"""Values of the columns from an answer and its reference."""
+
+PREDICTIONS = pa.schema(
+    [
+        *((name, pa.string()) for name in ("id", "question", "text", "truth")),
+        *((name, pa.float64()) for names in COLUMNS.values() for name in names),
+    ]
+)
+"""Columns of predictions.parquet; those of other metrics are null. `nats` is the negative log-likelihood of a
+conversation's reference answers, `tokens` their number with the ends of turns, and `token_probability` the geometric
+mean of these tokens' probabilities."""
+
+_MAX_IMAGES = 4
+"""Images of a conversation that an example shows."""
+
+
+def candidates(records: Sequence[Record], *, answer_format: None = None) -> list[Conversation]:
+    """The answered conversations whose likelihoods `score` needs: all if perplexity is a metric, else none."""
+    return [conversation(record, answered=True) for record in records if "perplexity" in record.metrics]
+
+
+def score(
+    records: Sequence[Record],
+    answers: Sequence[str],
+    *,
+    answer_format: None = None,
+    likelihoods: Sequence[AnswerLikelihood] = (),
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Score completions, one for each record.
+
+    likelihoods: those of `candidates`, in its order.
+    Returns (metrics, rows): the figures of metrics.json, each with its 95% interval as KEY_low and KEY_high, and the
+    rows of predictions.parquet in the order of the records.
+    """
+    assert len(records) == len(answers) > 0, f"{len(answers)} answers for {len(records)} records"
+    chosen = records[0].metrics
+    expected = len(records) if "perplexity" in chosen else 0
+    assert len(likelihoods) == expected, f"{len(likelihoods)} likelihoods, expected {expected}"
+    rows = []
+    for number, (record, text) in enumerate(zip(records, answers, strict=True)):
+        row: dict[str, Any] = dict.fromkeys(PREDICTIONS.names)
+        row |= {"id": record.id, "question": record.question, "text": text, "truth": record.answer}
+        for metric in chosen:
+            if metric == "perplexity":
+                found = likelihoods[number]
+                probability = float(np.exp(found.sum_logprob / found.num_tokens))
+                values: tuple[float, ...] = (probability, -found.sum_logprob, float(found.num_tokens))
+            else:
+                values = _MEASURES[metric](text, record.answer)
+            row |= dict(zip(COLUMNS[metric], values, strict=True))
+        rows.append(row)
+
+    def columns(*names: str) -> np.ndarray:
+        return np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
+
+    metrics: dict[str, Any] = {"samples": len(rows)}
+    for metric in chosen:
+        if metric == "perplexity":
+            metrics |= figures(metric, columns("nats", "tokens"), perplexity)
+        else:
+            for name in COLUMNS[metric]:
+                metrics |= figures(name, columns(name))
+    return metrics | {"empty_rate": sum(not text.strip() for text in answers) / len(answers)}, rows
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The figures in a line."""
+    names = ("perplexity", *(name for names in COLUMNS.values() for name in names))
+    return ", ".join(f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in names if name in metrics)
+
+
+def _normalized(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def ordered_by(record: Record) -> str:
+    """The column that ranks samples from worst to best: that of the dataset's first metric."""
+    return COLUMNS[record.metrics[0]][0]
+
+
+def draw_prediction(record: Record, row: Mapping[str, Any]) -> Image.Image:
+    """One sample as an RGB image: the last images of the conversation in a row, and the texts below."""
+    score = ordered_by(record)
+    figure = f"{score.replace('_', ' ')} {row[score]:.2f}   {row['id']}"
+    texts = draw_answer(figure, row["question"], row["truth"], row["text"])
+    if not record.shown_images:
+        return texts
+    images = [image.open_image() for image in record.shown_images[-_MAX_IMAGES:]]
+    width = texts.width // len(images)
+    for image in images:
+        image.thumbnail((width, texts.width // 2))
+    top = max(image.height for image in images)
+    drawn = Image.new("RGB", (texts.width, top + texts.height), "white")
+    for place, image in enumerate(images):
+        drawn.paste(image, (place * width, 0))
+    drawn.paste(texts, (0, top))
+    return drawn

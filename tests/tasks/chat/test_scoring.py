@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.data.texts import TextMetric
 from stages.kit.evaluation.likelihood import AnswerLikelihood
-from stages.tasks.chat.samples.fields import field_accuracy, parsed
+from stages.tasks.chat.samples import field_accuracy, parse_json
 from stages.tasks.chat.scoring import PREDICTIONS, candidates, draw_prediction, ordered_by, score, summary
 from tests.damage import VALUES, damaged_text, quick
-from tests.tasks.chat.talks import record
+from tests.tasks.chat.conversations import record
 
 ORDER = '{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}'
 
@@ -40,7 +40,7 @@ def one(metric: TextMetric, answer: str, truth: str, figure: str) -> float:
         ("chrf", "", "lamp", 0),
     ],
 )
-def test_a_figure_is_what_is_computed_by_hand(metric: TextMetric, answer: str, truth: str, expected: float) -> None:
+def test_a_figure_equals_the_one_computed_by_hand(metric: TextMetric, answer: str, truth: str, expected: float) -> None:
     assert one(metric, answer, truth, metric) == pytest.approx(expected, abs=1e-6)
 
 
@@ -73,21 +73,21 @@ def test_fields_are_counted_by_path_and_value(answer: str, share: float) -> None
 
 
 @pytest.mark.parametrize(("one", "other"), [("[]", "{}"), ("true", "1"), ("null", "false"), ('"1"', "1"), ("[1]", "1")])
-def test_kinds_of_values_are_told_apart(one: str, other: str) -> None:
+def test_kinds_of_values_are_distinguished(one: str, other: str) -> None:
     assert field_accuracy(one, other) == 0
     assert field_accuracy(one, one) == field_accuracy(other, other) == 1
 
 
 @given(data=st.data())
 @quick(500)
-def test_any_answer_has_a_share_of_right_fields(data: st.DataObject) -> None:
+def test_field_accuracy_of_any_answer_is_a_share(data: st.DataObject) -> None:
     answer = data.draw(damaged_text(ORDER, ["[", "]", "{", "}", ",", "1e999", "NaN", "9" * 5000]) | VALUES.map(repr))
     share = field_accuracy(answer, ORDER)
     assert 0 <= share <= 1
-    assert share == 0 or parsed(answer) is not None
+    assert share == 0 or parse_json(answer) is not None
 
 
-def test_figures_are_means_with_intervals_and_the_rows_have_them_too(tmp_path: Path) -> None:
+def test_figures_are_means_of_the_rows_with_intervals(tmp_path: Path) -> None:
     metrics: tuple[TextMetric, ...] = ("json", "exact", "perplexity")
     records = [record("One?", "1", *metrics), record("Two?", '{"a": 2}', *metrics, number=2)]
     assert [each.sample_id for each in candidates(records)] == ["a:1", "a:2"]
@@ -103,7 +103,4 @@ def test_figures_are_means_with_intervals_and_the_rows_have_them_too(tmp_path: P
     assert [row["chrf"] for row in read_rows(tmp_path / "predictions.parquet")] == [None, None]
     assert [ordered_by(each) for each in records] == ["field_accuracy"] * 2
     assert draw_prediction(records[0], rows[0]).width == 512
-
-
-def test_nothing_is_weighed_where_perplexity_is_no_metric() -> None:
     assert candidates([record("One?", "1", "exact")]) == []

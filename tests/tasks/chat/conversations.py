@@ -1,0 +1,39 @@
+"""Conversations for tests, as lines of JSON and as records."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.kit.data.texts import TextMetric
+from stages.tasks.chat.samples import Message, MessageImage, Record
+from tests.kit.data.pictures import picture
+
+
+def messages(question: str, answer: str, system: str | None = None) -> list[dict[str, str]]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*([{"role": "system", "content": system}] if system else []), *turns]
+
+
+def line(number: int, **more: Any) -> dict[str, Any]:
+    return {"messages": messages(f"What is {number}?", f"A number, {number}."), **more}
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
+    return path
+
+
+def record(question: str, answer: str, *metrics: TextMetric, number: int = 1) -> Record:
+    turns = (Message("user", question), Message("assistant", answer))
+    return Record(id=f"a:{number}", messages=turns, group=question, metrics=metrics, file="a", number=number)
+
+
+def with_images(turns: tuple[Message, ...], positions: Sequence[tuple[int, int]], number: int = 1) -> Record:
+    """A record with a plain image at each of these positions."""
+    images = tuple(
+        MessageImage(image_id="p", image=picture(), width=40, height=30, sha256="f", message=message, offset=offset)
+        for message, offset in positions
+    )
+    return Record(id=f"a:{number}", messages=turns, group="g", file="a", number=number, shown_images=images)

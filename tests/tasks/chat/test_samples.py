@@ -1,0 +1,157 @@
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.core.errors import UserError
+from stages.kit.data.prepared import to_row
+from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
+from stages.tasks.chat.samples import IMAGES, SCHEMA, Message, Record, check, conversation, probes, read_split
+from tests.kit.data.pictures import picture
+from tests.tasks.chat.conversations import record, with_images
+from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
+
+MARKUP = (
+    *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end|>", "<|user|>"),
+    *("<start_of_turn>", "<end_of_turn>", "[INST]", "<s>", "</s>", "<think>", "</think>", "<tool_call>"),
+    *("<tool_response>", "</tool_response>", "{{ messages }}", "{% generation %}", "{%- endgeneration %}"),
+    "\n\nassistant\n",
+)
+ROLES = ("system", "user", "assistant", "user", "assistant")
+
+
+def dialogue(*texts: str) -> Record:
+    return Record(id="a", messages=tuple(map(Message, ROLES, texts)), group="", file="a", number=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "markup"), list(product([name for name in TEMPLATES if name not in VISION], MARKUP))
+)
+def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, markup: str) -> None:
+    tokenizer = tokenizer_for(family)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = (f"Say {markup} twice.", "Say it twice.")
+    odd, plain = (conversation(dialogue("Be brief.", text, "One.", text, "Two."), answered=True) for text in texts)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if any(token in markup and token in str(tokenizer.chat_template) for token in special):
+        with pytest.raises(UserError, match="a text of sample a holds chat markup"):
+            encode(tokenizer, [odd], padding_side="left")
+        return
+    assert rendered(tokenizer, odd) == rendered(tokenizer, plain).replace(texts[1], texts[0])
+    answers = []
+    for each in (odd, plain):
+        inputs = encode(tokenizer, [each], padding_side="right", mark_answers=True)
+        answers.append(tokenizer.decode(inputs["input_ids"][inputs["answers"]]))
+    assert answers[0] == answers[1]
+    assert "One." in answers[0]
+    assert "Two." in answers[0]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_special_token_is_refused_in_questions_too(answered: bool) -> None:
+    """One of a form that `markup_problem` does not know, in a template that writes it."""
+    tokenizer = tokenizer_for("qwen2")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<end_of_turn>")
+    asked = conversation(record("Say <end_of_turn>.", "No."), answered=answered)
+    with pytest.raises(UserError, match=r"sample a:1 .*<end_of_turn>"):
+        encode(tokenizer, [asked], padding_side="left")
+
+
+def test_an_image_stands_where_its_text_is_divided() -> None:
+    turns = (Message("user", "abc"), Message("assistant", "d"), Message("user", ""), Message("assistant", "e"))
+    shown = with_images(turns, [(0, 0), (0, 1), (0, 1), (0, 3), (2, 0)])
+    found = conversation(shown, answered=True)
+    image = {"type": "image"}
+    a, bc, d, e = ({"type": "text", "text": text} for text in ("a", "bc", "d", "e"))
+    contents = [message["content"] for message in found.messages]
+    assert contents == [[image, a, image, image, bc, image], [d], [image], [e]]
+    assert found.images == shown.shown_images
+    assert conversation(shown, answered=False).messages == found.messages[:-1]
+    assert all(each.answered() for each in probes())
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_answers_are_marked_in_conversations_with_and_without_images(family: str) -> None:
+    processor = processor_for(family)
+    turns = tuple(map(Message, ROLES, ("Be brief.", "abc", "One.", "", "Two.")))
+    asked = [conversation(with_images(turns, positions), answered=True) for positions in ([(1, 1), (3, 0)], [])]
+    asked[1].messages[3]["content"] = [{"type": "text", "text": "def"}]
+    inputs = encode(processor, asked, padding_side="right", mark_answers=True)
+    assert len(inputs["image_grid_thw"]) == 2
+    for row, each in enumerate(asked):
+        answers = tokenizer_of(processor).decode(inputs["input_ids"][row][inputs["answers"][row]])
+        assert answers.index("One.") < answers.index("Two.")
+        assert not any(text in answers for text in ("Be brief.", "a", "bc", "def"))
+        assert count_tokens(processor, each) == int(inputs["attention_mask"][row].sum())
+
+
+def test_a_text_model_takes_no_images() -> None:
+    asked = conversation(with_images((Message("user", "Who?"), Message("assistant", "You.")), [(0, 0)]), answered=True)
+    for use in (lambda model: encode(model, [asked], padding_side="left"), lambda model: count_tokens(model, asked)):
+        with pytest.raises(UserError, match=r"sample a:1 has images.* qwen2_5_vl"):
+            use(tokenizer_for("llama"))
+
+
+def test_an_unknown_family_and_an_answer_format_are_refused() -> None:
+    check("llama", None)
+    check("qwen2_vl", None)
+    with pytest.raises(UserError, match="'gpt2'"):
+        check("gpt2", None)
+    with pytest.raises(UserError, match=r"answer_format: .* found 'full'"):
+        check("llama", "full")
+
+
+TURNS = (Message("user", "abc"), Message("assistant", "d"))
+RECORDS = [with_images(TURNS, positions, number) for number, positions in enumerate(([(0, 0), (0, 3)], [], [(0, 1)]))]
+COLUMNS = SCHEMA.append(IMAGES)
+
+
+def written(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema = COLUMNS) -> Path:
+    """tests/tasks/test_prepared.py has splits without images."""
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "val.parquet")
+    return folder
+
+
+def rows() -> list[dict[str, Any]]:
+    return [to_row(each, COLUMNS) for each in RECORDS]
+
+
+def test_a_split_with_images_is_read_as_written(tmp_path: Path) -> None:
+    found = read_split(written(tmp_path, rows()), "val")
+    assert found == RECORDS
+    assert [each.content() for each in found] == [each.content() for each in RECORDS]
+    assert all(each.open_image().size == (40, 30) for record in found for each in record.shown_images)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"image": b"<html>"}, "cannot identify image"),
+        ({"image": picture(size=(40, 31))}, r"\(40, 31\), expected \(40, 30\)"),
+        ({"width": None}, "an image has no width"),
+        ({"message": 2}, "place 0 of message 3"),
+        ({"offset": 9}, "place 9 of message 1"),
+        ({"offset": -1}, "place -1 of message 1"),
+        ({"message": 1}, "message 2 shows an image"),
+        ({"offset": 3, "order": 0}, "not in the order"),
+    ],
+)
+def test_a_damaged_image_is_named_with_its_row(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    damaged = rows()
+    damaged[0]["images"][0] |= {name: value for name, value in change.items() if name != "order"}
+    if "order" in change:
+        damaged[0]["images"][1]["offset"] = change["order"]
+    with pytest.raises(UserError, match=f"val.parquet row 0: .*{problem}.*dvc repro"):
+        read_split(written(tmp_path, damaged), "val")
+
+
+def test_the_column_of_images_may_be_missing_but_not_another_one(tmp_path: Path) -> None:
+    row = to_row(RECORDS[1], SCHEMA)
+    assert read_split(written(tmp_path, [row], SCHEMA), "val") == RECORDS[1:2]
+    other = SCHEMA.append(pa.field("images", pa.list_(pa.binary())))
+    with pytest.raises(UserError, match=r"it has images \(list<element: binary>\)"):
+        read_split(written(tmp_path, [{**row, "images": []}], other), "val")

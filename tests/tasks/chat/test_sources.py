@@ -1,0 +1,377 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from stages.core.errors import UserError
+from stages.tasks.chat.samples import Message, Record, conversation, image_problems, order_problems, read_split
+from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
+from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
+from tests.kit.data.pictures import RED, WHITE, patch_jpeg, picture
+from tests.tasks import prepare
+from tests.tasks.chat.conversations import line, messages, write_lines
+
+BLUE, GREEN = picture(), picture((20, 220, 20))
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "or"}
+USER, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}
+
+
+def asked(*parts: dict[str, Any], answer: str = "Both.") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": [{**TEXT, "text": answer}]}]
+
+
+def write_table(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+def as_lines(folder: Path, *rows: dict[str, Any], name: str = "train") -> None:
+    """JSON Lines, and their images in a folder beside them."""
+    (folder / "p").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, row in enumerate(rows):
+        paths = [f"p/{name}{number}-{place}.png" for place, _ in enumerate(row.get("images", ()))]
+        for path, encoded in zip(paths, row.get("images", ()), strict=True):
+            (folder / path).write_bytes(encoded)
+        lines.append({**row, "images": paths} if paths else row)
+    write_lines(folder / f"{name}.jsonl", *lines)
+
+
+def as_table(folder: Path, *rows: dict[str, Any], name: str = "train") -> None:
+    converted = [
+        {**row, "images": [{"bytes": each, "path": None} for each in row["images"]]} if "images" in row else row
+        for row in rows
+    ]
+    write_table(folder / f"{name}.parquet", *converted)
+
+
+def prepared(folder: Path, *, selection: float = 0.0, **reader: Any) -> dict[str, list[Record]]:
+    prepare("chat", f"folder:{folder}", out_dir=folder / "out", selection=selection, reader=Reader(**reader))
+    return {split: read_split(folder / "out", split) for split in ("train", "val")}
+
+
+def refusal(folder: Path, **reader: Any) -> str:
+    with pytest.raises(UserError) as error:
+        prepare("chat", f"folder:{folder}", out_dir=folder / "refused", reader=Reader(**reader))
+    assert not (folder / "refused").exists()
+    return error.value.message
+
+
+BRIEF = messages("Who?", "You.", "Be brief.")
+IN_PARTS = [
+    {**each, "content": [{"type": "text", "text": part} for part in (each["content"][:2], each["content"][2:])]}
+    for each in BRIEF
+]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"messages": BRIEF},
+        {"messages": IN_PARTS},
+        {"prompt": BRIEF[:2], "completion": BRIEF[2:]},
+        {"messages": None, "prompt": BRIEF[:2], "completion": "You.", "images": [], "tools": None},
+    ],
+)
+@pytest.mark.parametrize("as_parquet", [False, True])
+def test_every_form_of_a_conversation_is_read_alike(tmp_path: Path, form: dict[str, Any], as_parquet: bool) -> None:
+    if as_parquet:
+        write_table(tmp_path / "train-0.parquet", form, form)
+        write_table(tmp_path / "validation-0.parquet", line(1))
+    else:
+        write_lines(tmp_path / "train.jsonl", "", form, form)
+        write_lines(tmp_path / "val.jsonl", line(1))
+    train = prepared(tmp_path)["train"]
+    expected = (Message("system", "Be brief."), Message("user", "Who?"), Message("assistant", "You."))
+    assert [each.messages for each in train] == [expected] * 2
+    ids = ["train-0.parquet:0", "train-0.parquet:1"] if as_parquet else ["train.jsonl:2", "train.jsonl:3"]
+    assert [each.id for each in train] == ids
+    assert "images" not in pq.read_schema(tmp_path / "out/train.parquet").names
+
+
+def positions(record: Record) -> list[tuple[int, int, bytes]]:
+    return [(each.message, each.offset, each.image) for each in record.shown_images]
+
+
+@pytest.mark.parametrize("write", [as_lines, as_table])
+def test_images_are_read_with_their_positions(tmp_path: Path, write: Any) -> None:
+    between = {"messages": asked(TEXT, IMAGE, TEXT, IMAGE), "images": [BLUE, GREEN]}
+    alone = {"messages": asked(IMAGE, answer="Blue."), "images": [BLUE]}
+    system = {"role": "system", "content": [{**TEXT, "text": "Be brief."}]}
+    unplaced = {"messages": [system, *asked(TEXT), *asked(TEXT)], "images": [BLUE, GREEN]}
+    write(tmp_path, between, alone, unplaced)
+    write(tmp_path, {"messages": asked(TEXT)}, name="val")
+    splits = prepared(tmp_path)
+    assert [each.messages[0].content for each in splits["train"]] == ["oror", "", "Be brief."]
+    assert [positions(each) for each in splits["train"]] == [
+        [(0, 2, BLUE), (0, 4, GREEN)],
+        [(0, 0, BLUE)],
+        [(1, 0, BLUE), (1, 0, GREEN)],  # before the first of the user's texts
+    ]
+    assert splits["val"][0].shown_images == ()
+
+
+def test_a_single_image_may_be_in_a_column_of_its_own(tmp_path: Path) -> None:
+    row = {"prompt": "Who?", "completion": "You."}
+    write_table(tmp_path / "table/train.parquet", {**row, "image": {"bytes": BLUE, "path": "a.png"}})
+    write_table(tmp_path / "table/val.parquet", line(1))
+    write_lines(tmp_path / "lines/train.jsonl", {**row, "image": "a.png"})
+    write_lines(tmp_path / "lines/val.jsonl", line(1))
+    (tmp_path / "lines/a.png").write_bytes(BLUE)
+    found = [prepared(tmp_path / name)["train"][0].shown_images for name in ("table", "lines")]
+    assert found[0] == found[1]
+    assert [(each.image_id, each.image) for each in found[0]] == [("a.png", BLUE)]
+
+
+def test_an_image_is_stored_upright(tmp_path: Path) -> None:
+    as_lines(tmp_path, {"messages": asked(IMAGE), "images": [patch_jpeg((0, 0, 0.5, 0.5), (60, 40), 6)]})
+    as_lines(tmp_path, line(1), name="val")
+    (shown,) = prepared(tmp_path)["train"][0].shown_images
+    image = shown.open_image()
+    assert image.size == (shown.width, shown.height) == (60, 40)
+    for place, colour in (((5, 5), RED), ((55, 35), WHITE)):
+        pixel = image.getpixel(place)
+        assert isinstance(pixel, tuple)
+        assert all(abs(a - b) < 20 for a, b in zip(pixel, colour, strict=True))
+
+
+def test_the_pixels_of_images_belong_to_the_question(tmp_path: Path) -> None:
+    as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [BLUE]})
+    as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [GREEN]}, line(1), name="val")
+    prepared(tmp_path)
+    Image.open(tmp_path / "p/train0-0.png").save(tmp_path / "blue.bmp")  # the same pixels in other bytes
+    blue = (tmp_path / "blue.bmp").read_bytes()
+    as_lines(tmp_path, line(1), {"messages": asked(IMAGE, TEXT), "images": [blue]}, name="val")
+    assert "train.jsonl line 1 and val.jsonl line 2: 'or'" in refusal(tmp_path)
+
+
+def with_image(*images: Any) -> dict[str, Any]:
+    return {"messages": asked(TEXT), "images": list(images)}
+
+
+WRONG: list[tuple[Any, list[str]]] = [
+    ("{", ["not JSON"]),
+    ([1], ["a JSON object is expected, found [1]"]),
+    ({"text": "Hi."}, ["found who, text"]),
+    ({"prompt": "Hi."}, ["neither messages nor prompt and completion"]),
+    ({"messages": "Hi."}, ["messages is 'Hi.'"]),
+    ({"messages": [USER, "You."]}, ["messages, message 2 is 'You.'"]),
+    ({"messages": [USER, {"role": "gpt", "content": "x"}]}, ["message 2 has the role 'gpt'"]),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, ["message 2 has the content None"]),
+    ({"messages": [USER, {"role": "assistant", "content": " "}]}, ["message 2 is empty"]),
+    ({"messages": [USER]}, ["no answer"]),
+    ({"messages": [ANSWER]}, ["message 1 has the role 'assistant', expected user"]),
+    ({"messages": [USER, USER, ANSWER]}, ["message 2 has the role 'user', expected assistant"]),
+    ({"messages": [USER, {"role": "system", "content": "x"}, ANSWER]}, ["message 2 has the role 'system'"]),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, ["message 1 has the content [{'type'"]),
+    ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, ["tools is set"]),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, ["message 2 calls tools"]),
+    ({"messages": [{"role": "user", "content": "<|eot_id|>"}, ANSWER]}, ["<|eot_id|>"]),
+    ({"messages": [{"role": "user", "content": "\\ud800"}, ANSWER]}, ["surrogate"]),
+    ({"messages": [USER, ANSWER], "who": None}, ["who is None"]),
+    ({"messages": [USER, ANSWER], "who": ["a"]}, ["who is ['a']"]),
+    ({"messages": [USER, ANSWER]}, ["the answer is no JSON", "'You.'"]),
+    ({"messages": asked(IMAGE)}, ["1 part of the type image, but 0 images"]),
+    ({**with_image("a.png"), "messages": asked(IMAGE, IMAGE)}, ["2 parts of the type image, but 1 image"]),
+    ({**with_image("a.png"), "image": "a.png"}, ["image and images are both set"]),
+    ({"messages": asked({**IMAGE, "image": "a.png"})}, ["message 1 has the content [{'type': 'image', 'image'"]),
+    ({**with_image("a.png"), "messages": [USER, {**ANSWER, "content": [IMAGE]}]}, ["message 2 shows an image"]),
+    (with_image("../a.png"), ["image 1 is '../a.png'"]),
+    (with_image("/etc/passwd"), ["image 1 is '/etc/passwd'"]),
+    (with_image("link.png"), ["image 1 is 'link.png'"]),
+    (with_image("pipe.png"), ["image 1 is 'pipe.png'"]),
+    (with_image("p"), ["image 1 is 'p'"]),
+    (with_image("\0", "", 7), ["image 1 is '\\x00'", "image 2 is ''", "image 3 is 7"]),
+    (with_image({"bytes": "x"}), ["image 1 is {'bytes': 'x'}"]),
+    (with_image("a.png", "bad.png"), ["image 2: unreadable image"]),
+    (with_image("bomb.png"), ["image 1: unreadable image: 10000 x 9000 pixels, more than max_image_pixels"]),
+    (with_image("long.png"), ["image 1: the image of 'long.png' is 900 x 2 pixels"]),
+    ({**with_image("none.png"), "messages": []}, ["neither messages nor prompt", "image 1 is 'none.png'"]),
+]
+
+
+def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "p").mkdir(parents=True)
+    for path in (tmp_path / "a.png", folder / "a.png"):
+        path.write_bytes(BLUE)
+    (folder / "bad.png").write_text("<html>")
+    (folder / "link.png").symlink_to(tmp_path / "a.png")
+    os.mkfifo(folder / "pipe.png")
+    Image.new("1", (10_000, 9_000)).save(folder / "bomb.png")
+    (folder / "long.png").write_bytes(picture(size=(900, 2)))
+    good = [{"messages": messages(f"{number}?", f"{number}"), "who": number} for number in range(20)]
+    wrong = [json.dumps({"who": "b", **each} if isinstance(each, dict) else each) for each, _ in WRONG[1:]]
+    write_lines(folder / "train.jsonl", *good, "{", *(each.replace("\\\\ud800", "\\ud800") for each in wrong))
+    reader = Reader(group="who", metrics=("json",))
+    stats = prepare("chat", f"folder:{folder}", out_dir=tmp_path / "out", reader=reader, skip_invalid=True)
+    found: dict[int, str] = {}
+    for fault in stats["splits"]["train"]["invalid"]:
+        found[fault["line"]] = found.get(fault["line"], "") + fault["problem"] + "\n"
+    assert list(found) == [*range(21, 21 + len(WRONG))]
+    for number, (each, problems) in enumerate(WRONG, start=21):
+        assert all(problem in found[number] for problem in problems), (each, found[number])
+    message = refusal(folder, group="who", metrics=("json",))
+    assert f"has {len(WRONG)} invalid samples" in message
+    assert "train.jsonl line 21: not JSON" in message
+
+
+def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> None:
+    images = [{"bytes": BLUE, "path": "/home/a.png"}, {"bytes": None, "path": "/home/b.png"}]
+    write_table(tmp_path / "train.parquet", {**line(1), "images": images})
+    write_table(tmp_path / "val.parquet", line(2))
+    assert "train.parquet row 0: image 2 is" in refusal(tmp_path)
+
+
+def test_the_limit_of_pixels_is_the_datasets(tmp_path: Path) -> None:
+    as_lines(tmp_path, {"messages": asked(IMAGE), "images": [BLUE]})
+    as_lines(tmp_path, line(1), name="val")
+    assert "40 x 30 pixels, more than max_image_pixels, 1,199" in refusal(tmp_path, max_image_pixels=1199)
+    assert prepared(tmp_path, max_image_pixels=1200)
+
+
+def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", line(1, who="a"), line(2, who="b"), line(3, who="c"))
+    write_lines(tmp_path / "val.jsonl", line(9, who="z"), {"messages": messages("what  is 2?", "No."), "who": "y"})
+    message = refusal(tmp_path, group="who")
+    assert "1 training sample whose question or who is in the validation split too" in message
+    assert "train.jsonl line 2 and val.jsonl line 2: 'What is 2?'" in message
+    assert "1 training sample whose question is" in refusal(tmp_path)
+
+
+def test_a_long_question_in_two_splits_is_named_in_short(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "val.jsonl"):
+        write_lines(tmp_path / name, {"prompt": "Why?\n" * 1000, "completion": name})
+    assert all(len(each) < 200 for each in refusal(tmp_path).splitlines())
+
+
+def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) -> None:
+    # Each question is asked by two neighbours, so that all of twenty, and all of twenty more, belong together.
+    lines = [
+        line(number // 2 + 100 * part, who=f"{part} {(number + 1) // 2}") for part in (1, 2) for number in range(40)
+    ]
+    write_lines(tmp_path / "train.jsonl", *lines)
+    assert sorted(map(len, prepared(tmp_path, group="who").values())) == [40, 40]
+    write_lines(tmp_path / "in" / "train.jsonl", *lines[:40])
+    assert "has only 1 question or who" in refusal(tmp_path / "in", group="who")
+
+
+def test_only_scored_splits_name_metrics(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", *map(line, range(40)))
+    splits = prepared(tmp_path, metrics=("chrf",), selection=0.3)
+    assert {each.metrics for each in splits["train"]} == {()}
+    assert {each.metrics for each in (*splits["val"], *read_split(tmp_path / "out", "selection"))} == {("chrf",)}
+
+
+def test_folders_of_both_forms_or_of_neither_are_refused(tmp_path: Path) -> None:
+    assert "has no training files: it is empty. Expected: train*.jsonl or train*.parquet" in refusal(tmp_path)
+    write_lines(tmp_path / "val.jsonl", line(1))
+    assert "has no training files: it holds 1 .jsonl file (val.jsonl)" in refusal(tmp_path)
+    write_table(tmp_path / "train.parquet", line(1))
+    assert "holds JSON Lines and parquet" in refusal(tmp_path)
+
+
+def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("train-00000-of-00001", 1), ("test-00000-of-00001", 2)):
+        write_table(tmp_path / f"hub/data/{name}.parquet", line(number))
+    monkeypatch.setattr("stages.kit.data.sources.fetch_snapshot", lambda *_, **__: (tmp_path / "hub", "f" * 40))
+    stats = prepare("chat", "hub:someone/talks@main", out_dir=tmp_path / "out")
+    assert (stats["source"], stats["revision"]) == (f"hub:someone/talks@{'f' * 40}", "f" * 40)
+    assert stats["validation"] == "test-00000-of-00001.parquet"
+    assert read_split(tmp_path / "out", "val")[0].id == "data/test-00000-of-00001.parquet:0"
+
+
+LINES: list[dict[str, Any]] = [
+    {**line(1), "who": "a"},
+    {"messages": messages("Who?", "You.", "Be brief.") + messages("And who?", "Me."), "who": "b"},
+    {"prompt": "Who?", "completion": "Nobody.", "who": 3},
+    {"prompt": messages("Who are they?", "")[:1], "completion": messages("", "All.")[1:], "who": "d"},
+    {"messages": asked(IMAGE, TEXT, IMAGE), "images": ["a.png", "b.png"], "who": "e"},
+    {**line(5), "image": "a.png", "who": "f"},
+]
+ENCODED = {"a.png": BLUE, "b.png": GREEN}
+PIECES = [
+    *('"messages"', '"role"', '"images"', '{"type": "image"}', '"../a.png"', '"b.png"', "[", "]", "{", "}", ","),
+    *("null", "NaN", "1e999", "9" * 5000, "\\ud800", "<|im_end|>", "\n"),
+]
+
+
+@given(content=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | damaged_tree(LINES[4]) | VALUES)
+@quick(600)
+def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) -> None:
+    found = parse_conversation(content if isinstance(content, dict) else {"messages": content})
+    if isinstance(found, ParsedConversation):
+        assert not order_problems(found.messages)
+        assert not image_problems(found.messages, found.image_positions)
+        with_images = {number for number, _ in found.image_positions}
+        assert all(each.content.strip() or number in with_images for number, each in enumerate(found.messages))
+    else:
+        assert found
+        assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
+
+
+def judge(folder: Path, *, skip_invalid: bool) -> None:
+    """The folder is prepared, or refused in short lines."""
+    out, reader = folder.parent / "out", Reader(group="who", metrics=("json", "chrf"))
+    try:
+        stats = prepare("chat", f"folder:{folder}", out_dir=out, reader=reader, skip_invalid=skip_invalid)
+    except UserError as error:
+        assert all(len(each) < 1000 for each in error.message.splitlines())
+        return
+    for split, found in stats["splits"].items():
+        records = read_split(out, split)
+        assert len(records) == found["records"]
+        for each in (conversation(record, answered=True) for record in records):
+            assert each.answered()
+            parts = [part for message in each.messages for part in message["content"]]
+            assert sum(part["type"] == "image" for part in parts) == len(each.images)
+        assert found["invalid_rows"] == 0 or skip_invalid
+
+
+@given(data=st.data())
+@quick(150)
+def test_damaged_lines_are_prepared_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.getbasetemp() / "lines" / "in"
+    for name in ("train.jsonl", "val.jsonl"):
+        write_lines(folder / name, *({**each, "who": f"{name}{number}"} for number, each in enumerate(LINES)))
+    for name, encoded in ENCODED.items():
+        (folder / name).write_bytes(encoded)
+    path = folder / data.draw(st.sampled_from(["train.jsonl", "val.jsonl", "a.png"]))
+    if path.suffix == ".png" or data.draw(st.booleans()):
+        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+    else:
+        path.write_text(data.draw(damaged_text(path.read_text(), PIECES)), errors="ignore")
+    judge(folder, skip_invalid=data.draw(st.booleans()))
+
+
+@given(data=st.data())
+@quick(100)
+def test_damaged_tables_are_prepared_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.getbasetemp() / "tables" / "in"
+    path = folder / "train.parquet"
+    rows = [{**each, "who": str(each["who"])} for each in LINES[:2]] * 4
+    rows += [{**rows[0], "images": [{"bytes": encoded, "path": name} for name, encoded in ENCODED.items()]}]
+    try:
+        write_table(path, *data.draw(damaged_tree(rows)))
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
+        return  # rows that no parquet file holds
+    if data.draw(st.booleans()):
+        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+    judge(folder, skip_invalid=data.draw(st.booleans()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "content", ['{"messages": ' + "[" * 1_000_000, "9" * 1_000_000, "\n" * 3_000_000, "{" * 1_000_000]
+)
+def test_an_endless_file_is_refused_soon(tmp_path: Path, content: str) -> None:
+    write_lines(tmp_path / "train.jsonl", *LINES, content)
+    write_lines(tmp_path / "val.jsonl", line(7, who="z"))
+    judge(tmp_path, skip_invalid=False)
