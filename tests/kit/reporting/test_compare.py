@@ -1,0 +1,275 @@
+"""Rank, questions, corrections and words of a comparison, on made-up scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages.core.errors import UserError
+from stages.kit.reporting.compare import (
+    UNAVAILABLE,
+    Comparison,
+    Contender,
+    Metric,
+    Question,
+    TaskReport,
+    compare,
+    difference_words,
+    memory_by_stage,
+    score_contender,
+)
+from stages.kit.reporting.page import _difference_drawing
+from stages.kit.reporting.runs import Run
+from stages.kit.reporting.sections import comparison_table, design_words, flat_metrics
+from stages.kit.reporting.tables import ABSENT, cell_text
+from stages.kit.statistics import Floats, Interval, difference
+from tests.made_up_runs import project_params
+
+REPORT = TaskReport(
+    task="a-task",
+    title="A task",
+    metrics=(Metric(key="score", heading="Score", format=".3f", meaning="The score.", evidence=("score",)),),
+    primary_words="score",
+    identity=("id",),
+    score="score",
+    score_heading="score",
+    questions=(Question("B against A", "b", "a"), Question("B against an unknown one", "b", "z")),
+)
+LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="", higher_is_better=False, evidence=("loss",))
+HARDNESS = np.random.default_rng(0).normal(0, 0.1, 60)
+
+
+def run_of(name: str, scores: Floats, metrics: Mapping[str, Any] | None = None, *, key: str = "score") -> Run:
+    ids = tuple(map(str, range(len(scores))))
+    return Run(
+        name=name,
+        stage=f"evaluate@{name}",
+        model=f"{scores.sum()}",
+        metrics={key: float(scores.mean()), **(metrics or {})},
+        samples=ids,
+        sample_ids=ids,
+        columns={"score": scores, key: scores},
+        examples={},
+    )
+
+
+def scores_around(mean: float, seed: int) -> Floats:
+    return mean + HARDNESS + np.random.default_rng(seed).normal(0, 0.03, len(HARDNESS))
+
+
+def compared(means: Mapping[str, float | list[float] | None], report: TaskReport = REPORT) -> Comparison:
+    """By name, the mean of each training; `base` is a baseline, None a model that was not run."""
+    contenders, key = [], report.primary.key
+    for number, (name, mean) in enumerate(means.items()):
+        trained = [] if mean is None else mean if isinstance(mean, list) else [mean]
+        runs = [run_of(name, scores_around(each, 10 * number + seed), key=key) for seed, each in enumerate(trained)]
+        contenders.append(score_contender(report, name, runs, baseline=None if name == "base" else "base"))
+    return compare(report, contenders)
+
+
+def test_the_best_is_better_than_every_other() -> None:
+    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.6})
+    assert comparison.best.name == "b"
+    assert comparison.conclusive
+    assert comparison.headline.startswith("The model of b is best: score 0.")
+    assert comparison.headline.endswith("better than every other.")
+    assert [insight.topic for insight in comparison.insights] == [
+        "B against A", "a against its base", "b against its base",
+    ]  # fmt: skip
+    families = {insight.difference.family for insight in comparison.insights if insight.difference}
+    assert families == {4}, "the questions, and whether the best is better than the next"
+
+
+def test_the_highest_is_not_the_best_without_a_difference() -> None:
+    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.5})
+    assert not comparison.conclusive
+    rival = "a" if comparison.best.name == "b" else "b"
+    assert comparison.headline.endswith(f"but no difference is shown against that of {rival}.")
+
+
+def test_a_base_can_be_the_best() -> None:
+    comparison = compared({"base": 0.6, "a": 0.3, "b": 0.2})
+    assert comparison.headline.startswith("The model of base is best")
+    assert comparison.insights[-1].words.startswith("the model of b is worse than that of base by -0.")
+
+
+def test_missing_runs_limit_the_claims() -> None:
+    comparison = compared({"base": 0.1, "a": None, "b": 0.6})
+    assert comparison.headline.endswith("better than that of base that was run.")
+    assert [missing.note for missing in comparison.missing] == ["not run: dvc repro evaluate@a"]
+    assert comparison.insights[0].words == "not answered, not run: dvc repro evaluate@a"
+    alone = compared({"base": None, "a": None, "b": 0.6})
+    assert alone.headline.startswith("b is the only model evaluated")
+    assert not alone.conclusive
+
+
+@pytest.mark.parametrize(("num_samples", "words"), [(1, "1 sample is too few"), (5, "5 samples are too few")])
+def test_too_few_samples_decide_nothing(num_samples: int, words: str) -> None:
+    runs = (run_of("a", np.linspace(0.1, 0.2, num_samples)), run_of("b", np.linspace(0.8, 0.9, num_samples)))
+    comparison = compare(REPORT, [score_contender(REPORT, run.name, [run], baseline="base") for run in runs])
+    assert not comparison.conclusive
+    assert words in comparison.headline
+    assert words in comparison.insights[0].words
+
+
+def test_words_follow_the_verdict_and_name_models_if_each_was_trained_once() -> None:
+    def words(shift: float, samples: int = 60, trainings: int = 1) -> str:
+        ours = np.stack([scores_around(0.5 + shift, seed) for seed in range(trainings)])[:, :samples]
+        theirs = np.stack([scores_around(0.5, 10 + seed) for seed in range(trainings)])[:, :samples]
+        return difference_words("r4", "r1", difference(ours, theirs))
+
+    models = "the model of r4 is {} than that of r1 by {}0.0"
+    assert words(0.05).startswith(models.format("better", "+"))
+    assert words(-0.05).startswith(models.format("worse", "-"))
+    assert words(0.05).endswith("], p < 0.001")
+    assert words(0).startswith("no difference shown between the model of r4 and that of r1 (")
+    assert words(0.5, samples=4).startswith("4 samples are too few to tell the model of r4 from that of r1 (+0.5")
+    assert words(0.05, trainings=3).startswith("r4 is better than r1 by +0.0")
+    assert words(0, trainings=3).startswith("no difference shown between r4 and r1 (")
+
+
+def test_recipes_are_compared_over_their_seeds() -> None:
+    comparison = compared({"base": [0.1], "a": [0.5, 0.51, 0.52], "b": [0.6, 0.61, 0.63]})
+    assert comparison.over_seeds
+    assert comparison.headline.startswith("b is best: score 0.6")
+    assert comparison.headline.endswith("better than every other model.")
+    assert [insight.words.split(" by ")[0] for insight in comparison.insights] == [
+        "b is better than a", "a is better than base", "b is better than base",
+    ]  # fmt: skip
+    table = comparison_table(comparison)
+    assert [cell_text(row.cells[3], table.columns[3]) for row in table.rows] == ["1", "3", "3"]
+    assert [column.heading for column in table.columns][-3:] == ["Seeds", "Between seeds", ""]
+    b = comparison.contenders[2]
+    assert b.figure("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
+
+
+def test_seeds_further_apart_than_recipes_show_no_difference() -> None:
+    comparison = compared({"a": [0.5, 0.55, 0.45], "b": [0.56, 0.5, 0.6]})
+    assert comparison.insights[0].words.startswith("no difference shown between b and a")
+    assert comparison.headline.endswith("but no difference is shown against a.")
+
+
+def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
+    comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
+    assert comparison.best.name == "b"
+    assert comparison.insights[0].words == "not answered, a was trained under one seed only"
+
+
+RESTORED = replace(LOSS, key="restored", heading="Restored", optional=True, evidence=())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        ({"score": 0.9}, r"metrics\.json of a has score 0\.9000, its predictions.* 0\.5000"),
+        ({"score": float("nan")}, "score nan"),
+        ({"score": "high"}, "no number score"),
+        ({"restored": "high"}, "no number restored"),
+    ],
+)
+def test_metrics_that_do_not_match_the_predictions_are_refused(metrics: dict[str, Any], problem: str) -> None:
+    report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
+    with pytest.raises(UserError, match=problem):
+        score_contender(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
+
+
+def test_an_evaluation_without_samples_is_refused() -> None:
+    with pytest.raises(UserError, match="a was evaluated on no sample"):
+        score_contender(REPORT, "a", [run_of("a", np.zeros(0), {"score": 0.0})], baseline=None)
+
+
+def test_a_figure_that_only_some_models_have_is_optional() -> None:
+    report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
+    scores = np.full(10, 0.5)
+    figures: tuple[dict[str, Any], ...] = ({}, {"restored": 0.25}, {"restored": UNAVAILABLE})
+    contenders = [
+        score_contender(report, name, [run_of(name, scores, each)], baseline=None)
+        for name, each in zip("abc", figures, strict=True)
+    ]
+    table = comparison_table(compare(report, contenders))
+    assert [cell_text(row.cells[2], table.columns[2]) for row in table.rows] == [ABSENT, "0.250", UNAVAILABLE]
+
+
+def test_the_lowest_is_best_if_lower_is_better() -> None:
+    report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
+    comparison = compared({"b": 2.0, "a": 2.5, "base": 3.0}, report)
+    assert comparison.best.name == "b"
+    assert comparison.headline.startswith("The model of b is best: loss 2.0")
+    assert comparison.insights[0].words.startswith("the model of b is better than that of a by -0.4")
+    drawing = _difference_drawing(LOSS, comparison)
+    assert drawing is not None
+    assert "Left of the dashed line" in drawing.caption
+    comparison = compared({"b": 2.0, "a": 2.001}, report)
+    assert f"The model of {comparison.best.name} scores lowest, loss 2." in comparison.headline
+    marks = {row.cells[0]: row.cells[-1] for row in comparison_table(comparison).rows}
+    assert marks[comparison.best.name] == "lowest"
+
+
+def test_a_metric_of_some_samples_has_an_interval_and_verdicts_of_its_own() -> None:
+    own = replace(LOSS, key="own", heading="Own", optional=True, evidence=("own",), among="ours")
+    report = replace(REPORT, metrics=(*REPORT.metrics, own), questions=(Question("Of some", "b", "a", metric="own"),))
+    assert report.columns == ("ours", "own", "score")
+
+    def contenders(among: Floats) -> list[Contender]:
+        found = []
+        for seed, (name, mean) in enumerate((("a", 0.3), ("b", 0.7))):
+            scores = scores_around(mean, seed)
+            run = run_of(name, scores, {"own": float(scores[among == 1].mean())} if among.any() else {})
+            run = replace(run, columns={"score": scores, "own": scores * among, "ours": among})
+            found.append(score_contender(report, name, [run], baseline=None))
+        return found
+
+    comparison = compare(report, contenders((np.arange(60) % 3 == 0).astype(float)))
+    assert comparison.best.name == "b", "the primary metric alone ranks"
+    (insight,) = comparison.insights
+    assert insight.words.startswith("the model of b is worse than that of a by +0.398 [")
+    assert insight.difference is not None
+    assert insight.difference.samples == 20
+    table = comparison_table(comparison)
+    assert [column.heading for column in table.columns] == ["Model", "Score", "Own", "95% interval", "95% interval", ""]
+    assert isinstance(table.rows[0].cells[3], Interval)
+    flat = flat_metrics(comparison)
+    low, high = json.loads(str(flat["a.own_interval"]))
+    assert low < float(flat["a.own"]) < high
+    (unanswered,) = compare(report, contenders(np.zeros(60))).insights
+    assert unanswered.words == "not answered, no sample is about Own"
+
+
+def test_another_engine_is_named() -> None:
+    def words(*engines: str) -> str:
+        runs = [
+            run_of(name, scores_around(0.5, 1), {"engine": engine}) for name, engine in zip("ab", engines, strict=True)
+        ]
+        contenders = [score_contender(REPORT, run.name, [run], baseline=None) for run in runs]
+        return " ".join(design_words(compare(REPORT, contenders)))
+
+    assert "engine" not in words("transformers", "transformers")
+    assert "Completions are from vLLM 0, which was checked" in words("vLLM 0", "vLLM 0")
+    assert "(transformers: a; vLLM 0: b)" in words("transformers", "vLLM 0")
+
+
+def test_a_build_is_among_the_stages_of_the_recipes_that_start_from_it(tmp_path: Path) -> None:
+    params = project_params()
+    base, recipe = params.baselines["base-vlm"], params.recipes["r1-llm-only"]
+    params = replace(
+        params,
+        baselines={"base-moe": replace(base, base="builds/moe")},
+        recipes={"after": replace(recipe, base="builds/moe"), "further": replace(recipe, base="runs/after/merged")},
+    )
+
+    def stages(name: str) -> dict[str, str]:
+        found = memory_by_stage(params, "detection", name, tmp_path)
+        return {stage: str(path.relative_to(tmp_path / "report/detection/memory")) for stage, path in found.items()}
+
+    assert list(stages("base-moe").items()) == [
+        ("build@moe", "moe/build.json"),
+        ("baseline@base-moe", "base-moe/evaluate.json"),
+    ]
+    assert list(stages("after")) == ["build@moe", "train@after", "merge@after", "evaluate@after"]
+    assert list(stages("further")) == ["train@further", "merge@further", "evaluate@further"]
