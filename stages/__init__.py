@@ -8,9 +8,9 @@ import gc
 import logging
 import os
 
-from stages.core.errors import end_plainly
+from stages.core.errors import install_excepthook
 
-end_plainly()
+install_excepthook()
 
 # torch.compile compiles nothing here. bitsandbytes calls it when it is imported, for which torch loads all that it
 # compiles with: a second. Triton's own kernels, as in TRL's loss, do not pass through it and run all the same.

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, write_lineage
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.publish import published
+from stages.core.records import published
 from stages.kit.data.sources import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,

@@ -15,10 +15,9 @@ from pathlib import Path
 import click
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, verified_lineage
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
 from stages.kit.data.conversation import Conversation
 from stages.kit.memory_use import MemoryLog, write_stage_memory

@@ -12,10 +12,9 @@ from typing import Any
 
 import click
 
-from stages.core.documents import nearest, refusal
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.publish import publish_text
+from stages.core.records import nearest, publish_text, refusal
 from stages.tasks import load_task, reader_problems
 
 TASKS_DIR = Path(__file__).parent / "tasks"

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.publish import publish_text
+from stages.core.records import publish_text
 from stages.kit.reporting.compare import Comparison, TaskReport, chosen_report, compare, read_contenders
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.sections import (

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import click
 
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
-from stages.core.publish import publish_json, publish_text, published
+from stages.core.errors import configure_logging
+from stages.core.params import load_params
+from stages.core.records import publish_text, published
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
 from stages.kit.evaluation.score import score_answers, write_examples
@@ -28,10 +28,10 @@ from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, VllmEngine
 from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import beside_measured, read_memory_record
+from stages.kit.planning.prediction import MemoryRecord, beside_measured
 from stages.kit.reporting.runs import cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
-from stages.kit.training.records import read_record
+from stages.kit.training.records import TrainingRecord
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -88,7 +88,7 @@ def main(name: str, attempt: int) -> None:
     card_dir = cards_dir(Path("data"), subject.task) / name
     write_card(run_dir, card_dir, model_dir=model_dir)
     if certificate:
-        publish_json(certificate, card_dir / CERTIFICATE_FILE)
+        certificate.write(card_dir / CERTIFICATE_FILE)
     write_stage_memory(answerer.memory.finish("evaluate", name), task=subject.task)
     log.info("%s: %s", name, scoring.summary(metrics))
     track_evaluation(params.tracking, name, metrics, run_dir / "examples", model=lineage, model_dir=model_dir)
@@ -96,10 +96,10 @@ def main(name: str, attempt: int) -> None:
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:
     """How well the plan foresaw training's memory; nothing where memory ran out and other settings were taken."""
-    training = read_record(run_dir / "training/training.json")
+    training = TrainingRecord.read(run_dir / "training/training.json")
     if training.attempt:
         return {}
-    planned = read_memory_record(run_dir / "memory.json")
+    planned = MemoryRecord.read(run_dir / "memory.json")
     return beside_measured(planned, training.peak_memory_bytes, on_cpu=training.memory_kind == "cpu_allocated")
 
 

@@ -24,11 +24,11 @@ from typing import Any
 import click
 from transformers import PreTrainedModel
 
+from stages.core.errors import configure_logging
 from stages.core.lineage import require_base, short, write_lineage
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.publish import publish_json, published
+from stages.core.records import published
 from stages.kit.evaluation.answer import Answerer, batch_size_for
 from stages.kit.evaluation.score import score_answers
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
@@ -37,7 +37,7 @@ from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.merge import certify, quantization_cost, write_merged
 from stages.kit.models.prompts import load_processor, takes
 from stages.kit.planning.plan import read_plan
-from stages.kit.training.records import read_record
+from stages.kit.training.records import TrainingRecord
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -59,7 +59,7 @@ def main(recipe: str, attempt: int) -> None:
         fix=f"dvc repro -f -s train@{recipe}",
         fix_base=f"dvc repro -f -s {made_by(plan.base_dir.removeprefix('data/'))}",
     )
-    quantization = read_record(run_dir / "training/training.json").quantization
+    quantization = TrainingRecord.read(run_dir / "training/training.json").quantization
     samples, scoring = load_task(plan.task, "samples"), load_task(plan.task, "scoring")
     processor = load_processor(base_dir, plan.images)
     probes = [probe for probe in samples.probes(plan.answer_format) if takes(processor, probe)]
@@ -100,7 +100,7 @@ def main(recipe: str, attempt: int) -> None:
             certificate = replace(certificate, quantization_cost=cost)
             log.info("trained on %s weights: %s", quantization, scoring.summary(cost.trained))
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
-    publish_json(certificate, run_dir / "merge.json")
+    certificate.write(run_dir / "merge.json")
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
     log.info(
         "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import click
 
-from stages.core.cpu import instruction_set
-from stages.core.errors import bytes_text
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.environment import instruction_set
+from stages.core.errors import bytes_text, configure_logging
+from stages.core.params import load_params
 from stages.kit.families import require_precision
 from stages.kit.memory.budget import budget_lines
 from stages.kit.memory.fit import Fit, answers_at_once, decide
@@ -27,8 +26,7 @@ from stages.kit.models.adapters import TrainableCounts
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, require_takes
-from stages.kit.planning.plan import resolve_plan, write_plan
-from stages.kit.planning.prediction import write_memory_record
+from stages.kit.planning.plan import resolve_plan
 from stages.kit.training.batches import ConversationCollator
 from stages.tasks import load_task
 
@@ -66,8 +64,8 @@ def main(recipe: str) -> None:
     answers = predict_answers(at_once)
     evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=capacity)
     run_dir = Path("data/runs") / recipe
-    write_plan(fit.plan, run_dir / "plan.yaml")
-    write_memory_record(fit.record(evaluation), run_dir / "memory.json")
+    fit.plan.write(run_dir / "plan.yaml")
+    fit.record(evaluation).write(run_dir / "memory.json")
     report(fit)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import click
 
+from stages.core.errors import configure_logging
 from stages.core.given_files import require_own
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
-from stages.core.publish import publish_text
+from stages.core.params import load_params
+from stages.core.records import publish_text
 from stages.kit.evaluation.answer import load_answerer
 from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model

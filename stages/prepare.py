@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from stages.core.documents import refusal
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.errors import configure_logging
+from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams
+from stages.core.records import refusal
 from stages.kit.data.prepared import write_prepared
 from stages.tasks import load_task, reader_of, reader_problems
 

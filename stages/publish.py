@@ -22,10 +22,9 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import verified_lineage
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.kit.models.certificate import certified_model

@@ -22,12 +22,11 @@ import click
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import made_by
-from stages.core.publish import publish_json, published
+from stages.core.records import published
 from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
@@ -115,7 +114,7 @@ def train(plan: Plan, attempt: int) -> None:
             save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
             parents = {"base": (Path(plan.base_dir), base)}
             lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
-            publish_json(record, training_dir / "training.json")
+            record.write(training_dir / "training.json")
             write_trace(trace, training_dir / "trace.csv")
             write_stage_memory(memory.finish("train", plan.recipe), task=plan.task)
             log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())

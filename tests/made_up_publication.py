@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from stages.core.lineage import Lineage, content_digest, write_lineage
 from stages.core.params.schema import LimitParams
-from stages.core.provenance import records_dir, write_provenance
+from stages.core.provenance import records_dir
 from stages.kit.reporting.runs import cards_dir, write_card
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
@@ -78,7 +78,7 @@ def write_records(folder: Path) -> None:
             inputs={path.as_posix(): content_digest(folder / path) for path in inputs},
             outputs={path.as_posix(): content_digest(folder / path) for path in outputs},
         )
-        write_provenance(record, records_dir(folder / "data", "detection") / f"{record.stage}.json")
+        record.write(records_dir(folder / "data", "detection") / f"{record.stage}.json")
 
 
 def _model(

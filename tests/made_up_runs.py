@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from stages.core.lineage import LINEAGE_FILE, write_lineage
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.provenance import records_dir, write_provenance
+from stages.core.provenance import records_dir
 from stages.kit.memory_use import StageMemory, stage_memory_path
-from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan
 from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
 
@@ -129,12 +129,12 @@ def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
         seed=42 if trained else None,
         inputs={base: "ba5e" * 16, "data/prepared/nutrition-tables/train.parquet": "da7a" * 16},
     )
-    write_provenance(replace(record, **changes), records_dir(data_dir, "detection") / f"{stage}.json")
+    replace(record, **changes).write(records_dir(data_dir, "detection") / f"{stage}.json")
 
 
 def _write_training(run_dir: Path, name: str, params: Params) -> None:
     plan = resolve_plan(params, name, train_samples=160)
-    write_plan(plan, run_dir / "plan.yaml")
+    plan.write(run_dir / "plan.yaml")
     vision = 1_204_000 if "vision" in plan.parts.trained() else 0
     llm = 688_000 if "llm" in plan.parts.trained() else 0
     _write_json(

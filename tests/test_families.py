@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stages.kit.families import FAMILIES
-from stages.kit.models.certificate import read_certificate
+from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import read_plan
 from tests.stage_runs import all_the_way, done, small_params, write_params
@@ -59,7 +59,7 @@ def test_a_family_goes_all_the_way(name: str, precision: str, tmp_path: Path, mo
         all_the_way(recipe)
         run_dir = Path("data/runs", recipe)
         assert read_plan(recipe).padding_free is padding_free
-        certificate = read_certificate(run_dir / "merge.json", recipe)
+        certificate = MergeCertificate.read(run_dir / "merge.json")
         assert not certificate.problems()
         assert precision != "fp32" or certificate.logit_deviation < 1e-3
         assert abs(json.loads((run_dir / "metrics.json").read_text())["memory_error"]) < 0.01, recipe

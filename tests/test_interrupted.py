@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 import stages.evaluate
 import stages.merge
 import stages.train
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.evaluation import answer
 from stages.kit.launcher import launch
 from stages.kit.launcher.launch import run_down_the_ladder

@@ -13,7 +13,7 @@ from dvc.output import OutputIsIgnoredError
 from dvc.repo import Repo
 from ruamel.yaml import YAML
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.launcher.images import STAGE_TARGETS, image_inputs
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tests import ROOT

@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.folders import read_config
 from stages.kit.models.prompts import load_processor, rendered

@@ -17,8 +17,8 @@ from stages.core.params.schema import made_by
 from stages.core.provenance import provenance_of_run
 from stages.kit.models.certificate import require_certificate
 from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import beside_measured, read_memory_record
-from stages.kit.training.records import read_record
+from stages.kit.planning.prediction import MemoryRecord, beside_measured
+from stages.kit.training.records import TrainingRecord
 from tests.damage import damaged_bytes, damaged_tree, quick
 from tests.kit.memory.test_fit import start
 from tests.kit.planning.test_plan import PLAN
@@ -57,7 +57,7 @@ def use_plan(path: Path) -> None:
 
 
 def use_memory(path: Path) -> None:
-    record = read_memory_record(path)
+    record = MemoryRecord.read(path)
     assert record.summary()
     assert beside_measured(record, 2**30, on_cpu=True)
 
@@ -75,7 +75,7 @@ RECORDS = [
     Written("runs/r1-llm-only/memory.json", asdict(start(12).record(start(12))), use_memory,
             "dvc repro -f -s plan@r1-llm-only"),
     Written("runs/r1/trained/lineage.json", LINEAGE, use_lineage, "dvc repro train@r1"),
-    Written("runs/r1/training/training.json", asdict(TRAINING), lambda path: read_record(path).summary(),
+    Written("runs/r1/training/training.json", asdict(TRAINING), lambda path: TrainingRecord.read(path).summary(),
             "dvc repro -f -s train@r1"),
     Written("runs/r1/merge.json", asdict(CERTIFICATE), lambda path: require_certificate(path, MERGED),
             "dvc repro merge@r1"),

@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.lineage import read_lineage, true_base, verified_lineage, write_lineage
-from stages.core.publish import publish_json
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.models.certificate import read_certificate
+from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.folders import remove_weights, weight_files
 from stages.train import read_base
 from tests import ROOT
@@ -150,7 +149,7 @@ def test_a_moved_workspace_goes_on_and_a_second_merge_changes_no_input_of_others
 
 def test_a_merge_out_of_4_bits_records_its_cost_and_the_report_shows_it(finished: Path) -> None:
     for recipe, quantization in RECIPES.items():
-        certificate = read_certificate(finished / "data/runs" / recipe / "merge.json", recipe)
+        certificate = MergeCertificate.read(finished / "data/runs" / recipe / "merge.json")
         cost = certificate.quantization_cost
         assert certificate.trained_quantization == quantization
         if quantization == "none":
@@ -179,14 +178,14 @@ def test_a_certificate_has_the_quantization_of_the_training_and_counts_other_com
     answers = iter([["as merged"] * 5, ["as trained"] * 4 + ["as merged"]])
     monkeypatch.setattr("stages.kit.evaluation.answer.generate_answers", lambda *_, **__: next(answers))
     done("merge", "r1-llm-only")
-    cost = read_certificate(run_dir / "merge.json", "r1-llm-only").quantization_cost
+    cost = MergeCertificate.read(run_dir / "merge.json").quantization_cost
     assert cost is not None
     assert (cost.samples, cost.same_answers) == (5, 1)
     record = read(run_dir / "training/training.json")
     assert (record["attempt"], record["quantization"]) == (0, "nf4")
     (run_dir / "training/training.json").write_text(json.dumps({**record, "quantization": "none"}))
     done("merge", "r1-llm-only")
-    certificate = read_certificate(run_dir / "merge.json", "r1-llm-only")
+    certificate = MergeCertificate.read(run_dir / "merge.json")
     assert (certificate.trained_quantization, certificate.quantization_cost) == ("none", None)
 
 
@@ -231,22 +230,22 @@ def without_merged_models() -> None:
 
 def test_a_merge_without_weights_is_evaluated_to_the_same_predictions(workspace: Path) -> None:
     run_dir = workspace / "data/runs/r1-llm-only"
-    kept = read_certificate(run_dir / "merge.json", "r1-llm-only")
+    kept = MergeCertificate.read(run_dir / "merge.json")
     before = (run_dir / "predictions.parquet").read_bytes()
     without_merged_models()
     done("merge", "r1-llm-only")
     assert not list((run_dir / "merged").glob("*.safetensors*"))
     lineage = verified_lineage(run_dir / "merged", fix="")
-    certificate = read_certificate(run_dir / "merge.json", "r1-llm-only")
+    certificate = MergeCertificate.read(run_dir / "merge.json")
     assert certificate == replace(kept, merged_digest=lineage.digest)
     (run_dir / "predictions.parquet").unlink()
     done("evaluate", "r1-llm-only")
     assert (run_dir / "predictions.parquet").read_bytes() == before
 
     # What is merged again is the certified model, or nothing is evaluated.
-    publish_json(replace(certificate, weights_digest="0" * 64), run_dir / "merge.json")
+    replace(certificate, weights_digest="0" * 64).write(run_dir / "merge.json")
     assert "000000000000" in refused("evaluate", "r1-llm-only")
-    publish_json(certificate, run_dir / "merge.json")
+    certificate.write(run_dir / "merge.json")
     damage(run_dir / "trained/adapter/adapter_model.safetensors")
     assert "trained was recorded with content" in refused("evaluate", "r1-llm-only")
 
@@ -265,12 +264,12 @@ def test_a_merge_that_others_start_from_keeps_its_weights(workspace: Path) -> No
 
 def test_a_large_merged_model_in_several_files_is_the_same(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = workspace / "data/runs/r2-vision-only"
-    certified = read_certificate(run_dir / "merge.json", "r2-vision-only")
+    certified = MergeCertificate.read(run_dir / "merge.json")
     assert weight_files(run_dir / "merged") == {"model.safetensors"}
     monkeypatch.setattr("stages.kit.models.merge.MAX_SHARD_SIZE", "300KB")
     done("merge", "r2-vision-only")
     assert len(weight_files(run_dir / "merged")) > 1
-    again = read_certificate(run_dir / "merge.json", "r2-vision-only")
+    again = MergeCertificate.read(run_dir / "merge.json")
     assert again.weights_digest == certified.weights_digest
     assert again.merged_digest == verified_lineage(run_dir / "merged", fix="").digest != certified.merged_digest
     done("evaluate", "r2-vision-only")

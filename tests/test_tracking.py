@@ -16,7 +16,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from stages.core.lineage import read_lineage
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.reporting.tables import Column, Row, Table
 from stages.kit.reporting.tracking import track_comparison
 from stages.kit.statistics import Interval

@@ -34,7 +34,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.core.lineage import file_digest, folder_digest
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams, Params
 from stages.kit.evaluation.answer import completion_of, generate_answers
 from stages.kit.memory.step import forget_accelerator

@@ -15,9 +15,8 @@ from statistics import median
 
 import click
 
-from stages.core.errors import UserError
-from stages.core.logs import configure_logging
-from stages.core.publish import publish_text
+from stages.core.errors import UserError, configure_logging
+from stages.core.records import publish_text
 from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
 from tools.gpu.device import Device
 from tools.gpu.memory import AMOUNTS, comparisons, constants, recalibrated

@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from stages.core.errors import UserError
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.errors import UserError, configure_logging
+from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, read_certificate
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed

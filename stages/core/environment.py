@@ -1,38 +1,49 @@
-"""Which environment variables reach a stage.
+"""The environment that reaches a stage, and the processor that it computes on.
 
-An allow-list: whatever else is set on the machine, secrets above all, stays outside, and two people who run
-the same commit run it in the same environment.
+Variables pass by an allow-list: secrets and whatever else is set on the machine stay outside, and two people who run
+the same commit run it in the same environment. Instructions are pinned because they decide in which order numbers are
+added up.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-from stages.core.cpu import pinned_instructions
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 OF_THE_MACHINE = frozenset(
     {
         # LD_LIBRARY_PATH: where some clusters keep the CUDA driver.
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
-        # Where downloaded models and data lie. Not TRITON_CACHE_DIR: what another set of packages has compiled may be
-        # there, so the launcher names a folder for this one.
+        # Downloaded models and data. Not TRITON_CACHE_DIR: the launcher names a folder for kernels that this set of
+        # packages has compiled.
         *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
         # The C compiler, for Triton. An image has its own.
         "CC",
-        # CUDA, and which GPUs this caller may use. A container has just those that it was given, under new numbers.
+        # CUDA, and the GPUs that this caller may use. A container sees only those that it is given, renumbered.
         *("CUDA_HOME", "CUDA_PATH", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
     }
 )
-"""Passed to processes on it, and without meaning in a container."""
+"""Variables of the machine, for processes; they mean nothing in a container."""
 
 DEVICES = frozenset(
     {"CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE"}
 )
-"""By name, because NVIDIA_API_KEY is a secret."""
+"""Listed by name, because NVIDIA_API_KEY is a secret."""
 
 PASSED = DEVICES | frozenset(
     {
         # Terminal, language, clock.
         *("TZ", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "LANG", "LANGUAGE"),
-        # What DVC tells its stages. By name, because DVC_STUDIO_TOKEN is a secret.
+        # DVC's variables for stages, listed by name, because DVC_STUDIO_TOKEN is a secret.
         *("DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV", "DVC_IGNORE_ISATTY"),
     }
 )
@@ -48,10 +59,10 @@ PROXIES = frozenset(
         *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     }
 )
-"""The way out, which can hold a password."""
+"""Proxies, whose URLs can hold a password."""
 
 CERTIFICATES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"})
-"""Where the certificates of whoever may be spoken to lie."""
+"""Trusted TLS certificates."""
 
 PASSED_WITH_NETWORK = (
     PROXIES
@@ -59,7 +70,7 @@ PASSED_WITH_NETWORK = (
     | frozenset(
         {
             *("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET"),
-            # It may be told to stay offline, as by `make demo`.
+            # A caller may forbid the network, as `make demo` does.
             *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
         }
     )
@@ -72,7 +83,7 @@ PASSED_TO_JOB = frozenset(
     {
         *("BAKEOFF_ENGINE", "BAKEOFF_PINS", "DOCKER_HOST", "CONTAINER_HOST", "VIRTUAL_ENV", "SLURM_CONF"),
         *("APPTAINER_CACHEDIR", "APPTAINER_CONFIGDIR", "APPTAINER_TMPDIR"),
-        # A person's own defaults, for sbatch itself.
+        # A person's own defaults for sbatch.
         *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
         *("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
     }
@@ -91,11 +102,11 @@ SET = {
     "TOKENIZERS_PARALLELISM": "false",
     # Only the locked packages: none from ~/.local.
     "PYTHONNOUSERSITE": "1",
-    # A line is seen when it is written, also through DVC's pipes.
+    # Lines appear when they are written, also through DVC's pipes.
     "PYTHONUNBUFFERED": "1",
-    # Threads that wait give their core away: where another process wants it, spinning makes a step ten times slower.
+    # Waiting threads yield their core: if another process wants it, spinning makes a step ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # torch's profiler says that it starts and ends, and that it did not see what was there before being made.
+    # torch's profiler logs that it starts and ends, and which allocations it has not seen.
     "KINETO_LOG_LEVEL": "99",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "MPLBACKEND": "Agg",
@@ -103,7 +114,7 @@ SET = {
     "DVC_NO_ANALYTICS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""The same for every stage, whatever the caller's environment says."""
+"""Variables of every stage, whatever the caller has set."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -115,21 +126,22 @@ NO_TERMINAL = {"TQDM_DISABLE": "1"}
 TMP_DIR = "/tmp"  # noqa: S108 - in a container it is the container's own
 
 CONTAINER = {
-    # The caller's number has no name and no home inside.
+    # The caller's user id has no name and no home inside.
     "HOME": TMP_DIR,
     "USER": "bakeoff",
     "LOGNAME": "bakeoff",
 }
-"""What a stage finds in a container in place of the machine's."""
+"""Variables of a container in place of the machine's."""
 
 ON_ONE_NODE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Processes that train together in a container meet on the only interface there is without a network."""
+"""Processes that train together in a container without a network meet on its only interface."""
 
 
 def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
-    """The whole environment of a stage on the machine itself, from that of whoever calls it.
+    """The whole environment of a stage that runs as a process.
 
-    network: whether it fetches something. terminal: whether a person watches its output on one.
+    caller: the environment of whoever starts it. network: whether the stage may use it. terminal: whether a person
+    watches its output on one.
     """
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE, network=network)
     return passed | _given(caller, network=network, terminal=terminal)
@@ -138,7 +150,7 @@ def stage_environment(stage: str, caller: Mapping[str, str], *, network: bool, t
 def container_environment(
     stage: str, caller: Mapping[str, str], *, network: bool, terminal: bool, num_nodes: int = 1
 ) -> tuple[list[str], dict[str, str]]:
-    """The same in a container, beside what its image sets: the caller's variables that it gets, and given ones."""
+    """(names of the caller's variables that a container gets, the variables that it is given)."""
     passed = _passed(stage, caller, PASSED, network=network)
     passed.pop("WANDB_API_KEY", None)  # of no use without a network
     # docker passes the proxies of its own configuration, password included, unless told otherwise.
@@ -149,13 +161,13 @@ def container_environment(
 
 
 def job_environment(stage: str, caller: Mapping[str, str], *, network: bool) -> dict[str, str]:
-    """The environment of a launcher that runs in a job, from that of whoever submits it."""
+    """The environment of a launcher in a job of Slurm. caller: the environment of whoever submits it."""
     passed = _passed(stage, caller, PASSED | OF_THE_MACHINE | PASSED_TO_JOB, network=network)
     return {name: value for name, value in passed.items() if name not in OF_THE_NODE}
 
 
 def numeric_settings(caller: Mapping[str, str]) -> dict[str, str]:
-    """The caller's variables that reach a stage and may change how numbers are added up."""
+    """The caller's variables that reach a stage and may change the order of additions."""
     return {
         name: value
         for name, value in sorted(caller.items())
@@ -171,3 +183,70 @@ def _passed(stage: str, caller: Mapping[str, str], names: frozenset[str], *, net
 
 def _given(caller: Mapping[str, str], *, network: bool, terminal: bool) -> dict[str, str]:
     return SET | pinned_instructions(caller) | ({} if terminal else NO_TERMINAL) | ({} if network else OFFLINE)
+
+
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "DNNL_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "AVX2,STRICT",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4",
+}
+"""Variables that hold torch, oneDNN, MKL and NumPy to AVX2, which every x86-64 CPU since about 2015 has.
+
+STRICT: the same sums with any number of threads (oneMKL Developer Guide, "Reproducibility Conditions"). MKL reads its
+variable on Intel CPUs alone, and has one set of kernels for all of AMD's: the two makers differ in their last bits.
+With MKL_CBWR=COMPATIBLE their matrix products agree, in about twice the time; MKL's square roots still do not.
+"""
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def pinned_instructions(caller: Mapping[str, str]) -> dict[str, str]:
+    """Variables that hold a stage to AVX2; none if the CPU has no AVX2, as Arm's. A caller's MKL_CBWR stays."""
+    has_avx2 = {"avx2", "fma"} <= set((_cpuinfo("flags") or "").split())
+    return {**AVX2, "MKL_CBWR": caller.get("MKL_CBWR", AVX2["MKL_CBWR"])} if has_avx2 else {}
+
+
+def instruction_set(environment: Mapping[str, str]) -> str:
+    """The instructions that a process with this environment is held to, e.g. "avx2"; else the kind of processor."""
+    if any(environment.get(name) != value for name, value in AVX2.items() if name != "MKL_CBWR"):
+        return platform.machine()
+    return "avx2" if (mkl := environment.get("MKL_CBWR")) == AVX2["MKL_CBWR"] else f"avx2, MKL_CBWR={mkl}"
+
+
+def arithmetic(environment: Mapping[str, str]) -> str:
+    """Equal on machines that add numbers up alike: "AuthenticAMD avx2", or the CPU's model if nothing is pinned."""
+    instructions = instruction_set(environment)
+    return f"{_cpuinfo('vendor_id')} {instructions}" if instructions.startswith("avx2") else cpu_model()
+
+
+def cpu_model() -> str:
+    """The maker's name of the CPU, or the kind of processor if the system does not report it."""
+    if CPUINFO.exists():
+        return _cpuinfo("model name") or platform.machine()
+    asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or platform.machine()
+
+
+def _cpuinfo(key: str) -> str | None:
+    """The value of a key of the first processor; Linux lists all of them alike."""
+    text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
+    found = re.search(rf"^{key}\s*: (.+)$", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, as torch counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:
+    """The result of `work` by item, in the order of `sizes`; raises the error of one of the items.
+
+    Runs in threads, for digests: hashlib and zlib release the lock. Large items start first, so that none is waited for
+    at the end.
+    """
+    largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        done = dict(zip(largest_first, threads.map(work, largest_first), strict=True))
+    return {item: done[item] for item in sizes}

@@ -1,12 +1,14 @@
-"""The one exception family for what a user can fix."""
+"""Errors that a user can fix, how messages quote what they found, and the logging of a stage."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import sys
 import unicodedata
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -26,8 +28,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class UserError(click.ClickException):
     """A user's fault: click prints the message and exits with 1, without a traceback.
 
-    The message says what was found, what was expected, and the command that fixes it. What it quotes of files and of
-    their names may hold anything, and is made printable.
+    The message says what was found, what was expected, and the command that fixes it. It may quote any file or name,
+    and is made printable.
     """
 
     def __init__(self, message: str) -> None:
@@ -35,22 +37,21 @@ class UserError(click.ClickException):
 
 
 class OutOfMemory(UserError):
-    """The stage ends, and the launcher starts it anew with settings that take less."""
+    """Ends the stage; the launcher restarts it with settings that need less memory."""
 
     exit_code = OUT_OF_MEMORY
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: codes that move the cursor, turn the direction of writing or are no
-    character at all appear as Python writes them. Lines stay lines.
-    """
+    """The text with control codes, format codes and lone surrogates as Python writes them: a terminal shows them and
+    does not obey them. Line ends stay."""
     return "".join(
         repr(char)[1:-1] if unicodedata.category(char) in _UNPRINTABLE and char not in "\n\u200c\u200d" else char
         for char in text
     )
 
 
-def counted(count: int, what: str) -> str:
+def pluralize(count: int, what: str) -> str:
     """`1 image`, `2 images`."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
@@ -65,40 +66,40 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def listed(lines: Sequence[str], most: int = MAX_SHOWN) -> str:
-    """Problems, one a line; after `most` of them, how many more there are."""
+    """The first `most` problems, one a line, and the number of the others."""
     shown = [f"  {line}" for line in lines[:most]]
     if len(lines) > most:
         shown.append(f"  and {len(lines) - most:,} more")
     return "\n".join(shown)
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
-    """`a, b and 7 more`: the first `most` of them, and how many more there are."""
+def join_truncated(names: Sequence[str], most: int = 5) -> str:
+    """`a, b and 7 more`: the first `most` names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def end_plainly() -> None:
-    """From now on this process ends with a message instead of a traceback on a full disk, and on Ctrl-C.
+def install_excepthook() -> None:
+    """End this process with a message instead of a traceback on a full disk and on Ctrl-C.
 
-    A hook, not a handler around each write: any may fail so, those of libraries too. Ctrl-C may come during imports.
+    A hook, not a handler around each write: any write may fail, inside libraries too, and Ctrl-C may interrupt imports.
     """
-    sys.excepthook = _last_words
+    sys.excepthook = _excepthook
 
 
-def _last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-    elif means_full_disk(error):
+    elif is_disk_full(error):
         reason = str(error).strip().partition("\n")[0]
         print(f"Error: the disk is full: {reason}; make room, and type the same command again", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 
 
-def means_full_disk(error: BaseException) -> bool:
-    """Whether an error, or one that it came of, says that a disk or a quota is used up.
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, means that a disk or a quota is full.
 
-    safetensors and Arrow say it in words only.
+    safetensors and Arrow raise errors of their own, without an errno: their messages contain the system's.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -106,3 +107,23 @@ def means_full_disk(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or chain.__context__
     return False
+
+
+def configure_logging(stage: str, *, facts: bool = True) -> None:
+    """Log facts to stderr, one a line, and libraries' messages only from warnings up. For entry points.
+
+    facts: False leaves only warnings, for all but one process of a distributed run.
+    """
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
+    logging.getLogger().handlers[0].setFormatter(_PrintableFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    # Libraries warn of each other's deprecated names; nobody who runs a stage can fix that.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("stages").setLevel(logging.INFO if facts else logging.WARNING)
+    logging.getLogger("stages").info("%s", stage)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Log lines quote names and texts of files, which may hold anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

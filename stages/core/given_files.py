@@ -1,29 +1,30 @@
 """Files of a folder that a person names and somebody else may have filled: a base model, a data set.
 
-What is read of it lies in it. A link that leads elsewhere would put a file of the machine among what a stage makes, and
-a pipe would keep the stage waiting for ever.
+Only plain files that lie in the folder are read: a link to elsewhere would copy a file of the machine into what a stage
+makes, and a pipe would keep the stage waiting for ever.
 """
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-from stages.core.dvc_cache import cache_dir
 from stages.core.errors import UserError
 
 CACHE_VARIABLE = "BAKEOFF_DVC_CACHE"
-"""The environment variable with the cache's folder in a container, which does not see DVC's configuration."""
+"""The environment variable with DVC's cache in a container, which does not see DVC's configuration."""
 
 _HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 
 
 def given_files(folder: Path, *patterns: str) -> list[Path]:
-    """The files whose names match, in the order of the patterns and of names within each.
+    """The files whose names match, in the order of the patterns and by name within each.
 
-    Raises UserError where one of them may not be read, as `require_own` says.
+    Raises UserError if one of them may not be read (`require_own`).
     """
     found = [path for pattern in patterns for path in _matching(folder, pattern)]
     for path in found:
@@ -32,7 +33,7 @@ def given_files(folder: Path, *patterns: str) -> list[Path]:
 
 
 def require_own(path: Path, folder: Path) -> None:
-    """Raises UserError unless this is a plain file that lies in the folder, with a name that is text."""
+    """Raises UserError unless `path` is a plain file in the folder, with a name in UTF-8."""
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -48,16 +49,14 @@ def require_own(path: Path, folder: Path) -> None:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    """In the order of names. `glob` leaves out a link that leads nowhere where the pattern is its whole name."""
+    """Matches by name. `glob` leaves out a broken link if the pattern is its whole name; here it is included."""
     named = folder / pattern
     return sorted(folder.glob(pattern)) or ([named] if named.is_symlink() else [])
 
 
 def stays_inside(path: Path, folder: Path, *, workspace_dir: Path = Path()) -> bool:
-    """Whether a path, links followed, leads to something in the folder, or to where the hub's cache keeps the files of
-    the folder's repository (REPOSITORY/snapshots/COMMIT links to REPOSITORY/blobs), or into the workspace's own DVC
-    cache: anybody can call a folder files/md5.
-    """
+    """Whether a path, links followed, leads into the folder, into the blobs of the folder's own repository in the hub's
+    cache (REPOSITORY/snapshots/COMMIT links to REPOSITORY/blobs), or into the workspace's own DVC cache."""
     try:
         real, real_folder = path.resolve(), folder.resolve()
     except (OSError, RuntimeError):  # links in a circle
@@ -69,3 +68,18 @@ def stays_inside(path: Path, folder: Path, *, workspace_dir: Path = Path()) -> b
     ]
     own_cache = Path(os.environ.get(CACHE_VARIABLE) or cache_dir(workspace_dir)).resolve()
     return any(real.is_relative_to(place) for place in (real_folder, own_cache, *blobs))
+
+
+def cache_dir(workspace_dir: Path) -> Path:
+    """The folder of DVC's objects: `cache.dir` of the workspace's own configuration, or .dvc/cache.
+
+    DVC reads a person's and a machine's configuration too (`--global`, `--system`); a stage sees neither.
+    """
+    found = workspace_dir / ".dvc/cache"
+    for name in ("config", "config.local"):
+        config = configparser.ConfigParser(interpolation=None, strict=False)
+        with suppress(configparser.Error, OSError, UnicodeDecodeError):
+            config.read(workspace_dir / ".dvc" / name, encoding="utf-8")
+        if where := config.get("cache", "dir", fallback="").strip("\"'"):
+            found = workspace_dir / ".dvc" / where
+    return found / "files/md5"

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
-from stages.core.documents import damaged, problems
+from stages.core.environment import map_largest_first
 from stages.core.errors import UserError
-from stages.core.threads import map_largest_first
+from stages.core.records import damaged, read_record
 
 LINEAGE_FILE = "lineage.json"
 
@@ -71,13 +71,6 @@ class _Sealed(Lineage):
     seal: str | None = None
     """Digest of all the rest: of what a file says of other folders, nothing else would tell whether it is still what
     was written. None where somebody else wrote it."""
-
-    def opened(self) -> Lineage:
-        """Raises ValueError where it is not what was sealed."""
-        lineage = Lineage(**{each.name: getattr(self, each.name) for each in fields(Lineage)})
-        if self.seal not in (None, _seal(lineage)):
-            raise ValueError("no longer that of the rest")
-        return lineage
 
 
 def _seal(lineage: Lineage) -> str:
@@ -160,16 +153,13 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repr
     the message.
     """
     path = folder / name
-    try:
-        return TypeAdapter(_Sealed).validate_json(path.read_bytes()).opened()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
-    except ValidationError as error:
-        raise damaged(path, problems(error, _Sealed), fix=fix) from None
-    except ValueError as error:
-        raise damaged(path, {"seal": str(error)}, fix=fix) from None
+    if not path.exists():
+        raise UserError(f"{path} is missing: {folder} was not made by a stage of this pipeline")
+    sealed = read_record(_Sealed, path, fix=fix)
+    lineage = Lineage(**{each.name: getattr(sealed, each.name) for each in fields(Lineage)})
+    if sealed.seal not in (None, _seal(lineage)):
+        raise damaged(path, {"seal": "no longer that of the rest"}, fix=fix)
+    return lineage
 
 
 def verified_lineage(folder: Path, *, fix: str) -> Lineage:

@@ -8,18 +8,16 @@ depends on it but its task's comparison, which shows it.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import read_json
-from stages.core.publish import publish_text
+from stages.core.records import Record
 
 PROVENANCE_DIR = "data/provenance"
 """Below it lie the records, as dvc.yaml declares them: those of the runs that a comparison shows in a folder of their
@@ -42,14 +40,14 @@ class Machine:
     cpu: str
     """Its model."""
     arithmetic: str
-    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (core/cpu.py)."""
+    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (core/environment.py)."""
     cores: int
     """That the process could use."""
     memory_gib: float
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class Provenance:
+class Provenance(Record):
     stage: str
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     command: str
@@ -96,6 +94,10 @@ class Provenance:
     environment: dict[str, str] = field(default_factory=dict)
     """The caller's variables that it got and that decide how numbers are added up."""
 
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}"
+
     @property
     def device(self) -> str:
         """On what it computed, in words."""
@@ -118,16 +120,7 @@ def records_dir(data_dir: Path, task: str) -> Path:
     return data_dir / Path(PROVENANCE_DIR).name / task
 
 
-def write_provenance(provenance: Provenance, path: Path) -> None:
-    publish_text(json.dumps(asdict(provenance), indent=2, ensure_ascii=False) + "\n", path)
-
-
-def read_provenance(path: Path) -> Provenance:
-    """Raises UserError where it is missing or damaged."""
-    return read_json(Provenance, path, fix=f"rm -f {shlex.quote(str(path))} && dvc checkout {shlex.quote(str(path))}")
-
-
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:
     """The records of a recipe, or a baseline, in a folder of records, by stage; none where the launcher wrote none."""
     for path in sorted(folder.glob(f"*@{name}.json")):
-        yield read_provenance(path)
+        yield Provenance.read(path)

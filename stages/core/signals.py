@@ -1,26 +1,32 @@
-"""The signals that ask a run to end, and how long that may take: the same for launcher, containers and stages."""
+"""How a run ends early: the signals that ask it to, the time it has for that, and children that outlive nobody."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm is commonly told to send before a job's time is up (sbatch --signal)."""
+"""SIGUSR1 is the signal that Slurm commonly sends before a job's time is up (sbatch --signal)."""
 
 SAME_REQUEST_S = 2.0
-"""Signals within this time are one request to end: a closed terminal, a killed dvc or Slurm send several,
-and a stage that is saving its work must not be interrupted by the second."""
+"""Signals within this time are one request to end: a closed terminal, a killed dvc or Slurm send several, and a stage
+that is saving its work must not be interrupted by the second."""
 
 GRACE_S = 120
-"""What a stage has from being asked to end until it is killed: enough to save a checkpoint."""
+"""Time from the request to end until a stage is killed: enough to save a checkpoint."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """The signals that ask to end go to `handler` meanwhile."""
+    """Within the block, the signals that ask to end go to `handler`."""
     before = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
@@ -30,6 +36,32 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """All of ENDING, but not SIGHUP where the caller, nohup, has this process ignore it."""
+    """ENDING, without SIGHUP if the caller, nohup, has this process ignore it."""
     hung_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in ENDING if number != signal.SIGHUP or not hung_up_ignored)
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """A function for `Popen(preexec_fn=...)`: the child gets SIGTERM when the caller is killed, SIGKILL included.
+
+    SIGTERM, so that a stage can save its work. None outside Linux, which alone has prctl(2)'s PR_SET_PDEATHSIG.
+    """
+    # preexec_fn runs between fork and exec: prctl is found before that.
+    return partial(end_with_own_parent, os.getpid()) if _prctl() else None
+
+
+def end_with_own_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
+    """Have this process get the signal `number` when its parent ends. Does nothing outside Linux.
+
+    parent: the parent's process id as it was seen earlier; if that has ended already, this process ends now.
+    """
+    prctl = _prctl()
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, number)
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+
+@cache
+def _prctl() -> Callable[[int, int], int] | None:
+    return ctypes.CDLL(None).prctl if sys.platform == "linux" else None

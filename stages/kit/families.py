@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stages.core.documents import shown
 from stages.core.errors import UserError
+from stages.core.records import shown
 
 PAGE = "docs/extending.md#a-model-family"
 """Describes how to add a family."""

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import OutOfMemory
-from stages.core.publish import publish_json
+from stages.core.records import Record
 
 log = logging.getLogger("stages")
 
@@ -51,7 +51,7 @@ class MemoryReading:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class StageMemory:
+class StageMemory(Record):
     stage: str
     name: str
     """Recipe, baseline or build."""
@@ -69,7 +69,7 @@ def stage_memory_path(data_dir: Path, task: str, *, name: str, stage: str) -> Pa
 
 
 def write_stage_memory(memory: StageMemory, *, task: str) -> None:
-    publish_json(memory, stage_memory_path(Path("data"), task, name=memory.name, stage=memory.stage))
+    memory.write(stage_memory_path(Path("data"), task, name=memory.name, stage=memory.stage))
 
 
 class MemoryLog:

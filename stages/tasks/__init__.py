@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import parse, problems
 from stages.core.errors import UserError
 from stages.core.params.schema import STRICT, DatasetParams
+from stages.core.records import parse, problems
 
 MODULES = ("sources", "samples", "scoring", "report", "predictions")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.core import cpu
-from stages.core.cpu import AVX2, arithmetic, instruction_set, pinned_instructions
+from stages.core import environment
+from stages.core.environment import AVX2, arithmetic, instruction_set, pinned_instructions
 from tests import ROOT
 
 TRAINING = """
@@ -29,8 +29,8 @@ print(hashlib.sha256(b"".join(part.tobytes() for part in weights)).hexdigest(), 
 
 @pytest.fixture
 def avx2_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    cpu.CPUINFO.write_text("vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: fma avx avx2\n" * 2)
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    environment.CPUINFO.write_text("vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: fma avx avx2\n" * 2)
 
 
 def trained(threads: int, environment: dict[str, str]) -> list[str]:
@@ -65,6 +65,6 @@ def test_another_makers_cpu_and_another_choice_of_mkls_are_other_arithmetic() ->
     asked = pinned_instructions({"MKL_CBWR": "COMPATIBLE"})
     assert asked == {**AVX2, "MKL_CBWR": "COMPATIBLE"}
     assert arithmetic(asked) == "AuthenticAMD avx2, MKL_CBWR=COMPATIBLE"
-    cpu.CPUINFO.write_text("vendor_id\t: GenuineIntel\nflags\t\t: fma avx2\n")
+    environment.CPUINFO.write_text("vendor_id\t: GenuineIntel\nflags\t\t: fma avx2\n")
     assert arithmetic(asked) == "GenuineIntel avx2, MKL_CBWR=COMPATIBLE"
     assert arithmetic(pinned_instructions({})) == "GenuineIntel avx2"

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stages.core.documents import Unreadable, dotted, problems, read_json, read_yaml
 from stages.core.errors import UserError
+from stages.core.records import Unreadable, dotted, problems, read_record, read_yaml
 from tests.damage import TEXTS, VALUES, damaged_bytes, quick
 
 
@@ -86,7 +86,7 @@ class Written:
 def test_a_damaged_record_is_refused_on_one_line_with_the_command(content: bytes, path: Path) -> None:
     path.write_bytes(content)
     try:
-        found = read_json(Written, path, fix="dvc repro x")
+        found = read_record(Written, path, fix="dvc repro x")
     except UserError as error:
         assert re.fullmatch(rf"{re.escape(str(path))} is damaged: .*; rebuild it with: dvc repro x", error.message)
     else:
@@ -95,9 +95,9 @@ def test_a_damaged_record_is_refused_on_one_line_with_the_command(content: bytes
 
 def test_a_record_that_is_missing_or_a_folder_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"x\.json is missing; rebuild it with: dvc repro x"):
-        read_json(Written, tmp_path / "x.json", fix="dvc repro x")
+        read_record(Written, tmp_path / "x.json", fix="dvc repro x")
     with pytest.raises(UserError, match="cannot be read: Is a directory; rebuild it with: dvc repro x"):
-        read_json(Written, tmp_path, fix="dvc repro x")
+        read_record(Written, tmp_path, fix="dvc repro x")
 
 
 @given(steps=st.lists(TEXTS | st.text() | st.integers(), max_size=4))

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from stages.core.dvc_cache import cache_dir
+from stages.core.given_files import cache_dir
 
 
 def test_the_cache_is_where_dvc_is_told_to_have_it(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core import cpu
-from stages.core.cpu import AVX2
-from stages.core.environment import SET, container_environment, job_environment, stage_environment
+from stages.core.environment import AVX2, SET, container_environment, job_environment, stage_environment
 from stages.kit.launcher.process import STAGES
 
 SECRETS = {
@@ -105,10 +103,11 @@ def test_what_makes_runs_repeatable_cannot_be_overridden() -> None:
 def test_a_stage_computes_by_avx2_whatever_its_caller_asks_of_newer_instructions(
     environment: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    cpu.CPUINFO.write_text("flags\t\t: fma avx avx2 avx512f\n")
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr("stages.core.environment.CPUINFO", cpuinfo)
+    cpuinfo.write_text("flags\t\t: fma avx avx2 avx512f\n")
     assert environment("train", {"ATEN_CPU_CAPABILITY": "avx512"}).items() >= AVX2.items()
-    cpu.CPUINFO.write_text("flags\t\t: fma avx\n")
+    cpuinfo.write_text("flags\t\t: fma avx\n")
     assert not environment("train", {}).keys() & AVX2.keys()
 
 

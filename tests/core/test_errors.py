@@ -11,8 +11,15 @@ import pyarrow as pa
 import pytest
 from safetensors import SafetensorError
 
-from stages.core.errors import UserError, end_plainly, listed, means_full_disk, printable, some
-from stages.core.logs import configure_logging
+from stages.core.errors import (
+    UserError,
+    configure_logging,
+    install_excepthook,
+    is_disk_full,
+    join_truncated,
+    listed,
+    printable,
+)
 from tests import ROOT
 
 WORDS = os.strerror(errno.ENOSPC)
@@ -36,7 +43,7 @@ def caused_by(cause: Exception) -> Exception:
 )
 def test_a_full_disk_is_told_plainly_whoever_wrote(error: Exception, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.excepthook", None)
-    end_plainly()
+    install_excepthook()
     sys.excepthook(type(error), error, None)
     said = capsys.readouterr().err
     assert said.startswith("Error: the disk is full: ")
@@ -53,7 +60,7 @@ def test_ctrl_c_while_a_process_starts_ends_it_without_a_traceback() -> None:
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("full of disks")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    assert not means_full_disk(error)
+    assert not is_disk_full(error)
 
 
 ATTACK = "\x1b]0;owned\x07\x1b[2Ja\rb\u202e\udcff"
@@ -74,6 +81,10 @@ def test_words_of_every_language_are_printable() -> None:
 
 
 def test_of_many_names_the_first_are_listed_and_the_others_counted() -> None:
-    assert (some(["a"], 2), some(["a", "b"], 2), some(["a", "b", "c"], 2)) == ("a", "a, b", "a, b and 1 more")
-    assert some(["x"] * 1_005).endswith("x, x and 1,000 more")
+    assert (join_truncated(["a"], 2), join_truncated(["a", "b"], 2), join_truncated(["a", "b", "c"], 2)) == (
+        "a",
+        "a, b",
+        "a, b and 1 more",
+    )
+    assert join_truncated(["x"] * 1_005).endswith("x, x and 1,000 more")
     assert listed(["a", "b", "c"], 2) == "  a\n  b\n  and 1 more"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.core.publish import publish_text, published
+from stages.core.records import publish_text, published
 
 
 def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from stages.core import threads
-from stages.core.threads import map_largest_first
+from stages.core import environment
+from stages.core.environment import map_largest_first
 
 
 def test_every_item_gets_its_own_result_in_the_order_that_was_asked() -> None:
@@ -15,7 +15,7 @@ def test_every_item_gets_its_own_result_in_the_order_that_was_asked() -> None:
 
 
 def test_large_items_come_first_and_others_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
     begun, small_done = [], threading.Event()
 
     def work(name: str) -> bool:

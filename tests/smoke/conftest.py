@@ -18,9 +18,9 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
@@ -140,7 +140,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (workspace / path).parent.mkdir(parents=True, exist_ok=True)
         (workspace / path).write_text("{}")
     plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=16)
-    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    plan.write(workspace / "data/runs/r1-llm-only/plan.yaml")
     return workspace
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.core.provenance import read_provenance
-from stages.core.threads import usable_cores
+from stages.core.environment import usable_cores
+from stages.core.provenance import Provenance
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.publishing.folder import check_published
 from tests import ROOT
@@ -131,7 +131,7 @@ def test_inputs_that_are_links_to_dvcs_cache_and_tracked_runs_work_in_containers
 def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
     dvc(workspace, "repro", "--single-item", "publish@r4-joint")
-    record = read_provenance(workspace / "data/provenance/publish@r4-joint.json")
+    record = Provenance.read(workspace / "data/provenance/publish@r4-joint.json")
     assert record.engine == ENGINE
     copy = Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere"))
     checked = check_published(copy)

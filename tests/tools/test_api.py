@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.reporting.runs import cards_dir
 from stages.kit.reporting.sections import comparison_table
 from tests import ROOT

@@ -24,7 +24,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from stages.compare import load_report, write_report
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.kit.reporting.compare import (
     Comparison,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError, listed, some
+from stages.core.errors import UserError, join_truncated, listed
 from stages.core.provenance import provenance_of_run, records_dir
 from stages.kit.memory_use import stage_memory_path
 from stages.kit.planning.plan import read_plan
@@ -76,7 +76,7 @@ def comparable(
         )
     for other in found[1:]:
         if differing := unlike([found[0], other], task, varied):
-            left_out[other.name] = f"unlike {found[0].name} in {some([*differing])}"
+            left_out[other.name] = f"unlike {found[0].name} in {join_truncated([*differing])}"
     found = [each for each in found if each.name not in left_out]
     if not found:
         raise UserError(

@@ -22,12 +22,10 @@ import click
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ruamel.yaml import YAML
 
-from stages.core.documents import cut
-from stages.core.errors import UserError, counted, listed, printable
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.errors import UserError, configure_logging, listed, pluralize, printable
+from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
-from stages.core.publish import publish_text
+from stages.core.records import cut, publish_text
 from stages.kit.reporting.page import InlineImage, inline_image
 from stages.prepare import prepare
 from stages.tasks.detection import samples
@@ -80,7 +78,7 @@ def main(source: str | None, dataset: str | None, form: DataForm | None) -> None
     for what, figure in lines:
         click.echo(printable(f"{what:<24}  {figure}"))
     if problems:
-        click.echo(printable(f"\n{counted(len(problems), 'problem')}; such samples stop a run, or are left out:"))
+        click.echo(printable(f"\n{pluralize(len(problems), 'problem')}; such samples stop a run, or are left out:"))
         click.echo(printable(listed(problems)))
     page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
     click.echo(f"\npictures with their boxes  {page}")
@@ -97,7 +95,7 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRec
     for split, records in splits.items():
         found = stats["splits"][split]
         empty, invalid = found["empty_images"], found["invalid_rows"]
-        yield f"{split}: pictures", f"{len(records):,}, {empty:,} without a box; {counted(invalid, 'invalid one')}"
+        yield f"{split}: pictures", f"{len(records):,}, {empty:,} without a box; {pluralize(invalid, 'invalid one')}"
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
         yield f"{split}: smallest, median, largest", ", ".join(sizes)
@@ -106,7 +104,7 @@ def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRec
         for label, count in asked.most_common():
             pictures = sum(any(label == each for _, each in record.targets()) for record in records)
             boxes = "1 box" if count == 1 else f"{count:,} boxes"
-            yield f"{split}: {cut(label)}", f"{boxes} in {counted(pictures, 'picture')}"
+            yield f"{split}: {cut(label)}", f"{boxes} in {pluralize(pictures, 'picture')}"
 
 
 def token_lengths(

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import counted
-from stages.core.logs import configure_logging
-from stages.core.publish import publish_text
+from stages.core.errors import configure_logging, pluralize
+from stages.core.records import publish_text
 from tools.gpu.device import device_to_measure
 from tools.gpu.page import page
 from tools.gpu.pieces import FACTS, catalogue, chosen
@@ -66,10 +65,10 @@ def main(budget_s: float, only: tuple[str, ...], paged: bool, dry_run: bool, res
     left = results.todo(asked)
     if left:
         why = "interrupted: what was measured is kept; " if interrupted else ""
-        log.info("%s%s left; the same command goes on: %s", why, counted(len(left), "piece"), left[0].key)
+        log.info("%s%s left; the same command goes on: %s", why, pluralize(len(left), "piece"), left[0].key)
     tried = [results.by_piece[piece.key] for piece in asked if piece.key in results.by_piece]
     if bad := [result for result in tried if not result.is_well]:
-        log.info("%s not as hoped, among them %s", counted(len(bad), "result"), bad[0].piece)
+        log.info("%s not as hoped, among them %s", pluralize(len(bad), "result"), bad[0].piece)
     sys.exit(130 if interrupted else 1 if bad else 0)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from stages.core.logs import configure_logging
+from stages.core.errors import configure_logging
 from stages.kit.memory_use import recognised_out_of_memory
 
 JOBS = {

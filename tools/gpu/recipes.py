@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.lineage import combined_digest, file_digest
-from stages.core.parent_death import end_with_parent
+from stages.core.signals import end_with_parent
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tools.gpu.device import Kind
 

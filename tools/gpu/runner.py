@@ -22,10 +22,9 @@ from typing import Any
 
 import psutil
 
-from stages.core.environment import stage_environment
+from stages.core.environment import stage_environment, usable_cores
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
-from stages.core.parent_death import end_with_parent
-from stages.core.threads import usable_cores
+from stages.core.signals import end_with_parent
 from stages.kit.launcher.process import triton_dir
 from stages.kit.reporting.tables import seconds_text
 from tools.gpu.device import Device

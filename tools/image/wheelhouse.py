@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest
-from stages.core.publish import published
+from stages.core.records import published
 
 SOURCE_ONLY = ("antlr4-python3-runtime", "flash-attn")
 """Packages that are published without a wheel; the image build makes them."""

@@ -24,11 +24,10 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from stages.core.documents import shown
-from stages.core.errors import UserError, bytes_text
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.errors import UserError, bytes_text, configure_logging
+from stages.core.params import load_params
 from stages.core.params.schema import Params
+from stages.core.records import shown
 from stages.kit.memory.fit import advice
 from stages.kit.planning.disk import comparison_text
 from stages.kit.reporting.tables import terminal_table

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import UserError, counted
-from stages.core.params.load import load_params
+from stages.core.environment import usable_cores
+from stages.core.errors import UserError, pluralize
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
-from stages.core.threads import usable_cores
 from stages.kit.launcher.gpus import leasable, read_gpus
 from stages.kit.launcher.pipeline import gpus_wanted
 from stages.kit.launcher.slurm import runs_in_slurm
@@ -50,7 +50,7 @@ def main(targets: tuple[str, ...], jobs: int | None, force: bool) -> None:
     with alone():
         steps, num_up_to_date = steps_of(targets, params.active.device, force=force)
         up_to_date = f"{num_up_to_date} up to date, " if num_up_to_date else ""
-        say(f"{up_to_date}{counted(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
+        say(f"{up_to_date}{pluralize(len(steps), 'stage')} to run, at most {jobs} at once; their output: {LOGS_DIR}/")
         options = ("--force",) if force else ()
         run = SideBySide(
             steps=steps,

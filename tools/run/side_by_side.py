@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from stages.core.errors import printable
-from stages.core.parent_death import end_with_parent
+from stages.core.signals import end_with_parent
 from stages.kit.launcher.process import forwarded_signals
 
 POLL_S = 0.05

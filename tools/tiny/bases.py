@@ -26,8 +26,8 @@ import click
 import torch
 from torch import Tensor, nn
 
-from stages.core.logs import configure_logging
-from stages.core.publish import published
+from stages.core.errors import configure_logging
+from stages.core.records import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.resume import seed_everything

@@ -23,11 +23,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from stages.core.cpu import pinned_instructions
-from stages.core.errors import OutOfMemory, UserError
+from stages.core.environment import pinned_instructions
+from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
-from stages.core.logs import configure_logging
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.certificate import base_model, certified_model
 from stages.kit.planning.plan import read_plan

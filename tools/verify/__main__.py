@@ -27,14 +27,14 @@ from tempfile import TemporaryDirectory
 import click
 import psutil
 
-from stages.core.dvc_cache import cache_dir
-from stages.core.errors import UserError, counted, printable, some
+from stages.core.environment import map_largest_first
+from stages.core.errors import UserError, join_truncated, pluralize, printable
+from stages.core.given_files import cache_dir
 from stages.core.lineage import LINEAGE_FILE, Lineage, content_digest, short, verified_lineage
-from stages.core.provenance import PROVENANCE_DIR, Provenance, read_provenance
-from stages.core.threads import map_largest_first
+from stages.core.provenance import PROVENANCE_DIR, Provenance
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
-from stages.kit.mixture.certificate import read_build_certificate
-from stages.kit.models.certificate import read_certificate
+from stages.kit.mixture.certificate import BuildCertificate
+from stages.kit.models.certificate import MergeCertificate
 from tools.verify.rerun import rerun
 
 DATA_DIR = Path("data")
@@ -112,15 +112,15 @@ def verify() -> int:
     for line in lines:
         click.echo(printable(line))
     if absent:
-        click.echo(f"not checked, as they are not here: {counted(absent, 'output')} of dvc.lock")
+        click.echo(f"not checked, as they are not here: {pluralize(absent, 'output')} of dvc.lock")
     checked = (
-        f"{counted(len(findings.makers) - absent, 'output')}, {counted(objects, 'cached object')}, "
-        f"{counted(len(lineages), 'model folder')}, {counted(len(records), 'record')} "
+        f"{pluralize(len(findings.makers) - absent, 'output')}, {pluralize(objects, 'cached object')}, "
+        f"{pluralize(len(lineages), 'model folder')}, {pluralize(len(records), 'record')} "
         f"in {time.monotonic() - started:.1f} s"
     )
     if lines:
         click.echo(
-            f"DAMAGED: {counted(len(lines), 'path')}; fix them from the top, then run make verify again. {checked}"
+            f"DAMAGED: {pluralize(len(lines), 'path')}; fix them from the top, then run make verify again. {checked}"
         )
         return 1
     click.echo(f"OK: all outputs match their records. {checked}")
@@ -173,7 +173,7 @@ def check_outputs(
     unlocked = [record for record in records.values() if _is_newer(record, findings, changed, digests)]
     for output, files in changed.items():
         stage, place = findings.makers[output], shlex.quote(output)
-        problem = "differs from dvc.lock" + (f" in {some(files)}" if files else "")
+        problem = "differs from dvc.lock" + (f" in {join_truncated(files)}" if files else "")
         fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
         if any(record.stage == stage for record in unlocked):
             problem, fix = "is newer than dvc.lock: dvc ended before it recorded it", f"dvc repro {stage}"
@@ -216,10 +216,10 @@ def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> 
         path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
         try:
             if lineage.kind == "merged":
-                merge = read_certificate(path, lineage.name)
+                merge = MergeCertificate.read(path)
                 certified, problems = merge.merged_digest, merge.problems()
             else:
-                build = read_build_certificate(path)
+                build = BuildCertificate.read(path)
                 certified, problems = build.built_digest, build.problems()
         except UserError as error:
             findings.add(path, _problem(error))
@@ -255,7 +255,7 @@ def report_published(folder: Path, key: Path | None) -> int:
     checked = check_published(folder, key)
     if checked.problems:
         click.echo(printable("\n".join(checked.problems)))
-        click.echo(f"DAMAGED: {counted(len(checked.problems), 'file')} of {folder}; download it again")
+        click.echo(f"DAMAGED: {pluralize(len(checked.problems), 'file')} of {folder}; download it again")
         return 1
     assert checked.model is not None
     for record in checked.records:
@@ -272,7 +272,7 @@ def _read_records(findings: Findings) -> dict[Path, Provenance]:
     records = {}
     for path in _data_files(f"{Path(PROVENANCE_DIR).name}/**/*.json"):
         try:
-            records[path] = read_provenance(path)
+            records[path] = Provenance.read(path)
         except UserError as error:
             findings.add(path, _problem(error))
     return records

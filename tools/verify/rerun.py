@@ -18,11 +18,11 @@ from typing import Any
 import click
 from ruamel.yaml import YAML
 
-from stages.core.documents import nearest
-from stages.core.dvc_cache import cache_dir
-from stages.core.errors import UserError, counted, listed
-from stages.core.params.load import load_params
-from stages.core.provenance import Provenance, read_provenance
+from stages.core.errors import UserError, listed, pluralize
+from stages.core.given_files import cache_dir
+from stages.core.params import load_params
+from stages.core.provenance import Provenance
+from stages.core.records import nearest
 from stages.core.signals import handling
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages, source_of
 from stages.kit.launcher.process import forwarded_signals
@@ -68,7 +68,7 @@ def rerun(workspace_dir: Path, name: str) -> int:
     if not different:
         click.echo(f"OK: {name} came out the same again, byte for byte, apart from measured times and memory")
         return 0
-    click.echo(f"{name} came out DIFFERENT in {counted(len(different), 'file')}:")
+    click.echo(f"{name} came out DIFFERENT in {pluralize(len(different), 'file')}:")
     for path, where in different.items():
         click.echo(f"  {path}: {where}")
     click.echo(f"the records of the two runs differ in: {', '.join(reasons) or 'nothing'}")
@@ -195,4 +195,4 @@ def _launch(folder: Path, stage: DeclaredStage) -> int:
 
 def _record(workspace_dir: Path, stage: DeclaredStage) -> Provenance | None:
     path = workspace_dir / (stage.provenance or "")
-    return read_provenance(path) if path.is_file() else None
+    return Provenance.read(path) if path.is_file() else None

@@ -1,0 +1,214 @@
+"""params.yaml: the only way a stage learns what a person asked for. The schema checks each value; here, the values
+together are checked.
+
+The file is read by YAML 1.2's rules: `dvc exp run -S recipes.x.learning_rate=1e-5` writes `1e-05`, which YAML 1.1
+readers take for text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from stages.core.given_files import require_own
+from stages.core.params.schema import (
+    OPTIMIZERS,
+    PARTS,
+    BaselineParams,
+    BuildParams,
+    DatasetParams,
+    Params,
+    PartsParams,
+    ProfileParams,
+    RecipeParams,
+    recipe_of,
+)
+from stages.core.records import nearest, read_settings, refusal
+
+OWN_JOB_OPTIONS = (
+    *("array", "batch", "bcast", "chdir", "error", "export", "get-user-env", "input", "job-name", "no-requeue"),
+    *("open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
+)
+"""Options of sbatch by which the launcher finds a job, and sets what the job runs and writes."""
+
+Problems = Iterator[tuple[str, str]]
+"""Dotted paths and the problem of each."""
+
+
+def load_params(path: Path = Path("params.yaml")) -> Params:
+    """Read and check the whole file: each value alone, and if those are right, the values together.
+
+    Raises UserError with every problem under its dotted path, and if the file is not a plain file of its folder.
+    """
+    if os.path.lexists(path):
+        require_own(path, path.parent)  # messages would quote the file that a link leads to, and a pipe never ends
+    params = read_settings(Params, path, hint="run from the top of the repository")
+    if found := list(cross_checks(params)):
+        raise refusal(path, found)
+    return params
+
+
+def cross_checks(params: Params) -> Problems:  # noqa: C901 - one loop for each section
+    """Settings that are each right alone and wrong together."""
+    yield from _top_level(params)
+    for name, baseline in params.baselines.items():
+        if not name.startswith("base-") or name in params.recipes:
+            yield f"baselines.{name}", "a baseline's name starts with 'base-' and is no recipe's"
+        yield from _names(f"baselines.{name}", baseline, params)
+    for name, recipe in params.recipes.items():
+        yield from _names(f"recipes.{name}", recipe, params)
+        yield from _recipe(f"recipes.{name}", recipe)
+        if recipe.loss == "router-labels":
+            yield from _router_labels(f"recipes.{name}", recipe, params.root(name), params)
+    yield from _cycles(params)
+    for name, build in params.builds.items():
+        yield from _names(f"builds.{name}", build, params)
+        yield from _build(f"builds.{name}", build, params)
+    for name, predictions in params.predictions.items():
+        if predictions.recipe not in params.recipes:
+            yield f"predictions.{name}.recipe", _unknown("recipe is called", predictions.recipe, params.recipes)
+        elif (task := params.recipes[predictions.recipe].task) != predictions.task:
+            found = f"{predictions.task}, though recipe {predictions.recipe} has the task {task}"
+            yield f"predictions.{name}.task", found
+    for name, profile in params.profiles.items():
+        yield from _profile(f"profiles.{name}", profile)
+        if profile.evaluation.engine == "vllm" and not params.models.keep_merged:
+            yield f"profiles.{name}.evaluation.engine", "vllm reads merged models; models.keep_merged leaves none"
+
+
+def _unknown(lacking: str, name: str, known: Collection[str]) -> str:
+    return f"no {lacking} {name!r}{nearest(name, known)}"
+
+
+def _top_level(params: Params) -> Problems:
+    if params.profile not in params.profiles:
+        yield "profile", _unknown("profile is called", params.profile, params.profiles)
+    if params.scored == "selection" and not params.data.selection:
+        yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
+    for kind in ("cpu", "gpu"):
+        for option in getattr(params.slurm, kind).options:
+            name = option.removeprefix("--").partition("=")[0]
+            # sbatch accepts the beginning of an option's name.
+            if any(own.startswith(name) or name.startswith(own) for own in OWN_JOB_OPTIONS):
+                yield f"slurm.{kind}.options", f"{option} belongs to the launcher"
+
+
+def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Problems:
+    """The base and the dataset exist."""
+    kind, name, *_ = subject.base.split("/")
+    lacking, known = {
+        "bases": ("profile has a base", {base for profile in params.profiles.values() for base in profile.bases}),
+        "builds": ("build is called", set(params.builds)),
+        "runs": ("recipe is called", set(params.recipes)),
+    }[kind]
+    if name not in known:
+        yield f"{here}.base", _unknown(lacking, name, known)
+    datasets = {dataset for profile in params.profiles.values() for dataset in profile.datasets}
+    if not isinstance(subject, BuildParams) and subject.data not in datasets:
+        yield f"{here}.data", _unknown("profile has a dataset", subject.data, datasets)
+
+
+def _recipe(here: str, recipe: RecipeParams) -> Problems:
+    if not recipe.parts.trained():
+        yield f"{here}.parts", "every part is frozen, so nothing would be trained"
+    if recipe.parts.trained("lora") and recipe.lora is None:
+        yield f"{here}.lora", "missing, though parts ask for it"
+    if recipe.quantization == "nf4" and recipe.parts.trained("full"):
+        yield f"{here}.quantization", "nf4 weights cannot be trained in full; use lora, or quantization: none"
+    for part in PARTS:
+        how = getattr(recipe.parts, part)
+        if recipe.lora is not None and (how == "lora") != (part in recipe.lora.targets):
+            found = "missing" if how == "lora" else "set"
+            yield f"{here}.lora.targets.{part}", f"{found}, though parts.{part} is {how}"
+        if how != "full" and part in recipe.full_targets:
+            yield f"{here}.full_targets.{part}", f"set, though parts.{part} is {how}"
+        if how == "frozen" and part in recipe.part_learning_rates:
+            yield f"{here}.part_learning_rates.{part}", f"set, though parts.{part} is frozen"
+
+
+def _router_labels(here: str, recipe: RecipeParams, root: str, params: Params) -> Problems:
+    """root: the base or build that the recipe goes back to."""
+    if recipe.parts != PartsParams(llm="full") or recipe.full_targets != {"llm": ("mlp.gate",)}:
+        gate_only = "parts: {llm: full} and full_targets: {llm: [mlp.gate]}"
+        yield f"{here}.full_targets", f"loss router-labels trains routers and nothing else; expected {gate_only}"
+    kind, _, name = root.partition("/")
+    if kind == "bases":
+        yield f"{here}.base", f"goes back to {root}, a dense model; loss router-labels trains the routers of a build"
+    elif kind == "builds" and name in params.builds and not params.builds[name].domains:
+        yield f"{here}.base", f"goes back to {root}, whose experts have no `domain`, which router-labels needs"
+
+
+def _profile(here: str, profile: ProfileParams) -> Problems:
+    memory, device, evaluation = profile.memory, profile.device, profile.evaluation
+    optimizer = OPTIMIZERS[memory.optimizer]
+    if profile.images and profile.images.min_pixels > profile.images.max_pixels:
+        yield f"{here}.images.min_pixels", "larger than max_pixels"
+    if device.kind == "cpu" and (memory.attn == "flash_attention_2" or optimizer.needs_gpu):
+        yield f"{here}.memory", "flash attention and 8-bit optimizers need device.kind: cuda"
+    if device.kind == "cpu" and memory.placement == "balanced":
+        yield f"{here}.memory.placement", "balanced needs several CUDA devices"
+    if memory.placement == "sharded" and not optimizer.shardable:
+        yield f"{here}.memory.optimizer", "an 8-bit optimizer cannot be sharded; take adamw_torch_fused"
+    if memory.placement == "sharded" and memory.quantization != "none":
+        yield f"{here}.memory.quantization", "nf4 weights cannot be sharded; set it to none, or take placement ddp"
+    if (device.total > 1) != (memory.placement != "single") or (device.nodes > 1 and memory.placement == "balanced"):
+        nodes = f" on each of {device.nodes} nodes" if device.nodes > 1 else ""
+        yield f"{here}.memory.placement", f"{memory.placement} with device.count {device.count}{nodes}"
+    if evaluation.max_length is not None and evaluation.max_length <= evaluation.max_new_tokens:
+        yield f"{here}.evaluation.max_length", "not more than max_new_tokens, which leaves no room for the question"
+    if evaluation.batch_size == "auto" and device.kind == "cuda" and device.memory_gb is None:
+        yield f"{here}.evaluation.batch_size", "auto needs device.memory_gb"
+    for name, dataset in profile.datasets.items():
+        yield from _dataset(f"{here}.datasets.{name}", dataset, profile.datasets)
+
+
+def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParams]) -> Problems:
+    mix = dataset.mix or {}
+    if (dataset.source == "mix") != bool(mix):
+        yield f"{here}.mix", f"{'set' if mix else 'missing'}, though the source is {dataset.source}"
+    if dataset.source == "mix" and dataset.limit is not None:
+        yield f"{here}.limit", "set, though mix says how much of each dataset to take"
+    if mix and not any(count is None or count > 0 for count in mix.values()):
+        yield f"{here}.mix", "takes no training sample of any dataset"
+    for part in mix:
+        if part not in datasets:
+            yield f"{here}.mix.{part}", f"the profile has no such dataset{nearest(part, datasets)}"
+        elif datasets[part].source == "mix":
+            yield f"{here}.mix.{part}", "is a mix itself"
+        elif datasets[part].task != dataset.task:
+            yield f"{here}.mix.{part}", f"has the task {datasets[part].task}, this one {dataset.task}"
+
+
+def _build(here: str, build: BuildParams, params: Params) -> Problems:
+    if build.top_k > len(build.experts):
+        yield f"{here}.top_k", f"{build.top_k}, though there are {len(build.experts)} experts"
+    for name in dict.fromkeys((*build.recipes, *build.domains)):
+        if max(build.recipes.count(name), build.domains.count(name)) > 1:
+            yield f"{here}.experts", f"{name} is named more than once"
+    if build.domains and len(build.domains) < len(build.experts):
+        yield f"{here}.experts", "some have a `domain` and others have none"
+    for expert in dict.fromkeys(build.recipes):
+        if expert not in params.recipes:
+            yield f"{here}.experts", _unknown("recipe is called", expert, params.recipes)
+            continue
+        if (task := params.recipes[expert].task) != build.task:
+            yield f"{here}.experts", f"{expert} has the task {task}, not {build.task}"
+        if (root := params.root(expert)) != build.base:
+            yield f"{here}.experts", f"{expert} comes from {root}, not from {build.base}"
+
+
+def _cycles(params: Params) -> Problems:
+    """The way from each recipe of a cycle through what it is made of back to itself; only of the first cycle found."""
+    made_of = {f"runs/{name}/merged": [recipe.base] for name, recipe in params.recipes.items()}
+    for name, build in params.builds.items():
+        made_of[f"builds/{name}"] = [f"runs/{expert}/merged" for expert in build.recipes]
+    try:
+        TopologicalSorter(made_of).prepare()
+    except CycleError as error:
+        *cycle, _ = reversed(error.args[1])
+        for index, folder in enumerate(cycle):
+            if recipe := recipe_of(folder):
+                way = (recipe_of(each) or each for each in (*cycle[index:], *cycle[:index], folder))
+                yield f"recipes.{recipe}.base", f"forms a cycle: {' -> '.join(way)}"

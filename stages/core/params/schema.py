@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import nearest
 from stages.core.errors import UserError
+from stages.core.records import nearest
 
 Part = Literal["vision", "projector", "llm"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "llm")
@@ -286,7 +286,7 @@ class PredictionsParams:
     task: Name
     """The recipe's; its `predictions` read the inputs."""
     recipe: Name
-    inputs: str
+    inputs: Annotated[str, Field(pattern=r"^data(/[^/.][^/]*)+$")]
     """A file below data/."""
 
 

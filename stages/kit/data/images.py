@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from stages.core.documents import shown
+from stages.core.records import shown
 
 if TYPE_CHECKING:
     from stages.kit.data.prepared import PreparedRow

@@ -19,10 +19,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 from pydantic import ConfigDict
 
-from stages.core.documents import read_json
-from stages.core.errors import UserError, counted, listed
+from stages.core.errors import UserError, listed, pluralize
 from stages.core.params.schema import DataParams, LimitParams
-from stages.core.publish import published
+from stages.core.records import published, read_record
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.parquet import read_rows, read_schema, write_rows
 from stages.kit.data.sources import READ_ON, Place
@@ -151,7 +150,7 @@ def write_prepared(
     if unused := stats["unused_files"]:
         log.warning("not read: %s", ", ".join(unused))
     if leaked := preparation.splits["train"].leaked:
-        log.warning("%s left out: in the validation split too", counted(len(leaked), "training sample"))
+        log.warning("%s left out: in the validation split too", pluralize(len(leaked), "training sample"))
     return stats
 
 
@@ -250,7 +249,7 @@ class _Preparation(Generic[R]):
         self._refuse_invalid(["train"])
         subjects = sorted({record.subject() for _, record in valid})  # digests, so their order is random
         if len(subjects) < 2:
-            found = counted(len(subjects), self.rules.subject)
+            found = pluralize(len(subjects), self.rules.subject)
             raise UserError(
                 f"{self.dataset.source} has only {found} to train on, and no validation files; expected at least 2, to "
                 "hold one out"
@@ -268,7 +267,7 @@ class _Preparation(Generic[R]):
         for name, split in self.splits.items():
             if not split.records:
                 left_out = split.invalid_rows + len(split.leaked)
-                why = f"; {counted(left_out, 'sample')} left out" if left_out else ""
+                why = f"; {pluralize(left_out, 'sample')} left out" if left_out else ""
                 raise UserError(
                     f"{self.dataset.source} has no valid sample in the split {name}{why}; expected at least one"
                 )
@@ -278,7 +277,7 @@ class _Preparation(Generic[R]):
         invalid = [f"{place}: {problem}" for split in splits.values() for place, problem in split.invalid]
         if not invalid or self.data.skip_invalid:
             return
-        found = counted(sum(split.invalid_rows for split in splits.values()), "invalid sample")
+        found = pluralize(sum(split.invalid_rows for split in splits.values()), "invalid sample")
         if empty := " and ".join(name for name, split in splits.items() if not split.num_valid):
             expected = f"Expected: {self.rules.expected}; {READ_ON}"
             advice = f"Nothing of {empty} is valid, so data.skip_invalid is no help. {expected}"
@@ -293,8 +292,8 @@ class _Preparation(Generic[R]):
         if not leaked or self.data.skip_invalid:
             return
         raise UserError(
-            f"{self.dataset.source} has {counted(len(leaked), 'training sample')} whose {self.rules.subject} is in the "
-            f"validation split too, which makes scores worthless:\n{listed(leaked)}\n"
+            f"{self.dataset.source} has {pluralize(len(leaked), 'training sample')} whose {self.rules.subject} is in "
+            f"the validation split too, which makes scores worthless:\n{listed(leaked)}\n"
             "Remove each from one of them, or leave the training ones out with data.skip_invalid: true in params.yaml"
         )
 
@@ -355,7 +354,7 @@ class Origin:
 
 def read_origin(prepared_dir: Path) -> Origin:
     """Reads stats.json. Raises UserError if it is missing or damaged."""
-    return read_json(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s prepare@{prepared_dir.name}")
+    return read_record(Origin, prepared_dir / STATS_FILE, fix=f"dvc repro -f -s prepare@{prepared_dir.name}")
 
 
 @dataclass(frozen=True)

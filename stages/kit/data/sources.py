@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from stages.core.errors import UserError, counted, listed
+from stages.core.errors import UserError, listed, pluralize
 from stages.core.given_files import given_files
 from stages.kit.data.parquet import count_rows, missing_columns, read_rows
 
@@ -165,6 +165,6 @@ def describe_folder(folder: Path) -> str:
     kinds = []
     for suffix, names in sorted(by_suffix.items(), key=lambda kind: -len(kind[1])):
         shown = names[:MAX_NAMED] + ["..."] * (len(names) > MAX_NAMED)
-        kinds.append(f"{counted(len(names), (suffix or 'other') + ' file')} ({', '.join(shown)})")
+        kinds.append(f"{pluralize(len(names), (suffix or 'other') + ' file')} ({', '.join(shown)})")
     more = " and others" if len(kinds) > MAX_NAMED or len(files) == MAX_FILES else ""
     return f"it holds {', '.join(kinds[:MAX_NAMED])}{more}"

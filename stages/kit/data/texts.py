@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from stages.core.documents import shown
 from stages.core.errors import UserError
+from stages.core.records import shown
 
 TextMetric = Literal["exact", "token_f1", "rouge_l", "chrf", "json", "perplexity"]
 TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", "perplexity")

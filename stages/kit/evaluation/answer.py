@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.memory_use import MemoryLog
@@ -213,7 +213,7 @@ def generate_answers(
             logged = now
             log.info("answered %d/%d  %.1f samples/s", len(answers), len(questions), len(answers) / (now - started))
     if num_cut:
-        log.warning("%s cut at max_new_tokens %d", counted(num_cut, "answer"), max_new_tokens)
+        log.warning("%s cut at max_new_tokens %d", pluralize(num_cut, "answer"), max_new_tokens)
     return [answers[index] for index in range(len(questions))]
 
 

@@ -25,10 +25,9 @@ from threading import Thread
 import psutil
 from pydantic import TypeAdapter
 
-from stages.core.dvc_cache import cache_dir
 from stages.core.environment import CERTIFICATES, container_environment
-from stages.core.errors import UserError, some
-from stages.core.given_files import CACHE_VARIABLE, stays_inside
+from stages.core.errors import UserError, join_truncated
+from stages.core.given_files import CACHE_VARIABLE, cache_dir, stays_inside
 from stages.core.provenance import Machine
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
 from stages.kit.launcher.pipeline import DeclaredStage
@@ -121,7 +120,7 @@ class Outputs:
             remove(place)
         if strays := sorted(self._strays(inputs)):
             raise UserError(
-                f"the stage wrote {some(strays, 3)}, which dvc.yaml does not declare; none of its outputs is taken"
+                f"the stage wrote {join_truncated(strays, 3)}, which dvc.yaml does not declare; no output is taken"
             )
         allowed = self.view_dir.stat().st_mode & 0o777  # the rights that the caller's umask leaves
         for out in self.stage.written:

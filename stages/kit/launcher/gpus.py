@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from stages.core.errors import UserError, bytes_text, counted
+from stages.core.errors import UserError, bytes_text, pluralize
 
 IDLE_BYTES = 2**30
 """At most in use on a GPU that counts as free: the driver's own memory, or a desktop's windows."""
@@ -149,7 +149,7 @@ def leased_gpus(
                 settled_at = time.monotonic() + SETTLE_S
                 waits_for = lease.held
                 if holders := ", ".join(f"GPU {gpu.index} is leased to {other}" for gpu, other in lease.held):
-                    say(f"waiting for {counted(count, 'GPU')}, {len(lease.free)} free: {holders}")
+                    say(f"waiting for {pluralize(count, 'GPU')}, {len(lease.free)} free: {holders}")
             if len(lease.free) + len(lease.held) < count and time.monotonic() >= settled_at:
                 raise UserError(lease.refusal())
             time.sleep(POLL_S)
@@ -194,7 +194,7 @@ class _Lease:
     def refusal(self) -> str:
         """The GPUs in use, and their processes as far as they are known."""
         tally = f"{len(self.free)} free, {len(self.held)} leased to other stages, {len(self.in_use)} in use"
-        lines = [f"{self.holder} wants {counted(self.count, 'GPU')}; {tally} by processes without a lease:"]
+        lines = [f"{self.holder} wants {pluralize(self.count, 'GPU')}; {tally} by processes without a lease:"]
         for gpu in self.in_use:
             used = "" if gpu.used_bytes is None else f": {_bytes(gpu.used_bytes)} of {_bytes(gpu.total_bytes)} in use"
             lines.append(f"  {gpu}{used}")
@@ -212,12 +212,12 @@ def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: st
     seen = list(gpus) if visible is None else _visible(gpus, visible)
     if len(seen) >= count:
         return seen
-    has = f"{counted(len(gpus), 'GPU')} that NVIDIA's driver shows"
+    has = f"{pluralize(len(gpus), 'GPU')} that NVIDIA's driver shows"
     if visible is not None:
         has += f", {len(seen)} of them in CUDA_VISIBLE_DEVICES={visible}"
     raise UserError(
-        f"{holder} wants {counted(count, 'GPU')}; this machine has {has}. Look at the output of nvidia-smi, or choose "
-        "another profile in params.yaml: one with a smaller device.count, or device.kind cpu"
+        f"{holder} wants {pluralize(count, 'GPU')}; this machine has {has}. Look at the output of nvidia-smi, or "
+        "choose another profile in params.yaml: one with a smaller device.count, or device.kind cpu"
     )
 
 
@@ -241,7 +241,7 @@ def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
         named = [gpu for gpu in gpus if entry == str(gpu.index) or (is_uuid and gpu.uuid.startswith(entry))]
         if len(named) != 1:
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES names {entry!r}, which is {counted(len(named), 'GPU')} here; "
+                f"CUDA_VISIBLE_DEVICES names {entry!r}, which is {pluralize(len(named), 'GPU')} here; "
                 f"expected indices or UUIDs of: {', '.join(f'{gpu} {gpu.uuid}' for gpu in gpus)}"
             )
         found += named

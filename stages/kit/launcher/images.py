@@ -16,8 +16,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.core.documents import read_settings
 from stages.core.lineage import file_digest
+from stages.core.records import read_settings
 
 STAGE_TARGETS = ("cpu", "cuda")
 """Images that stages run in, by device."""

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import click
 
-from stages.core.dvc_cache import cache_dir
 from stages.core.errors import OUT_OF_MEMORY, UserError
+from stages.core.given_files import cache_dir
 from stages.core.lineage import file_digest
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.core.parent_death import end_with_own_parent
+from stages.core.signals import end_with_own_parent
 from stages.kit.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.engines import Engine, choose_engine
 from stages.kit.launcher.gpus import Gpu, leased_gpus
@@ -49,7 +49,7 @@ from stages.kit.launcher.slurm_wait import StageJob, caller_pid
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import read_memory_record
+from stages.kit.planning.prediction import MemoryRecord
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
@@ -183,7 +183,7 @@ def run_down_the_ladder(
     memory_path = stage_run.workspace_dir / "data/runs" / stage_run.args[0] / "memory.json"
     predicted = ""
     if stage_run.stage == "train" and memory_path.exists():
-        record = read_memory_record(memory_path)
+        record = MemoryRecord.read(memory_path)
         predicted = f"The prediction for the plan was {record.summary()} (calibration: {record.calibration}).\n"
     raise UserError(
         f"{what} ran out of memory with every setting lowered that keeps its result. It tried, one after the other:\n"

@@ -23,13 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from stages.core.cpu import arithmetic, cpu_model
-from stages.core.environment import stage_environment
+from stages.core.environment import arithmetic, cpu_model, stage_environment, usable_cores
 from stages.core.errors import OUT_OF_MEMORY
-from stages.core.parent_death import end_with_parent
 from stages.core.provenance import Machine
-from stages.core.signals import SAME_REQUEST_S, handling
-from stages.core.threads import usable_cores
+from stages.core.signals import SAME_REQUEST_S, end_with_parent, handling
 
 if TYPE_CHECKING:  # a container starts this module first, and needs no dvc.yaml
     from stages.kit.launcher.pipeline import DeclaredStage

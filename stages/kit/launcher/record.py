@@ -19,7 +19,7 @@ from stages.core.environment import numeric_settings
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
-from stages.core.provenance import Provenance, read_provenance, write_provenance
+from stages.core.provenance import Provenance
 from stages.kit.launcher.engines import Engine
 from stages.kit.launcher.gpus import Gpu, driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
@@ -85,7 +85,7 @@ class ProvenanceRecorder:
         )
         path = self.stage_run.workspace_dir / self.stage.provenance
         try:
-            write_provenance(provenance, path)
+            provenance.write(path)
         except OSError as error:
             raise UserError(f"the record of {self.stage.name} cannot be written to {path}: {error}") from None
 
@@ -101,7 +101,7 @@ def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage:
     for maker in stages:
         read = inputs.keys() & set(maker.written)
         if read and maker.provenance is not None and (record := workspace_dir / maker.provenance).exists():
-            made = read_provenance(record).outputs
+            made = Provenance.read(record).outputs
             wrong += [
                 f"{path} is not what {maker.name} made, by its record in {maker.provenance}; "
                 f"rebuild it with: dvc repro -f -s {maker.name}"

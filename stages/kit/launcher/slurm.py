@@ -34,13 +34,13 @@ from typing import TextIO
 
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.core.publish import publish_text
+from stages.core.records import publish_text
 from stages.core.signals import ENDING
 from stages.kit.launcher.container import ASIDE_DIR, remove
 from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request, repository_of
 from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
 from stages.kit.planning.plan import DATA_PARALLEL, read_plan
-from stages.kit.planning.prediction import GIB, read_memory_record
+from stages.kit.planning.prediction import GIB, MemoryRecord
 from stages.kit.training.checkpoints import checkpoints_dir
 
 PLACES = ("here", "slurm")
@@ -226,7 +226,7 @@ def host_gib(request: Request) -> float:
         gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
     if plan.device.kind == "cpu":
         with suppress(UserError):
-            record = read_memory_record(runs_dir / request.name / "memory.json")
+            record = MemoryRecord.read(runs_dir / request.name / "memory.json")
             gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
     return MARGIN * gib
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import read_settings
+from stages.core.records import read_settings
 
 ASSUMED = "assumed"
 SHIPPED_PATH = Path(__file__).with_name("calibration.yaml")

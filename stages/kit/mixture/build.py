@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, write_lineage
-from stages.core.publish import publish_json, published
+from stages.core.records import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.mixture.certificate import TOLERANCE, BuildCertificate, Change
 from stages.kit.mixture.routing import measure_domains
@@ -96,7 +96,7 @@ def build_mixture(
         )
         if problems := certificate.problems():
             raise UserError(f"the build {built_dir.name} is not made of its experts: {'; '.join(problems)}")
-    publish_json(certificate, built_dir.with_name(f"{built_dir.name}.json"))
+    certificate.write(built_dir.with_name(f"{built_dir.name}.json"))
     return certificate
 
 

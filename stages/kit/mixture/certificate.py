@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.documents import read_json
+from stages.core.records import Record
 
 # Limit of the deviation between an expert's logits and those of the mixture that uses this expert alone, as a share of
 # the expert's. Only the order of additions differs; every limit is a small multiple of the dtype's rounding.
@@ -49,7 +49,7 @@ class Domain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildCertificate:
+class BuildCertificate(Record):
     build: str
     built_digest: str
     """Content digest of the built folder."""
@@ -61,6 +61,10 @@ class BuildCertificate:
     domains: dict[str, Domain]
     """Domain by expert."""
 
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro build@{path.stem}"
+
     def problems(self) -> list[str]:
         """The merge is wrong if an expert that changed only MLPs is not in the mixture whole."""
         return [
@@ -68,8 +72,3 @@ class BuildCertificate:
             for name, domain in self.domains.items()
             if not self.changes[name].outside and not domain.forced_deviation <= self.tolerance  # NaN is a problem too
         ]
-
-
-def read_build_certificate(path: Path) -> BuildCertificate:
-    """The certificate, whether it certifies a good build or not. Raises UserError if it is missing or damaged."""
-    return read_json(BuildCertificate, path, fix=f"dvc repro build@{path.stem}")

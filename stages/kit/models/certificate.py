@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from stages.core.documents import read_json
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, short, verified_lineage
 from stages.core.params.schema import Params, made_by
+from stages.core.records import Record
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeCertificate:
+class MergeCertificate(Record):
     recipe: str
     merged_digest: str
     """Content digest of the merged folder, with or without its weights (models.keep_merged)."""
@@ -76,6 +76,10 @@ class MergeCertificate:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro merge@{path.parent.name}"
+
     def problems(self) -> list[str]:
         found = []
         if not self.logit_deviation <= self.tolerance:  # a NaN is a problem too
@@ -91,14 +95,9 @@ class MergeCertificate:
         return found
 
 
-def read_certificate(path: Path, recipe: str) -> MergeCertificate:
-    """The certificate, whether it certifies a good merge or not. Raises UserError if it is missing or damaged."""
-    return read_json(MergeCertificate, path, fix=f"dvc repro merge@{recipe}")
-
-
 def require_certificate(path: Path, merged: Lineage) -> None:
     """Raises UserError unless `path` certifies exactly the content that `merged` records."""
-    certificate, fix = read_certificate(path, merged.name), f"rebuild it with: dvc repro merge@{merged.name}"
+    certificate, fix = MergeCertificate.read(path), f"rebuild it with: dvc repro merge@{merged.name}"
     if certificate.merged_digest != merged.digest:
         raise UserError(
             f"{path} certifies {short(certificate.merged_digest)}, but the folder holds {short(merged.digest)}; {fix}"

@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from stages.core.documents import nearest, shown
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
+from stages.core.records import nearest, shown
 
 log = logging.getLogger(__name__)
 

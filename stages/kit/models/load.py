@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from stages.core.errors import UserError, some
+from stages.core.errors import UserError, join_truncated
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.transformers_internals import balanced_device_map, layer_classes, mark_distributed
 from stages.kit.models.folders import read_config
@@ -211,7 +211,7 @@ def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:
     misplaced += [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != wanted]
     if misplaced:
         raise UserError(
-            f"offloaded away from {wanted}: {some(misplaced, 3)}; free its memory, or choose a profile that fits"
+            f"offloaded away from {wanted}: {join_truncated(misplaced, 3)}; free its memory, or use a profile that fits"
         )
 
 

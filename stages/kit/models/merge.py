@@ -17,13 +17,13 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from stages.core.environment import map_largest_first
 from stages.core.errors import UserError
 from stages.core.lineage import combined_digest, read_lineage, require_base, short
 from stages.core.params.schema import DeviceParams
-from stages.core.threads import map_largest_first
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules
-from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost, read_certificate
+from stages.kit.models.certificate import TOLERANCE, MergeCertificate, QuantizationCost
 from stages.kit.models.folders import has_weights
 from stages.kit.models.load import load_model, meta_model
 from stages.kit.models.prompts import Processor, encode, load_processor
@@ -162,7 +162,7 @@ def load_certified(folder: Path, *, device: DeviceParams, precision: str, attn: 
     base = load_model(base_dir, device=device, precision=precision, attn=attn)
     model = merge_trained(load_trained(base, trained_dir))
     found = combined_digest(weight_digests(model))
-    wanted = read_certificate(folder.with_name("merge.json"), lineage.name).weights_digest
+    wanted = MergeCertificate.read(folder.with_name("merge.json")).weights_digest
     if found != wanted:
         raise UserError(
             f"merging {trained_dir} into {base_dir} again gave weights {short(found)}, but {short(wanted)} were "

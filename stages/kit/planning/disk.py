@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import UserError, bytes_text, counted
+from stages.core.errors import UserError, bytes_text, pluralize
 from stages.core.params.schema import Params
 from stages.kit.planning.plan import Plan
 
@@ -75,6 +75,6 @@ def comparison_text(recipes: Mapping[str, DiskUse], bases: Mapping[str, int]) ->
     # One after the other: its checkpoints are gone before the next one trains, and so are weights that are not left.
     meanwhile = max(max(use.checkpoints_bytes, use.merged_bytes * (not use.keeps_merged)) for use in recipes.values())
     return (
-        f"{bytes_text(left)} for {counted(len(recipes), 'recipe')} and {counted(len(bases), 'base')}, up to "
+        f"{bytes_text(left)} for {pluralize(len(recipes), 'recipe')} and {pluralize(len(bases), 'base')}, up to "
         f"{bytes_text(meanwhile)} more while they run, data apart; {bytes_text(shutil.disk_usage('.').free)} free here"
     )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from ruamel.yaml import YAML
 
-from stages.core.documents import damaged, read_json, read_yaml, shown
 from stages.core.errors import UserError
 from stages.core.params.schema import (
     PARTS,
@@ -34,7 +30,7 @@ from stages.core.params.schema import (
     Rate,
     Seed,
 )
-from stages.core.publish import publish_text
+from stages.core.records import Record, shown
 from stages.kit.families import family_of
 
 if TYPE_CHECKING:
@@ -65,7 +61,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class Plan:
+class Plan(Record):
     recipe: str
     profile: str
     task: str
@@ -76,7 +72,7 @@ class Plan:
     """The form of the answer, if the task has several."""
     device: DeviceParams
     instructions: str | None = None
-    """Instruction set of the CPU, e.g. "avx2" (core/cpu.py); None in a preview."""
+    """Instruction set of the CPU, e.g. "avx2" (core/environment.py); None in a preview."""
     placement: Literal["single", "ddp", "sharded", "balanced"]
     precision: Literal["fp32", "fp16", "bf16"]
     quantization: Literal["none", "nf4"]
@@ -106,6 +102,25 @@ class Plan:
     seed: Seed
     trainable: Annotated[dict[str, int], Field(default_factory=dict)]
     """Trainable parameters by part, in total, and all parameters; from the model's real geometry."""
+
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro -f -s plan@{path.parent.name}"
+
+    def faults(self, path: Path) -> dict[str, str]:
+        """Problems by field: values that resolve_plan never writes."""
+        found = {}
+        if self.recipe != path.parent.name:
+            found["recipe"] = f"this is the plan of {shown(self.recipe)}"
+        for name, form in (
+            ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
+            ("data_dir", r"data/prepared/[^/]+"),
+        ):
+            if not re.fullmatch(form, value := getattr(self, name)) or ".." in Path(value).parts:
+                found[name] = f"{shown(value)} is no such folder of the pipeline"
+        if self.trainable and self.trainable.keys() != {*PARTS, "total", "all"}:
+            found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
+        return found
 
     @property
     def on_gpu(self) -> bool:
@@ -255,35 +270,6 @@ def without_padding(plan: Plan, wanted: PaddingFree, config: PreTrainedConfig) -
     return True, "the GPU has variable-length attention"
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    yaml = YAML()
-    yaml.default_flow_style = False
-    text = io.StringIO()
-    # Through JSON, so that tuples and numbers are YAML's plain ones.
-    yaml.dump(json.loads(json.dumps(asdict(plan))), text)
-    publish_text(text.getvalue(), path)
-
-
 def read_plan(recipe: str, *, runs_dir: Path = Path("data/runs")) -> Plan:
     """The plan of a recipe. Raises UserError if it is missing, damaged or another recipe's."""
-    path, fix = runs_dir / recipe / "plan.yaml", f"dvc repro -f -s plan@{recipe}"
-    plan = read_json(Plan, path, fix=fix, read=read_yaml)
-    if faults := _faults(plan, recipe):
-        raise damaged(path, faults, fix=fix)
-    return plan
-
-
-def _faults(plan: Plan, recipe: str) -> dict[str, str]:
-    """Problems by field: values that resolve_plan never writes."""
-    found = {}
-    if plan.recipe != recipe:
-        found["recipe"] = f"this is the plan of {shown(plan.recipe)}"
-    for name, form in (
-        ("base_dir", r"data/((bases|builds)/[^/]+|runs/[^/]+/merged)"),
-        ("data_dir", r"data/prepared/[^/]+"),
-    ):
-        if not re.fullmatch(form, value := getattr(plan, name)) or ".." in Path(value).parts:
-            found[name] = f"{shown(value)} is no such folder of the pipeline"
-    if plan.trainable and plan.trainable.keys() != {*PARTS, "total", "all"}:
-        found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
-    return found
+    return Plan.read(runs_dir / recipe / "plan.yaml")

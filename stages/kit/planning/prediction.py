@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import read_json
-from stages.core.publish import publish_text
+from stages.core.records import Record
 
 GIB = 2**30
 
@@ -102,7 +99,7 @@ class GpuRecord:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class MemoryRecord:
+class MemoryRecord(Record):
     """data/runs/RECIPE/memory.json: a prediction as metrics that experiments are compared by; amounts in GiB."""
 
     verdict: str
@@ -134,6 +131,10 @@ class MemoryRecord:
         usable = "" if self.usable_gib is None else f" of {self.usable_gib:.2f} usable"
         return f"{self.total_gib:.2f} GiB{usable}, fullest in {self.peak_phase}: {listed}"
 
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro -f -s plan@{path.parent.name}"
+
 
 def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
     """Metrics: predicted and measured peak of all tensors, and the relative error.
@@ -160,15 +161,3 @@ def in_gib(num_bytes: int) -> float:
 
 def all_in_gib(sizes: Mapping[Name, int]) -> dict[Name, float]:
     return {name: in_gib(size) for name, size in sizes.items()}
-
-
-def write_memory_record(record: MemoryRecord, path: Path) -> None:
-    fields = asdict(record)
-    if not record.gpus:
-        del fields["gpus"]
-    publish_text(json.dumps(fields, indent=2) + "\n", path)
-
-
-def read_memory_record(path: Path) -> MemoryRecord:
-    """Raises UserError if it is missing or damaged."""
-    return read_json(MemoryRecord, path, fix=f"dvc repro -f -s plan@{path.parent.name}")

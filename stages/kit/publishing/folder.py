@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from yaml import YAMLError
 
-from stages.core.errors import UserError, bytes_text, counted, listed, means_full_disk
+from stages.core.errors import UserError, bytes_text, is_disk_full, listed, pluralize
 from stages.core.lineage import (
     LINEAGE_FILE,
     Lineage,
@@ -28,9 +28,9 @@ from stages.core.lineage import (
     read_lineage,
     short,
 )
-from stages.core.provenance import Provenance, read_provenance
-from stages.core.publish import published
-from stages.kit.models.certificate import read_certificate
+from stages.core.provenance import Provenance
+from stages.core.records import published
+from stages.kit.models.certificate import MergeCertificate
 from stages.kit.publishing.card import CARD_FILE, Publication, lineage_tree, write_card
 from stages.kit.publishing.signing import (
     KEY_FILE,
@@ -101,14 +101,14 @@ def write_folder(publication: Publication, run_dir: Path, published_dir: Path, *
                 f"run dvc repro evaluate@{run}; if nothing is out of date there, make verify says what to run again"
             )
     sizes = [path.stat().st_size for path in published_dir.rglob("*") if path.is_file()]
-    size = f"{counted(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
+    size = f"{pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
     log.info("%s: %s, signed by the key %s", published_dir, size, checked.key)
 
 
 def records_of(model: Lineage, evaluation: str, records_dir: Path) -> tuple[Provenance, ...]:
     """The records of all stages that trained and merged what the model comes from, and of its evaluation."""
     made = [f"{MAKERS[each.kind]}@{each.name}" for each in lineage_tree(model) if each.kind in MAKERS]
-    records = [read_provenance(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
+    records = [Provenance.read(records_dir / f"{stage}.json") for stage in dict.fromkeys((*made, evaluation))]
     return tuple(sorted(records, key=lambda record: record.ended))
 
 
@@ -200,7 +200,7 @@ def _chain_problems(model: Lineage, by_stage: Mapping[str, Provenance]) -> Itera
 def _evidence_problems(model: Lineage, folder: Path) -> Iterator[Problem]:
     """Problems of the certificate, and of the card's figures."""
     try:
-        certificate = read_certificate(folder / EVIDENCE_DIR / "merge.json", model.name)
+        certificate = MergeCertificate.read(folder / EVIDENCE_DIR / "merge.json")
         if certificate.merged_digest != model.digest or certificate.problems():
             yield f"{EVIDENCE_DIR}/merge.json", f"does not certify the model with content {short(model.digest)}"
     except UserError:
@@ -287,7 +287,7 @@ def _explained(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from None
     # The client raises RuntimeError for anything that happens while it sends a large file.
     except (HTTPError, OSError, RuntimeError) as error:
-        if means_full_disk(error):
+        if is_disk_full(error):
             raise
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:

@@ -21,16 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from stages.core.documents import read_json
 from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
-from stages.core.publish import published
+from stages.core.records import published, read_record
 from stages.kit.memory_use import StageMemory
-from stages.kit.models.certificate import MergeCertificate, read_certificate
+from stages.kit.models.certificate import MergeCertificate
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.statistics import Floats
-from stages.kit.training.records import TrainingRecord, read_record
+from stages.kit.training.records import TrainingRecord
 
 MODEL_LINEAGE_FILE = "model_lineage.json"
 """The lineage of the model evaluated. It has a name of its own, because lineage.json describes the folder it is in."""
@@ -146,17 +145,17 @@ def read_run(
         stage=stage,
         model=lineage.digest,
         base=lineage.parents["base"].lineage.digest if "base" in lineage.parents else None,
-        metrics=read_json(dict[str, Figure], metrics_path, fix=fix),
+        metrics=read_record(dict[str, Figure], metrics_path, fix=fix),
         samples=tuple(json.dumps(sample, ensure_ascii=False, default=repr) for sample in described),
         sample_ids=tuple(str(sample) for sample in rows.column(identity[0]).to_pylist()),
         columns={column: _numbers(rows, column, predictions_path, fix) for column in columns},
         plan=read_plan(name, runs_dir=run_dir.parent) if trained else None,
-        training=read_record(run_dir / "training/training.json") if trained else None,
-        certificate=read_certificate(run_dir / "merge.json", name) if trained else None,
+        training=TrainingRecord.read(run_dir / "training/training.json") if trained else None,
+        certificate=MergeCertificate.read(run_dir / "merge.json") if trained else None,
         loss=_read_curve(run_dir / LOSS_CURVE, _fix(f"train@{name}")) if trained else None,
         examples={kind: tuple(sorted((run_dir / EXAMPLES_DIR).glob(f"{kind}-*.png"))) for kind in EXAMPLE_KINDS},
         memory=tuple(
-            read_json(StageMemory, path, fix=_fix(maker))
+            read_record(StageMemory, path, fix=_fix(maker))
             for maker, path in (memory_by_stage or {}).items()
             if path.is_file()
         ),

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
-from stages.core.errors import some
+from stages.core.errors import join_truncated
 from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
@@ -472,7 +472,7 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
         changed.setdefault(name, set()).update(record.changed_code)
         codes.setdefault(_stage(record), set()).add(record.code)
     warnings = [
-        f"{name} was made with changes that no commit has: {some(sorted(files))}."
+        f"{name} was made with changes that no commit has: {join_truncated(sorted(files))}."
         for name, files in changed.items()
         if files
     ]

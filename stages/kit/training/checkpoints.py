@@ -26,7 +26,7 @@ from typing import TextIO
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests
-from stages.core.publish import publish_text
+from stages.core.records import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
 

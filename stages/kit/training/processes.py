@@ -13,8 +13,7 @@ from torch.distributed.run import main as torchrun
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
-from stages.core.parent_death import end_with_own_parent
-from stages.core.signals import ENDING, GRACE_S, handled_signals
+from stages.core.signals import ENDING, GRACE_S, end_with_own_parent, handled_signals
 
 
 def is_first_process() -> bool:

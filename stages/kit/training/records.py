@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import read_json
 from stages.core.params.schema import TrackingParams
-from stages.core.publish import publish_text
+from stages.core.records import Record, publish_text
 from stages.kit.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ process's micro-batches, added up in fp32, before the step; and the gradient nor
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
-class TrainingRecord:
+class TrainingRecord(Record):
     recipe: str
     profile: str
     attempt: Count
@@ -53,6 +52,10 @@ class TrainingRecord:
     trainable: dict[str, Count]
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
+
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro -f -s train@{path.parent.parent.name}"
 
     @classmethod
     def of(
@@ -90,11 +93,6 @@ class TrainingRecord:
             f"{self.num_steps} steps in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
             f"peak {self.peak_memory_bytes / 2**30:.2f} GiB ({self.memory_kind})"
         )
-
-
-def read_record(path: Path) -> TrainingRecord:
-    """Raises UserError if the file is missing or damaged."""
-    return read_json(TrainingRecord, path, fix=f"dvc repro -f -s train@{path.parent.parent.name}")
 
 
 def write_trace(trace: Sequence[tuple[str, str]], path: Path) -> None:

@@ -36,7 +36,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
 import stages
-from stages.core.cpu import arithmetic
+from stages.core.environment import arithmetic
 from stages.core.errors import UserError
 from stages.core.lineage import Lineage, file_digest
 from stages.core.params.schema import OPTIMIZERS, CheckpointParams, DeviceParams

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, pluralize
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import UnreadableText, markup_problem
 from stages.tasks.amr.samples import decode, question, repaired
@@ -31,7 +31,7 @@ class Submission:
     """Sentences whose answer was replaced by EMPTY."""
 
     def summary(self) -> str:
-        return f"{counted(len(self.repaired), 'answer')} repaired, {len(self.empty)} replaced by an empty graph"
+        return f"{pluralize(len(self.repaired), 'answer')} repaired, {len(self.empty)} replaced by an empty graph"
 
 
 def read_inputs(path: Path) -> list[str]:
@@ -50,7 +50,7 @@ def read_inputs(path: Path) -> list[str]:
     else:
         numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
         if blank := numbered[-1][0] - len(numbered):
-            log.warning("%s: %s between sentences skipped", path, counted(blank, "blank line"))
+            log.warning("%s: %s between sentences skipped", path, pluralize(blank, "blank line"))
     for number, sentence in numbered:
         if not sentence:
             found = "no sentence above this" if sentence is None else "an empty sentence"

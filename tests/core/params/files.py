@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import Params
 from tests import ROOT
 

@@ -78,8 +78,8 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
             {"recipes.r2-vision-only.base": "runs/r3-two-stage/merged"},
             "recipes.r2-vision-only.base: forms a cycle: r2-vision-only -> r3-two-stage -> r2-vision-only",
         ),
-        ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x is for the launcher to set"),
-        ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x is for the launcher to set"),
+        ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x belongs to the launcher"),
+        ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x belongs to the launcher"),
         # Of a recipe
         ({f"{R1}.parts": {}}, f"{R1}.parts: every part is frozen"),
         ({f"{R1}.lora": None}, f"{R1}.lora: missing, though parts ask for it"),
@@ -143,7 +143,7 @@ NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
         ),
         ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr, though recipe"),
         *(
-            ({"predictions.example-sentences.inputs": inputs}, "inputs: expected a file of this checkout")
+            ({"predictions.example-sentences.inputs": inputs}, "example-sentences.inputs: string should match")
             for inputs in ("/srv/x.txt", "https://x.org/x.txt", "data/https://x.org/x.txt", "data/../x.txt", "data", "")
         ),
     ],

@@ -13,7 +13,7 @@ from hypothesis import given
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.planning.plan import resolve_plan
 from tests.core.params.files import SHIPPED, SHIPPED_RAW, refusal
 from tests.damage import at, damaged_text, damaged_tree, quick

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import PreparedRow

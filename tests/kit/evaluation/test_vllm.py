@@ -18,7 +18,7 @@ from PIL import Image
 
 from stages import evaluate
 from stages.core.errors import OUT_OF_MEMORY, UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.evaluation.answer import answered_tokens, load_answerer
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.engine import (

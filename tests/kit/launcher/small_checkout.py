@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.lineage import write_lineage
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.closure import import_closure
 
@@ -54,7 +54,7 @@ def small_checkout(workspace: Path, *, pipeline: str | None = None, **stages: st
     (base / "config.json").write_text("{}")
     write_lineage(base, kind="base", name="vlm", source={"folder": "tiny"})
     plan = resolve_plan(load_params(workspace / "params.yaml"), "r1-llm-only", train_samples=32)
-    write_plan(plan, workspace / "data/runs/r1-llm-only/plan.yaml")
+    plan.write(workspace / "data/runs/r1-llm-only/plan.yaml")
     return workspace
 
 

@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
@@ -22,7 +22,7 @@ from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps, stage_run_of
 from stages.kit.launcher.pipeline import Request, declared_stages, gpus_wanted, hub_cache
 from stages.kit.launcher.process import STAGES, ProcessEngine
-from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import CALLER, run, set_gpus, small_checkout
@@ -277,7 +277,7 @@ def planned(tmp_path: Path) -> Path:
     """A workspace with a plan of r1: 40 bytes are trained, 400 merged."""
     plan = resolve_plan(PARAMS, "r1-llm-only", train_samples=32)
     trainable = {"vision": 0, "projector": 0, "llm": 10, "total": 10, "all": 110}
-    write_plan(replace(plan, trainable=trainable), tmp_path / "data/runs/r1-llm-only/plan.yaml")
+    replace(plan, trainable=trainable).write(tmp_path / "data/runs/r1-llm-only/plan.yaml")
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.kit.launcher import slurm
 from stages.kit.launcher.launch import job_facts
@@ -24,7 +24,7 @@ from stages.kit.launcher.slurm import (
     runs_in_slurm,
 )
 from stages.kit.launcher.slurm_wait import StageJob
-from stages.kit.planning.plan import resolve_plan, write_plan
+from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
@@ -90,7 +90,7 @@ def planned(workspace: Path, **changes: Any) -> None:
     plan = resolve_plan(ON_GPU, RECIPE, train_samples=32)
     counts = {"vision": 0, "projector": 0, "llm": GIB, "total": GIB, "all": 8 * GIB}
     plan = replace(plan, trainable=counts, **{"dataloader_workers": 0, **changes})
-    write_plan(plan, workspace / "data/runs" / RECIPE / "plan.yaml")
+    plan.write(workspace / "data/runs" / RECIPE / "plan.yaml")
 
 
 def test_host_memory_holds_each_process_its_copy_of_the_model_and_a_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
 from stages.kit.families import FAMILIES
 from stages.kit.memory.calibration import load_calibration

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, decide, fullest_fit
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Prediction, beside_measured, read_memory_record, write_memory_record
+from stages.kit.planning.prediction import MemoryRecord, Prediction, beside_measured
 from tests.kit.planning.test_ladder import plan_with
 
 GIB = 2**30
@@ -186,8 +186,8 @@ def test_a_record_comes_back_as_it_was_written(capacity_gib: float | None, tmp_p
     for gpus in ((), (predicted(5), predicted(20))):
         fit = replace(fit, prediction=replace(fit.prediction, gpus=gpus), changes=("optimizer a -> b",))
         record = fit.record(start(capacity_gib))
-        write_memory_record(record, path)
-        assert read_memory_record(path) == record
+        record.write(path)
+        assert MemoryRecord.read(path) == record
         raw = json.loads(path.read_text())
         assert raw["verdict"] == raw["evaluation_verdict"] == ("unknown" if capacity_gib is None else "does not fit")
         assert (raw["total_gib"], raw["evaluation_gib"], raw["usable_gib"]) == (20, 20, capacity_gib)
@@ -211,4 +211,4 @@ def test_measured_and_predicted_are_of_the_same_phases_and_an_error_is_not_lost_
 
 def test_a_missing_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"memory\.json is missing; rebuild it with: dvc repro -f -s plan@"):
-        read_memory_record(tmp_path / "r1-llm-only/memory.json")
+        MemoryRecord.read(tmp_path / "r1-llm-only/memory.json")

@@ -11,14 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
-from stages.core.publish import publish_json
 from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.certificate import (
     TOLERANCE,
     BuildCertificate,
     Change,
     Domain,
-    read_build_certificate,
 )
 from stages.kit.mixture.routing import measure_domains, measure_routing
 from stages.kit.models.load import load_model
@@ -99,8 +97,8 @@ def test_each_expert_is_within_the_mixture_as_it_was(
         assert domain.routing.entropy == pytest.approx(1)
     written = certificate(found, precision)
     assert written.problems() == []
-    publish_json(written, tmp_path / "moe.json")
-    assert read_build_certificate(tmp_path / "moe.json") == written
+    written.write(tmp_path / "moe.json")
+    assert BuildCertificate.read(tmp_path / "moe.json") == written
 
 
 def test_an_expert_that_lost_a_matrix_is_found_out(

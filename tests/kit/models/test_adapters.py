@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, LoraParams, PartsParams
 from stages.kit.mixture.build import mixture_config
 from stages.kit.models.adapters import (

@@ -15,7 +15,6 @@ from torch import nn
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
 from stages.core.params.schema import DeviceParams, ImageParams, LoraParams, PartsParams
-from stages.core.publish import publish_json
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.adapters import (
     WEIGHTS_FILE,
@@ -155,20 +154,20 @@ def test_each_problem_fails_the_certificate(change: dict[str, Any], problem: str
 
 
 def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "merged").mkdir()
-    (tmp_path / "merged/config.json").write_text("{}")
-    merged = write_lineage(tmp_path / "merged", kind="merged", name="r1")
-    path = tmp_path / "merge.json"
+    (tmp_path / "r1/merged").mkdir(parents=True)
+    (tmp_path / "r1/merged/config.json").write_text("{}")
+    merged = write_lineage(tmp_path / "r1/merged", kind="merged", name="r1")
+    path = tmp_path / "r1/merge.json"
     good = replace(CERTIFICATE, merged_digest=merged.digest)
     with pytest.raises(UserError, match=r"is missing.*dvc repro merge@r1"):
         require_certificate(path, merged)
-    publish_json(good, path)
+    good.write(path)
     require_certificate(path, merged)
     for certificate, reason in (
         (CERTIFICATE, "certifies 000000000000, but the folder holds"),
         (replace(good, logit_deviation=1.0), "records a failed merge: logits deviate"),
     ):
-        publish_json(certificate, path)
+        certificate.write(path)
         with pytest.raises(UserError, match=reason):
             require_certificate(path, merged)
     for text in ("", "{}", "[]", json.dumps({**asdict(good), "more": 1})):

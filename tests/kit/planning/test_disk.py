@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import ModelParams
 from stages.kit.planning.disk import DiskUse, comparison_text, disk_use, require_room
 from stages.kit.planning.plan import Plan, resolve_plan

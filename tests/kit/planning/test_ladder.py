@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.planning.ladder import (
     AT_ONCE,

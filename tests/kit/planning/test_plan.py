@@ -11,12 +11,12 @@ from pydantic import TypeAdapter
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2MoeConfig
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.families import family_of
 from stages.kit.models.load import load_config
 from stages.kit.planning import plan as module
-from stages.kit.planning.plan import Plan, read_plan, resolve_plan, with_fused_kernels, without_padding, write_plan
+from stages.kit.planning.plan import Plan, read_plan, resolve_plan, with_fused_kernels, without_padding
 from tests import ROOT
 
 PARAMS = load_params(ROOT / "params.yaml")
@@ -40,7 +40,7 @@ def on(profile: str) -> Params:
 def test_every_recipe_resolves_on_every_profile_and_survives_the_file(profile: str, tmp_path: Path) -> None:
     for recipe in PARAMS.recipes:
         plan = resolve_plan(on(profile), recipe, train_samples=1083)
-        write_plan(plan, tmp_path / recipe / "plan.yaml")
+        plan.write(tmp_path / recipe / "plan.yaml")
         assert read_plan(recipe, runs_dir=tmp_path) == plan
 
 

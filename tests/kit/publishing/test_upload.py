@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from stages.core.errors import UserError
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.publishing.folder import check_published, upload
 from stages.kit.publishing.signing import sign, signing_key
 from stages.publish import publish_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT

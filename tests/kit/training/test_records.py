@@ -1,17 +1,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-from stages.core.publish import publish_json
-from stages.kit.training.records import read_record, write_trace
+from stages.kit.training.records import TrainingRecord, write_trace
 from tests.made_up_records import TRAINING
 
 
 def test_a_record_is_read_as_it_was_written_a_loss_that_is_no_number_included(tmp_path: Path) -> None:
     path = tmp_path / "r1/training/training.json"
-    publish_json(TRAINING, path)
-    assert read_record(path) == TRAINING
-    publish_json(replace(TRAINING, final_loss=float("nan")), path)
-    assert "loss nan" in read_record(path).summary()
+    TRAINING.write(path)
+    assert TrainingRecord.read(path) == TRAINING
+    replace(TRAINING, final_loss=float("nan")).write(path)
+    assert "loss nan" in TrainingRecord.read(path).summary()
 
 
 def test_a_trace_has_a_row_a_step(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import BuildParams, ExpertParams, Params
 from stages.kit.models.folders import PUBLISHED, geometry_config_path
 from tests import ROOT

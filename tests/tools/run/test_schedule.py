@@ -11,7 +11,7 @@ from dvc.repo import Repo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core.params.load import load_params
+from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.launcher.gpus import Gpu
 from tests import ROOT

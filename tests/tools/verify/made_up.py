@@ -19,8 +19,7 @@ from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
 from stages.core.lineage import content_digest, verified_lineage, write_lineage
-from stages.core.provenance import write_provenance
-from stages.core.publish import publish_json, published
+from stages.core.records import published
 from tests import ROOT
 from tests.made_up_records import CERTIFICATE, PROVENANCE
 
@@ -107,14 +106,14 @@ def merge(name: str) -> None:
     with published(run_dir / "merged") as folder:
         save_file(weights(2), folder / "model.safetensors")
         lineage = write_lineage(folder, kind="merged", name=name, parents=read)
-    publish_json(replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest), run_dir / "merge.json")
+    replace(CERTIFICATE, recipe=name, merged_digest=lineage.digest).write(run_dir / "merge.json")
 
 
 def record(path: str, inputs: list[str], outputs: list[str]) -> None:
     made = {path: content_digest(Path(path)) for path in outputs}
     read = {path: content_digest(Path(path)) for path in inputs}
     now = datetime.now(UTC).isoformat()
-    write_provenance(replace(PROVENANCE, stage=Path(path).stem, started=now, inputs=read, outputs=made), Path(path))
+    replace(PROVENANCE, stage=Path(path).stem, started=now, inputs=read, outputs=made).write(Path(path))
 
 
 if __name__ == "__main__":

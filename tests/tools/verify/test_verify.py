@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stages.core.lineage import read_lineage, write_lineage
-from stages.core.publish import publish_json
-from stages.kit.models.certificate import read_certificate
+from stages.kit.models.certificate import MergeCertificate
 from tests.made_up_records import BUILD_CERTIFICATE
 from tests.tools.verify.made_up import ENVIRONMENT, make_workspace, run
 from tools.verify.__main__ import main
@@ -167,10 +166,10 @@ def test_lineages_are_checked_without_dvc(unknown_to_dvc: Path) -> None:
 
 
 def test_a_wrong_certificate_of_a_merge_is_found(unknown_to_dvc: Path) -> None:
-    good = read_certificate(Path(CERTIFICATE), "r1")
+    good = MergeCertificate.read(Path(CERTIFICATE))
     wrong, failed = replace(good, merged_digest="0" * 64), replace(good, logit_deviation=float("nan"))
     for bad, problem in ((wrong, "certifies content 000000000000, "), (failed, "certifies a failure: logits deviate")):
-        publish_json(bad, Path(CERTIFICATE))
+        bad.write(Path(CERTIFICATE))
         found, command = findings()[CERTIFICATE]
         assert found.startswith(problem)
         assert command == "dvc repro -f -s merge@r1"
@@ -189,9 +188,9 @@ def test_a_build_is_compared_with_its_certificate(tmp_path: Path, monkeypatch: p
     Path("dvc.yaml").write_text("stages: {build: {cmd: none, outs: [data/builds/moe, data/builds/moe.json]}}")
     Path("params.yaml").write_text("{}")
     good = replace(BUILD_CERTIFICATE, built_digest=lineage.digest)
-    publish_json(good, path)
+    good.write(path)
     assert findings() == {}
-    publish_json(replace(good, domains={"a": replace(good.domains["a"], forced_deviation=1.0)}), path)
+    replace(good, domains={"a": replace(good.domains["a"], forced_deviation=1.0)}).write(path)
     assert findings()[str(path)][0].startswith("certifies a failure: expert a alone")
 
 

@@ -24,9 +24,10 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import GenerationConfig, PreTrainedModel
 
-from stages.core.errors import OutOfMemory, UserError, counted, listed
+from stages.core.errors import OutOfMemory, UserError, listed, pluralize
 from stages.core.params.schema import ProfileParams
-from stages.core.parent_death import end_with_parent
+from stages.core.records import Record
+from stages.core.signals import end_with_parent
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.evaluation.answer import Answerer, decoded, end_tokens, room_for_questions
@@ -68,7 +69,7 @@ TOLERANCE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCertificate:
+class EngineCertificate(Record):
     """vLLM answers as a run's own model does."""
 
     run: str
@@ -100,8 +101,8 @@ class EngineCertificate:
 
     def __str__(self) -> str:
         return (
-            f"{self.same_answers} of {counted(self.samples, 'answer')} are the same; log-probabilities of "
-            f"{counted(self.tokens, 'token')} are off by {self.mean_deviation:.1e} on average (at most "
+            f"{self.same_answers} of {pluralize(self.samples, 'answer')} are the same; log-probabilities of "
+            f"{pluralize(self.tokens, 'token')} are off by {self.mean_deviation:.1e} on average (at most "
             f"{self.tolerance.mean:g}) and by up to {self.log_prob_deviation:.1e} (at most {self.tolerance.largest:g})"
         )
 
@@ -223,12 +224,12 @@ class VllmEngine:
         for question, answer in unended:
             if len(answer.tokens) < settings.max_new_tokens:
                 raise UserError(
-                    f"vLLM ended the answer to {question.sample_id} after {counted(len(answer.tokens), 'token')}: "
+                    f"vLLM ended the answer to {question.sample_id} after {pluralize(len(answer.tokens), 'token')}: "
                     f"it has no room for more beside the question. Set max_length or a smaller max_new_tokens in the "
                     f"profile's evaluation, or take a GPU with more memory"
                 )
         if unended:
-            log.warning("%s cut at max_new_tokens %d", counted(len(unended), "answer"), settings.max_new_tokens)
+            log.warning("%s cut at max_new_tokens %d", pluralize(len(unended), "answer"), settings.max_new_tokens)
         own = answerer.answers(self.questions[:SAMPLES])
         results = []
         for question, answer, text, own_text in zip(self.questions, cut, texts, own, strict=False):
@@ -392,6 +393,6 @@ def require_alike(run: str, engine: str, results: Sequence[Compared], *, toleran
     """Raises UserError, which names the samples, if vLLM answers unlike our own model."""
     problem = f"{engine} does not answer as {run} does in transformers"
     if unlike := [f"{result.sample_id}: {result.unlike}" for result in results if result.unlike]:
-        raise UserError(f"{problem}, in {len(unlike)} of {counted(len(results), 'sample')}:\n{listed(unlike, 5)}")
+        raise UserError(f"{problem}, in {len(unlike)} of {pluralize(len(results), 'sample')}:\n{listed(unlike, 5)}")
     if not (mean := mean_deviation(results)) <= tolerance.mean:
         raise UserError(f"{problem}: log-probabilities are off by {mean:.2g} on average, more than rounding explains")

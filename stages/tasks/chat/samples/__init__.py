@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, get_args
 import pyarrow as pa
 from PIL import Image
 
-from stages.core.documents import shown
 from stages.core.errors import UserError
+from stages.core.records import shown
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row

@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import cut, dotted, shown
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files, require_own
 from stages.core.params.schema import STRICT, Text
+from stages.core.records import cut, dotted, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.parquet import read_rows
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
@@ -207,7 +207,7 @@ def parse_conversation(content: Mapping[str, Any]) -> ParsedConversation | list[
     if count and not positions:
         positions = [(next((at for at, each in enumerate(messages) if each.role == "user"), 0), 0)] * count
     elif count != len(positions):
-        problems.append(f"{counted(len(positions), 'part')} of the type image, but {counted(count, 'image')}")
+        problems.append(f"{pluralize(len(positions), 'part')} of the type image, but {pluralize(count, 'image')}")
     problems += _text_problems(messages, {number for number, _ in positions})
     if not problems:
         problems = order_problems(messages) or image_problems(messages, positions)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from scipy.optimize import linear_sum_assignment
 
-from stages.core.documents import cut
 from stages.core.errors import printable
+from stages.core.records import cut
 from stages.kit.statistics import figures
 from stages.tasks.detection.samples import Box, Decoded, DetectionRecord, codec_of, decode_boxes
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.core.documents import cut, nearest, shown
-from stages.core.errors import UserError, listed, some
+from stages.core.errors import UserError, join_truncated, listed
+from stages.core.records import cut, nearest, shown
 from stages.kit.data.parquet import read_schema
 from stages.kit.data.prepared import RawDataset, Rules, Sample
 from stages.kit.data.sources import READ_ON, describe_folder, parquet_folder, read_parquet_split, split_paths
@@ -98,7 +98,7 @@ def _form_of(folder: Folder, wanted: DataForm | None) -> str:
             f"{folder.root} has files of several forms:\n{found_forms}\nSay which is meant: `format` of the dataset's "
             f"`reader` in params.yaml, {' or '.join(signs)}"
         )
-    log.info("%s is read as %s, by %s", folder.root, name, "params.yaml" if wanted else some(signs[name], 1))
+    log.info("%s is read as %s, by %s", folder.root, name, "params.yaml" if wanted else join_truncated(signs[name], 1))
     return name
 
 

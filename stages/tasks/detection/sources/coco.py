@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import problems, shown
+from stages.core.records import problems, shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import cut, shown
 from stages.core.params.schema import STRICT, Text
+from stages.core.records import cut, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.texts import markup_problem
 from stages.tasks.detection.samples import PROMPT, TARGET, AnswerForm, Box, DetectionRecord, ScoredBoxes

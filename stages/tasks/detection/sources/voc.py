@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from stages.core.documents import shown
+from stages.core.records import shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits, split_of

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stages.core.documents import Unreadable, problems, read_yaml, refusal
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, pluralize
+from stages.core.records import Unreadable, problems, read_yaml, refusal
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import EmptyText, UnreadableText
 from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits
@@ -104,7 +104,7 @@ def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
                 raise UserError(f"{folder.root / place} cannot be read: {error}") from None
             listed = [str(PurePosixPath(place).parent / line) for line in lines]
             if lost := sorted(set(listed) - set(images)):
-                missing = counted(len(lost), "image")
+                missing = pluralize(len(lost), "image")
                 raise UserError(f"{folder.root / place} lists {missing} that the folder lacks: {', '.join(lost[:3])}")
             return listed
         if inside := [path for path in images if place == "." or PurePosixPath(place) in PurePosixPath(path).parents]:
@@ -157,7 +157,7 @@ def _boxes(lines: Sequence[str], names: dict[int, str]) -> dict[str, Any]:
         if len(fields) != 5 or not all(_NUMBER.fullmatch(each.lower()) for each in fields):
             outline = " of an outline; export boxes" if len(fields) > 6 and len(fields) % 2 else ""
             faults.append(
-                f"line {number} is {line.strip()[:60]!r}, {counted(len(fields), 'field')}{outline}; expected five "
+                f"line {number} is {line.strip()[:60]!r}, {pluralize(len(fields), 'field')}{outline}; expected five "
                 "numbers: class x_center y_center width height"
             )
         elif not fields[0].isdecimal() or int(fields[0]) not in names:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.core.documents import dotted, shown
+from stages.core.records import dotted, shown
 from stages.kit.data.prepared import Sample
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text

@@ -1,0 +1,272 @@
+"""Files that stages and people write: whole or absent, and read back as the dataclasses that they stand for."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import UnionType
+from typing import Any, Self, TypeVar, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.reader import ReaderError
+
+from stages.core.errors import UserError, join_truncated
+
+MAX_SHOWN_CHARS = 80
+
+MAX_DEPTH = 200
+"""Limit of lists and mappings within each other in a YAML file."""
+
+T = TypeVar("T")
+
+
+class Record:
+    """Base of a dataclass that one stage writes to a file and others read: JSON, or YAML by the file's suffix."""
+
+    @staticmethod
+    def fix(path: Path) -> str:
+        """The command that makes the file again."""
+        raise NotImplementedError
+
+    def faults(self, path: Path) -> dict[str, str]:
+        """Problems by dotted path that the types do not show."""
+        return {}
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises UserError, with the command that makes the file again, if it is missing or damaged."""
+        record = read_record(cls, path, fix=cls.fix(path))
+        if faults := record.faults(path):
+            raise damaged(path, faults, fix=cls.fix(path))
+        return record
+
+    def write(self, path: Path) -> None:
+        """Write the file whole, in place of an older one."""
+        assert is_dataclass(self)
+        text = io.StringIO()
+        if path.suffix == ".yaml":
+            yaml = YAML()
+            yaml.default_flow_style = False
+            # Through JSON, so that tuples and numbers are YAML's plain ones.
+            yaml.dump(json.loads(json.dumps(asdict(self))), text)
+        else:
+            json.dump(asdict(self), text, indent=2, ensure_ascii=False)
+            text.write("\n")
+        publish_text(text.getvalue(), path)
+
+
+def read_record(kind: type[T], path: Path, *, fix: str) -> T:
+    """A file that a stage wrote, as `kind`: JSON, or YAML by the file's suffix.
+
+    fix: the command that makes the file again, for the UserError that is raised if it is missing or damaged.
+    """
+    try:
+        return read_yaml(kind, path) if path.suffix == ".yaml" else TypeAdapter(kind).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
+    except Unreadable as error:
+        raise damaged(path, {"the file": str(error)}, fix=fix) from None
+    except ValidationError as error:
+        raise damaged(path, problems(error, kind), fix=fix) from None
+
+
+def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
+    """A YAML file that a person wrote. Raises UserError with every value that does not fit the dataclass.
+
+    hint: what to do if the file is missing.
+    """
+    try:
+        return read_yaml(kind, path)
+    except FileNotFoundError:
+        raise UserError("; ".join(filter(None, (f"{path} is missing", hint)))) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"{path} is not plain YAML: {error}") from None
+    except ValidationError as error:
+        raise refusal(path, problems(error, kind)) from None
+
+
+class Unreadable(ValueError):
+    """Raised for a file that is not a YAML document; the message is one line."""
+
+
+class _Constructor(SafeConstructor):
+    """Reads a date as text: JSON has no dates."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def read_yaml(kind: type[T], path: Path) -> T:
+    """A YAML 1.2 file as a dataclass.
+
+    Anchors are refused: a few lines of aliases can stand for billions of values, and `dvc exp run -S` changes every
+    place of an anchor, or loses it.
+    Raises Unreadable if it is not YAML, ValidationError if it does not fit the dataclass; OSError.
+    """
+    yaml, content = YAML(typ="safe"), path.read_bytes()
+    yaml.Constructor = _Constructor
+    try:
+        _refuse_depth_and_anchors(content)
+        text = json.dumps(yaml.load(content))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise Unreadable(where + " ".join((error.problem or error.context or "no YAML").split())) from None
+    except ReaderError as error:
+        raise Unreadable(f"{error.reason}, at position {error.position}") from None
+    except RecursionError:
+        raise Unreadable("lists and mappings are nested too deep") from None
+    # The latter for `!!int x`, for escapes beyond Unicode, and for sets.
+    except (YAMLError, AssertionError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise Unreadable(" ".join(str(error).split())) from None
+    # JSON mode is strict about types, yet takes a list for a tuple and 1 for 1.0, as a person writing YAML does.
+    return TypeAdapter(kind).validate_json(text, strict=True)
+
+
+def parse(kind: type[T], value: Any) -> T:
+    """A value out of a YAML file as a dataclass. Raises ValidationError if it does not fit."""
+    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
+
+def _refuse_depth_and_anchors(content: bytes) -> None:
+    """Raises Unreadable for an anchor or an alias, and RecursionError for deep nesting: libyaml's composer recurses for
+    each list in a list, until the process is killed."""
+    depth = 0
+    for event in YAML(typ="safe").parse(content):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if anchor := getattr(event, "anchor", None):
+            line = event.start_mark.line + 1
+            raise Unreadable(f"line {line}: the anchor {shown(anchor)} is refused; write out the value in each place")
+
+
+def refusal(path: Path, found: Mapping[str, str] | Iterable[tuple[str, str]]) -> UserError:
+    """The error for a file that a person wrote. found: all problems by dotted path; each gets a line of its own."""
+    lines = [f"{where}: {problem}" for where, problem in (found.items() if isinstance(found, Mapping) else found)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return UserError("\n  ".join([f"{path} has {count}:", *lines]))
+
+
+def damaged(path: Path, found: Mapping[str, str], *, fix: str) -> UserError:
+    """The error for a file that a stage wrote. found: all problems by dotted path; the first three are named."""
+    faults = [f"{where}: {what}" for where, what in found.items()]
+    return UserError(f"{path} is damaged: {join_truncated(faults, 3)}; rebuild it with: {fix}")
+
+
+def problems(error: ValidationError, kind: Any) -> dict[str, str]:
+    """The problems of a value that is not a valid `kind`, by dotted path; an unknown key with the nearest known one."""
+    found: dict[str, str] = {}
+    for details in error.errors(include_url=False):
+        *parent, last = details["loc"] or ("",)
+        if last == "[key]":  # the problem is a mapping's key, not its value
+            *parent, last = parent
+        if details["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            problem = f"unknown key{nearest(str(last), _keys_at(parent, kind))}"
+        elif details["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+            problem = "missing"
+        else:
+            message = " ".join(f"{details['msg'][0].lower()}{details['msg'][1:]}".split())
+            problem = f"{message}, found {shown(details['input'])}"
+        found.setdefault(dotted((*parent, last) if details["loc"] else ()), problem)
+    return found
+
+
+def _keys_at(steps: Iterable[str | int], kind: Any) -> list[str]:
+    """The keys that a dataclass may have below a path."""
+    here = kind
+    for step in steps:
+        here = get_type_hints(here).get(str(step)) if is_dataclass(here) else _values(here)
+        if isinstance(here, UnionType):
+            here = get_args(here)[0]
+        if not (is_dataclass(here) or get_args(here)):
+            return []
+    return [field.name for field in fields(here)] if is_dataclass(here) else []
+
+
+def _values(kind: Any) -> Any:
+    """The type of the values of a mapping, or of a tuple of any length."""
+    return next(arg for arg in reversed(get_args(kind)) if arg is not ...)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'rank'?)`, or nothing."""
+    # It takes the square of a name's length.
+    match = get_close_matches(name, list(known), n=1) if len(name) <= MAX_SHOWN_CHARS else []
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def dotted(steps: Iterable[str | int]) -> str:
+    """`recipes.r1.lora.rank`, on one line whatever the keys hold; "the file" for no steps."""
+    return ".".join(str(step) if re.fullmatch(r"[\w/@+-]{1,80}", str(step)) else shown(step) for step in steps) or (
+        "the file"
+    )
+
+
+def shown(value: Any) -> str:
+    """The value as Python writes it, on one line, cut to MAX_SHOWN_CHARS."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+@contextmanager
+def published(folder: Path, *, keep: bool = True) -> Iterator[Path]:
+    """A folder to write into, which gets its name only when the block ends without an error.
+
+    Replaces an older `folder` as a whole; after an error that is left as it was. keep: False discards what is written,
+    for all but one process of a distributed run.
+    """
+    if not keep:
+        with TemporaryDirectory() as scratch:
+            yield Path(scratch)
+        return
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _apply_umask(aside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+
+
+def _apply_umask(folder: Path) -> None:
+    """Give a new folder's files the mode that the umask says; safetensors makes its own readable by the owner alone.
+
+    A file with a second hard link lies in a cache too, and is left as it is.
+    """
+    mode = folder.stat().st_mode & 0o666  # of a folder that mkdir has just made: what the umask leaves
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            path.chmod(mode)
+
+
+def publish_text(text: str, path: Path) -> None:
+    """Write a file whole, in place of an older one; never into that: it may be a hard link to DVC's cache."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
