@@ -211,7 +211,7 @@ def _source_text(root: Lineage) -> str:
 def _ingredient(kind: str, name: str, source: str, params: Params) -> Ingredient:
     # params.yaml gives licences to sources without their revision.
     return Ingredient(
-        name=name, kind=kind, source=source, licence=params.licenses.get(source.rpartition("@")[0] or source)
+        name=name, kind=kind, source=source, licence=params.license_of(source.rpartition("@")[0] or source)
     )
 
 
