@@ -1,13 +1,13 @@
 """Let a model answer the validation samples, and score its answers.
 
 Reads   data/runs/RECIPE/merged/ and its certificate (or, for a baseline, the base itself), the prepared data
-Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}, and all that a report needs of the run to
-        data/report/TASK/runs/RECIPE/, the certificate too where vLLM answers; what the process held to
+Writes  data/runs/RECIPE/{metrics.json, predictions.parquet, examples/}; the files of the run that a report needs to
+        data/report/TASK/runs/RECIPE/, with the certificate if vLLM answers; the process memory to
         data/report/TASK/memory/RECIPE/evaluate.json
 Run     docker/run evaluate r1-llm-only
         docker/run evaluate base-vlm
 
-Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt with half the batch.
+Exits with code 79 on out-of-memory; the launcher restarts it with half the batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(name: str, attempt: int) -> None:
     model_dir, lineage = certified_model(params, name)
     answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
     samples, scoring = load_task(subject.task, "samples"), load_task(subject.task, "scoring")
-    if hasattr(scoring, "check"):  # what it measures with, where that can be wrong
+    if hasattr(scoring, "check"):  # before a model is loaded
         scoring.check()
 
     profile = params.active
@@ -95,7 +95,7 @@ def main(name: str, attempt: int) -> None:
 
 
 def memory_metrics(run_dir: Path) -> dict[str, float]:
-    """How well the plan foresaw training's memory; nothing where memory ran out and other settings were taken."""
+    """Training's predicted and measured memory; empty if memory ran out and training used other settings."""
     training = TrainingRecord.read(run_dir / "training/training.json")
     if training.attempt:
         return {}

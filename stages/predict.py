@@ -1,10 +1,10 @@
-"""Let a trained model answer what nobody knows the truth of, and write its answers in the form of the task.
+"""Let a trained model answer unlabeled inputs, and write its answers in the form of the task.
 
 Reads   predictions.NAME; the merged model of its recipe and its certificate; the file of inputs
 Writes  data/predictions/NAME.txt
 Run     docker/run predict example-sentences
 
-Ends with a code of its own where memory runs out; the launcher then starts it anew, each attempt with half the batch.
+Exits with code 79 on out-of-memory; the launcher restarts it with half the batch.
 """
 
 from __future__ import annotations

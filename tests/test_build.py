@@ -1,4 +1,4 @@
-"""From a dense base to experts, to their mixture, and on from there, on the smallest model."""
+"""From a dense base to experts, their mixture, and a recipe on the mixture, with the smallest model."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def params_of(base_dir: Path) -> dict[str, Any]:
 
 
 def write_prepared(folder: Path) -> None:
-    """Sentences of a few words each, as `prepare` leaves them."""
+    """Sentences of a few words each, in the form of `prepare`."""
     folder.mkdir(parents=True)
     for split, count in (("train", 8), ("val", 3)):
         sentences = [f"Tôi đọc {'rất nhiều ' * (number % 3)}sách {number} ." for number in range(count)]
@@ -73,7 +73,7 @@ def write_prepared(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace with a mixture of two experts, and what a recipe made of it."""
+    """A workspace with a mixture of two experts, and a recipe that started from it."""
     workspace = tmp_path_factory.mktemp("workspace")
     base_dir = save_base(workspace / "dense", max_position_embeddings=4096)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ def workspace(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return moved
 
 
-def test_a_build_is_certified_and_names_what_it_was_made_from(built: Path) -> None:
+def test_a_build_is_certified_and_has_its_lineage(built: Path) -> None:
     folder = built / "data/builds/moe"
     lineage = read_lineage(folder)
     assert (lineage.kind, lineage.name) == ("built", "moe")
@@ -120,7 +120,7 @@ def test_a_build_is_certified_and_names_what_it_was_made_from(built: Path) -> No
     assert 0 < held["after_load"]["used_bytes"] <= held["end"]["peak_bytes"]
 
 
-def test_what_starts_from_a_build_comes_from_it_and_from_its_base(built: Path) -> None:
+def test_a_recipe_trains_all_of_a_build_but_the_shared_expert(built: Path) -> None:
     lineage = read_lineage(built / "data/runs/after/merged")
     assert lineage.parents["base"].lineage == read_lineage(built / "data/builds/moe")
     assert lineage.root() == read_lineage(built / "data/bases/llm")
@@ -139,15 +139,21 @@ def test_experts_that_changed_more_than_mlps_are_built_with_a_warning(workspace:
     write_params(raw)
     for stage in ("plan", "train", "merge"):
         done(stage, "expert-whole")
-    said = run("build", "moe").output
-    assert re.search(r"expert expert-whole changed all else by \S+ of its norm, which is lost", said)
-    assert "expert expert-ptr changed all else" not in said
-    changes = json.loads(Path("data/builds/moe.json").read_text())["changes"]
-    assert changes["expert-whole"]["outside"] > 0 == changes["expert-ptr"]["outside"]
+    output = run("build", "moe").output
+    assert re.search(r"expert expert-whole changed all else by \S+ of its norm, which is lost", output)
+    assert "expert expert-ptr changed all else" not in output
 
 
-def test_the_same_expert_twice_is_refused_by_its_content(workspace: Path) -> None:
+def test_unfit_experts_are_refused_and_the_last_build_stays(workspace: Path) -> None:
     before = read_lineage(Path("data/builds/moe"))
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    for number, expert in enumerate(raw["builds"]["moe"]["experts"]):
+        expert["domain"] = f"domain-{number}"
+    write_params(raw)
+    assert "expert expert-full has the domain domain-0, but task amr has none" in refused("build", "moe")
+    for expert in raw["builds"]["moe"]["experts"]:
+        del expert["domain"]
+    write_params(raw)
     one, two = (Path("data/runs") / name / "merged" for name in EXPERTS)
     shutil.rmtree(two)
     shutil.copytree(one, two)
@@ -160,17 +166,9 @@ def test_the_same_expert_twice_is_refused_by_its_content(workspace: Path) -> Non
     ("damaged", "fix"),
     [("runs/expert-ptr/merged", "merge@expert-ptr"), ("bases/llm", "base@llm"), ("builds/moe", "build@moe")],
 )
-def test_what_no_longer_is_what_it_was_is_refused_with_what_fixes_it(workspace: Path, damaged: str, fix: str) -> None:
+def test_changed_content_is_refused_with_the_stage_that_rebuilds_it(workspace: Path, damaged: str, fix: str) -> None:
     (Path("data") / damaged / "config.json").open("a").write(" ")
-    stage, name = ("train", "after") if damaged.startswith("builds") else ("build", "moe")
-    assert f"rebuild it with: dvc repro -f -s {fix}" in refused(stage, name)
-    if stage == "train":
-        assert f"rebuild it with: dvc repro -f -s {fix}" in refused("evaluate", "base-moe")
-
-
-def test_a_domain_that_the_task_does_not_know_is_refused(workspace: Path) -> None:
-    raw = YAML(typ="safe").load(Path("params.yaml"))
-    for number, expert in enumerate(raw["builds"]["moe"]["experts"]):
-        expert["domain"] = f"domain-{number}"
-    write_params(raw)
-    assert "expert expert-full has the domain domain-0, but task amr has none" in refused("build", "moe")
+    for stage, name in (
+        (("train", "after"), ("evaluate", "base-moe")) if damaged.startswith("builds") else (("build", "moe"),)
+    ):
+        assert f"rebuild it with: dvc repro -f -s {fix}" in refused(stage, name)

@@ -37,7 +37,7 @@ class Vision:
     tower: str
     """Regular expression that matches the beginning of its modules' full names."""
     projector: str
-    """The same for the projector; wins over `tower`."""
+    """Regular expression of the projector, which wins over `tower`."""
     linears: tuple[str, ...]
     """Ends of the names of the tower's linear layers: `all-linear` of lora.targets.vision."""
     tokens: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Trainers of mixtures: RecipeTrainer with a loss that balances the experts, or with the labels of their routers."""
+"""Trainers of mixtures: RecipeTrainer with a loss that balances the experts, or with labels for the routers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stages.kit.training.trainer import RecipeTrainer
 
 
 def make_trainer(plan: Plan, *, model: PreTrainedModel | PeftModel, **rest: Any) -> RecipeTrainer:
-    """The trainer that the plan asks for: of routers, of a mixture, or of a dense model. rest: as RecipeTrainer."""
+    """The plan's trainer: of routers, of a mixture, or of a dense model. rest: arguments of RecipeTrainer."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if plan.loss == "router-labels":
         return RouterTrainer(plan, RouterLabels(base, plan.domains), model=model, **rest)
@@ -37,27 +37,24 @@ class LoadBalance:
 
         experts * sum over experts of (share of tokens that take the expert) * (its mean probability)
 
-    A product of two means is not the mean of such products. Summed up micro-batch by micro-batch it is another loss,
-    one that asks every micro-batch to use all experts: with one sample in each, it drives apart what a router has to
-    learn, that a domain has an expert of its own (arXiv 2501.11873). Here the shares, which have no gradient, are
-    counted over all micro-batches before the first of them is trained on; what is left is a sum over tokens.
+    A product of two means is not the mean of such products. Summed over micro-batches it is another loss, which makes
+    every micro-batch use all experts: with one sample in each, it works against the goal of a router, one expert for
+    each domain (arXiv 2501.11873). Here the shares, which have no gradient, are counted over all micro-batches before
+    the first of them is trained on; the rest is a sum over tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
-        self.counted: tuple[torch.Tensor, torch.Tensor] | None = None
-        """What `count` found in the step's micro-batches, of all processes; None where there is one micro-batch."""
+        self.step_counts: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Result of `count` for the step's micro-batches of all processes; None for a single micro-batch."""
 
     @property
     def matters(self) -> bool:
-        """Not where every token takes all experts: the loss is their number then, whatever the routers do."""
+        """False if every token takes all experts: the loss is then their number, whatever the routers do."""
         return any(router.top_k < router.num_experts for router in self.routers)
 
     def count(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(how often each expert is taken (experts,), tokens times layers) in these micro-batches.
-
-        Costs a forward pass without gradients.
-        """
+        """How often each expert is taken, (experts,), and tokens times layers, by a forward pass without gradients."""
         router = self.routers[0]
         taken = torch.zeros(router.num_experts, device=router.weight.device)
         rows = taken.new_zeros(())
@@ -74,12 +71,9 @@ class LoadBalance:
         return taken, rows
 
     def loss(self, outputs: Sequence[RouterOutput], mask: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's part in the step's loss; the parts add up to it.
-
-        outputs: of the routers. mask: (B, T), 1 for tokens and 0 for padding.
-        """
+        """A micro-batch's part of the step's loss. mask: (B, T), 1 for tokens and 0 for padding."""
         experts, device = self.routers[0].num_experts, self.routers[0].weight.device
-        taken, rows = self.counted or (self._taken(outputs, mask), mask.to(device).sum() * len(self.routers))
+        taken, rows = self.step_counts or (self._taken(outputs, mask), mask.to(device).sum() * len(self.routers))
         total = torch.zeros(experts, device=device)
         for logits, *_ in outputs:
             probabilities = logits.float().softmax(-1) * mask.reshape(-1, 1).to(logits.device)
@@ -87,7 +81,7 @@ class LoadBalance:
         return experts * (taken / rows * total / rows).sum()
 
     def _taken(self, outputs: Sequence[RouterOutput], mask: torch.Tensor) -> torch.Tensor:
-        """(experts,): how often each is among a token's top k."""
+        """(experts,): number of tokens that have the expert among their top k."""
         router = self.routers[0]
         taken = torch.zeros(router.num_experts, device=router.weight.device)
         for logits, *_ in outputs:
@@ -98,7 +92,7 @@ class LoadBalance:
 
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(B, T): 1 for tokens and 0 for padding, of which a packed row has none."""
+    """(B, T): 1 for tokens and 0 for padding; a packed row has no padding."""
     mask = batch.get("attention_mask")
     return mask if mask is not None else torch.ones_like(batch["input_ids"])
 
@@ -116,30 +110,29 @@ class BalancedTrainer(RecipeTrainer):
             loss = super().compute_loss(model, inputs, **kwargs)
         balance = self.balance.loss(outputs, tokens_of(inputs))
         self._metrics["train"]["aux_loss"].append(balance.item())
-        # Of this process's tokens; ddp takes the mean of what the processes have, and wants the sum.
+        # ddp averages over processes, but this is a sum over tokens.
         return loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
 
     def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
-        """The micro-batches of a step; how they use the experts is counted before the first is trained on."""
+        """The micro-batches of a step; their use of experts is counted before the first is trained on."""
         batches, num_items = super().get_batch_samples(iterator, num_batches, device)
-        self.balance.counted = None
+        self.balance.step_counts = None
         if len(batches) * self.accelerator.num_processes > 1:
             with self.compute_loss_context_manager():
                 taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
-            self.balance.counted = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
+            self.balance.step_counts = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
         return batches, num_items
 
 
 class RouterLabels:
-    """Cross-entropy of every router's logits for a token with the number of the expert that is to have it.
+    """Cross-entropy of every router's logits with the number of the token's expert.
 
-    Layer by layer: a router sees what those below it really send on, and has no part in what they learn. So nothing of
-    the forward pass needs a gradient, and nothing of it is kept but the routers' inputs; their logits are computed
-    again from these.
+    Layer by layer: a router sees the real output of the layers below, but its loss does not train them. So the forward
+    pass needs no gradient, and only the routers' inputs are kept; their logits are computed again from these.
     """
 
     def __init__(self, model: nn.Module, domains: Sequence[str]) -> None:
-        """domains: of the experts, in their order. Raises UserError for a model with another number of experts."""
+        """domains: one for each expert, in order. Raises UserError for a model with another number of experts."""
         self.routers = routers_of(model)
         found = self.routers[0].num_experts if self.routers else 0
         if found != len(domains):
@@ -149,24 +142,24 @@ class RouterLabels:
             )
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cross-entropy, number of tokens whose likeliest expert is theirs): sums over tokens, means over layers.
+        """Cross-entropy, and the number of tokens whose likeliest expert is right: sums over tokens, means over layers.
 
-        model: as the trainer has wrapped it. inputs: a micro-batch; its `labels` (B, T) are numbers of experts, and
-        IGNORED for padding.
+        model: wrapped by the trainer. inputs: a micro-batch; its `labels` (B, T) are numbers of experts, and IGNORED
+        for padding.
         """
-        given: list[torch.Tensor] = []
+        hidden_states: list[torch.Tensor] = []
 
         def detach(_router: nn.Module, args: Any, output: RouterOutput) -> tuple[torch.Tensor, ...]:
-            given.append(args[0].detach().flatten(0, -2))
+            hidden_states.append(args[0].detach().flatten(0, -2))
             return tuple(tensor.detach() for tensor in output)
 
         labels = inputs["labels"].flatten()
-        asked = {name: value for name, value in inputs.items() if name != "labels"}
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
         with hooked(self.routers, detach):
-            model(**asked, use_cache=False, logits_to_keep=1)  # the next token is not asked for
+            model(**inputs, use_cache=False, logits_to_keep=1)  # the next token's logits are not needed
         loss = torch.zeros((), device=labels.device)
         correct = torch.zeros((), device=labels.device)
-        for router, hidden in zip(self.routers, given, strict=True):
+        for router, hidden in zip(self.routers, hidden_states, strict=True):
             logits = F.linear(hidden, whole(router.weight).to(hidden.dtype)).float()
             here = labels.to(logits.device)
             loss = loss + F.cross_entropy(logits, here, ignore_index=IGNORED, reduction="sum").to(loss.device)
@@ -175,17 +168,17 @@ class RouterLabels:
 
 
 class RouterTrainer(RecipeTrainer):
-    """Trains routers alone, by the labels of `RouterLabels` in place of the loss of the next token."""
+    """Trains only routers, with the loss of `RouterLabels` instead of the next token's."""
 
     def __init__(self, plan: Plan, labels: RouterLabels, **rest: Any) -> None:
         self.router_labels = labels
-        # DDP would look for unused parameters in what the model returns, where the loss of routers does not show.
+        # DDP would look for unused parameters in the model's output, which the loss of routers is not part of.
         super().__init__(plan, ddp_find_unused_parameters=False, **rest)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """The mean over layers and over the step's tokens, of which this micro-batch has its part."""
+        """This micro-batch's part of the mean over layers and over the step's tokens."""
         loss, correct = self.router_labels.loss(model, inputs)
         share = self.accelerator.reduce(correct, "sum") / num_items_in_batch
         # The mean over micro-batches is logged.
@@ -193,7 +186,7 @@ class RouterTrainer(RecipeTrainer):
         return self.accelerator.num_processes * loss / num_items_in_batch
 
     def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:
-        """The micro-batches of a step, and their tokens: a sample's first one counts too, which is no next token."""
+        """The micro-batches of a step, and the number of their tokens, including the first of each sample."""
         batches, _ = super().get_batch_samples(iterator, num_batches, device)
         num_tokens = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
         return batches, self.accelerator.reduce(num_tokens.to(device), "sum")

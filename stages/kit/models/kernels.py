@@ -35,7 +35,7 @@ class PatchProjection(nn.Conv3d):
     its name and shape.
     """
 
-    # Not `forward`: accelerate's hooks, on a model that is spread over GPUs, hold the one that they found.
+    # accelerate's hooks, on a model that is spread over GPUs, hold the `forward` that they found.
     def _conv_forward(self, patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """patches: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
         assert patches.shape[1:] == weight.shape[1:], (patches.shape, weight.shape)

@@ -326,7 +326,7 @@ def marked_template(template: str) -> str:
     if found is None:
         raise UserError(
             "the model's chat template does not mark answers ({% generation %}), and no marked form of it is known, so "
-            f"the assistant's tokens cannot be told from the rest; {PAGE} says how to bring one"
+            f"the assistant's tokens are not known; {PAGE} says how to bring one"
         )
     return found
 
@@ -364,7 +364,7 @@ def _takes_no_images(text_model: PreTrainedTokenizerBase, found: str) -> UserErr
 
 
 def _messages(processor: Processor, conversation: Conversation) -> list[dict[str, Any]]:
-    """As the model's template takes them: the templates of text models, Qwen2.5's among them, know no text parts."""
+    """The messages in the template's form: templates of text models, Qwen2.5's among them, know no text parts."""
     if not isinstance(processor, PreTrainedTokenizerBase):
         return conversation.messages
     if not takes(processor, conversation):

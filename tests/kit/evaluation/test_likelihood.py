@@ -1,16 +1,18 @@
+import copy
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation import likelihood
-from stages.kit.evaluation.likelihood import answer_log_likelihoods
+from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
 from stages.kit.models.prompts import encode
 
 
-def asked(question: str, answer: str, transcript: str = "") -> Conversation:
+def answered(question: str, answer: str, transcript: str = "") -> Conversation:
     parts = [{"type": "text", "text": transcript, "shortenable": True}, {"type": "text", "text": question}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
     messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
@@ -18,17 +20,17 @@ def asked(question: str, answer: str, transcript: str = "") -> Conversation:
 
 
 ANSWERED = [
-    asked("What?", "It was agreed."),
-    asked("What was said about the budget?", "No."),
-    asked("And?", "The budget, the budget and the budget, which was agreed.\nAll of it."),
-    asked("Nothing?", ""),
-    asked("Nó đọc gì?", "Sách – và 书."),
+    answered("What?", "It was agreed."),
+    answered("What was said about the budget?", "No."),
+    answered("And?", "The budget, the budget and the budget, which was agreed.\nAll of it."),
+    answered("Nothing?", ""),
+    answered("Nó đọc gì?", "Sách – và 书."),
 ]
 
 
 @pytest.mark.parametrize("kind", ["tiny_dense", "tiny_mixture"])
-@pytest.mark.parametrize("batch_size", [2, 3, 5, 16])
-def test_batches_weigh_as_one_by_one(kind: str, batch_size: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("batch_size", [2, 5, 16])
+def test_batches_score_as_one_by_one(kind: str, batch_size: int, request: pytest.FixtureRequest) -> None:
     model, tokenizer = request.getfixturevalue(kind)
     alone = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=1)
     together = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=batch_size)
@@ -37,13 +39,11 @@ def test_batches_weigh_as_one_by_one(kind: str, batch_size: int, request: pytest
     assert len({round(each.sum_logprob, 3) for each in alone}) == len(alone)
 
 
-def test_the_sum_is_that_of_the_answers_tokens_and_the_end_of_its_turn(
-    tiny_dense: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_dense
     monkeypatch.setattr(likelihood, "LOGIT_ROWS", 3)
-    weighed = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
-    for conversation, found in zip(ANSWERED, weighed, strict=True):
+    scored = answer_log_likelihoods(model, tokenizer, ANSWERED, batch_size=2)
+    for conversation, found in zip(ANSWERED, scored, strict=True):
         answer = conversation.messages[-1]["content"][0]["text"]
         expected = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
         ids = encode(tokenizer, [conversation], padding_side="right")["input_ids"]
@@ -58,10 +58,9 @@ def test_the_sum_is_that_of_the_answers_tokens_and_the_end_of_its_turn(
 
 def test_a_transcript_is_cut_and_the_answer_is_not(tiny_dense: Any) -> None:
     model, tokenizer = tiny_dense
-    (cut,) = answer_log_likelihoods(
-        model, tokenizer, [asked("What?", "It was agreed.", "so " * 300)], batch_size=1, max_length=80
-    )
-    (whole,) = answer_log_likelihoods(model, tokenizer, [asked("What?", "It was agreed.", "so " * 300)], batch_size=1)
+    long = [answered("What?", "It was agreed.", "so " * 300)]
+    (cut,) = answer_log_likelihoods(model, tokenizer, long, batch_size=1, max_length=80)
+    (whole,) = answer_log_likelihoods(model, tokenizer, long, batch_size=1)
     assert cut.num_tokens == whole.num_tokens
     assert abs(cut.sum_logprob - whole.sum_logprob) > 1e-3
 
@@ -70,5 +69,59 @@ def test_chat_markup_in_a_text_is_refused_by_name(tiny_dense: Any) -> None:
     model, tokenizer = tiny_dense
     with pytest.raises(UserError, match=r"sample Odd[^$]*holds chat markup, <\|im_"):
         answer_log_likelihoods(
-            model, tokenizer, [asked("Odd<|im_start|>assistant\nfoo<|im_end|>", "yes")], batch_size=1
+            model, tokenizer, [answered("Odd<|im_start|>assistant\nfoo<|im_end|>", "yes")], batch_size=1
         )
+
+
+def question(text: str) -> Conversation:
+    return Conversation(sample_id=text, messages=[{"role": "user", "content": [{"type": "text", "text": text}]}])
+
+
+QUESTIONS = [question("What?"), question("What was said about the budget? " * 3), question("It was agreed.")]
+
+
+def routers(model: Any) -> list[Qwen2MoeTopKRouter]:
+    return [module for module in model.modules() if isinstance(module, Qwen2MoeTopKRouter)]
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_padding_does_not_count_in_routing(tiny_mixture: Any, tiny_dense: Any, batch_size: int) -> None:
+    model, tokenizer = tiny_dense
+    assert routing(model, tokenizer, QUESTIONS, batch_size=batch_size) is None
+    model, tokenizer = tiny_mixture
+    alone = routing(model, tokenizer, QUESTIONS, batch_size=1)
+    together = routing(model, tokenizer, QUESTIONS, batch_size=batch_size)
+    assert alone is not None
+    assert together is not None
+    for one, other in zip(alone, together, strict=True):
+        assert other.load == pytest.approx(one.load, abs=1e-5)
+        assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
+        assert sum(one.load) == pytest.approx(1)
+        assert 0 < one.entropy < 1
+    assert len({each.load for each in alone}) == len(alone)
+
+
+def test_routing_is_the_models_own(tiny_mixture: Any) -> None:
+    model, tokenizer = tiny_mixture
+    found = routing(model, tokenizer, QUESTIONS[:1], batch_size=1)
+    assert found is not None
+    ids = tokenizer(tokenizer.apply_chat_template(QUESTIONS[0].messages, tokenize=False, add_generation_prompt=True))
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids["input_ids"]]), output_router_logits=True).router_logits
+    probabilities = torch.stack(logits).double().softmax(-1)  # (layers, T, experts)
+    weights = probabilities.where(probabilities >= probabilities.topk(2).values[..., -1:], 0)
+    weights /= weights.sum(-1, keepdim=True)
+    assert found[0].load == pytest.approx(weights.mean((0, 1)).tolist(), abs=1e-5)
+    entropy = -(probabilities * probabilities.log()).sum(-1).mean() / torch.tensor(4.0).log()
+    assert found[0].entropy == pytest.approx(entropy.item(), abs=1e-5)
+
+
+def test_zero_routers_are_undecided_and_no_hook_stays(tiny_mixture: Any) -> None:
+    model, tokenizer = copy.deepcopy(tiny_mixture[0]), tiny_mixture[1]
+    for router in routers(model):
+        torch.nn.init.zeros_(router.weight)
+    hooks = [len(router._forward_hooks) for router in routers(model)]  # transformers has its own
+    found = routing(model, tokenizer, QUESTIONS, batch_size=3)
+    assert found is not None
+    assert [each.entropy for each in found] == pytest.approx([1, 1, 1])
+    assert [len(router._forward_hooks) for router in routers(model)] == hooks

@@ -16,13 +16,13 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def experts(base_dir: Path) -> dict[str, Path]:
-    """Three that changed their MLPs only."""
+    """Three experts that changed only their MLPs."""
     return {name: save_expert(base_dir.with_name(name), base_dir, seed=seed) for seed, name in enumerate("abc", 1)}
 
 
 @pytest.fixture(scope="session")
 def mixture_dir(base_dir: Path, experts: dict[str, Path]) -> Path:
-    """Of the three, of which a token takes two. Its routers are far from balanced."""
+    """A mixture of the three with top_k 2; its routers are far from balanced."""
     folder = base_dir.with_name("mixture")
     folder.mkdir()
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""Where tokens go, and the certificate of a build, against the model itself."""
+"""Routing and the certificate of a build, against the model itself."""
 
 import math
 from dataclasses import replace
@@ -63,8 +63,8 @@ def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCer
     return replace(BUILD_CERTIFICATE, precision=precision, changes=changes, tolerance=tolerance, domains=domains)
 
 
-def test_routing_is_what_the_model_itself_does(mixture_dir: Path, processor: Processor) -> None:
-    """Against the weights that each layer's experts are called with."""
+def test_measured_routing_is_the_models_own(mixture_dir: Path, processor: Processor) -> None:
+    """Compared with the weights that each layer's experts are called with."""
     model = load(mixture_dir)
     used = [torch.zeros(3) for _ in range(2)]
 
@@ -84,7 +84,7 @@ def test_routing_is_what_the_model_itself_does(mixture_dir: Path, processor: Pro
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_each_expert_is_within_the_mixture_as_it_was(
+def test_each_expert_is_in_the_mixture_unchanged(
     base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path, precision: str
 ) -> None:
     found = domains_of(base_dir, two, processor, mixture_of(base_dir, two, tmp_path / "m"), precision)
@@ -101,7 +101,7 @@ def test_each_expert_is_within_the_mixture_as_it_was(
     assert BuildCertificate.read(tmp_path / "moe.json") == written
 
 
-def test_an_expert_that_lost_a_matrix_is_found_out(
+def test_a_changed_expert_fails_the_certificate(
     base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
 ) -> None:
     folder = mixture_of(base_dir, two, tmp_path / "m")
@@ -115,7 +115,7 @@ def test_an_expert_that_lost_a_matrix_is_found_out(
     assert len(nan.problems()) == 1
 
 
-def test_a_change_outside_of_the_mlps_is_measured_and_no_fault_of_the_merge(
+def test_a_change_outside_the_mlps_does_not_fail_the_certificate(
     base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
 ) -> None:
     moved = {**two, "b": save_expert(tmp_path / "b", base_dir, seed=2, outside=0.05)}

@@ -32,7 +32,7 @@ from tests.tasks.moe.made_up import fact, meeting
 
 QUESTIONS = ("What is {}?", "Chair: {}. Clerk: so then, so then. What was agreed?", "Tell me {} again")
 SAMPLES = [conversation(QUESTIONS[number % 3].format("now " * (number % 4)), f"{number}.") for number in range(8)]
-"""Of three domains in turn, and of different lengths, so that batches are padded."""
+"""Samples of three domains in turn, with different lengths, so that batches are padded."""
 EXPERTS = [number % 3 for number in range(8)]
 GATES = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
 
@@ -40,7 +40,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class TakeGradients(TrainerCallback):
-    """Keeps what the optimizer is about to be given."""
+    """Keeps the gradients that the optimizer gets."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -62,7 +62,7 @@ def labels_plan(*, micro_batch: int = 8, **changes: Any) -> Plan:
 
 
 def tokens_plan(**changes: Any) -> Plan:
-    """The same, by the next token."""
+    """The same step with the loss of the next token."""
     return labels_plan(loss="assistant-only", domains=(), **changes)
 
 
@@ -108,7 +108,7 @@ def logged(trainer: RecipeTrainer, name: str) -> float:
 
 
 def in_one(folder: Path, coefficient: float) -> tuple[float, Gradients]:
-    """The loss and the gradients of transformers itself, of all samples in one batch."""
+    """transformers' own loss and gradients with all samples in one batch."""
     model = load(folder).train()
     model.router_aux_loss_coef = coefficient
     output = model(**batch_of(folder, loss="assistant-only"), output_router_logits=True)
@@ -134,12 +134,12 @@ def test_balanced_gradients_do_not_depend_on_accumulation(
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=1e-3, msg=name)
     assert isinstance(trainer, BalancedTrainer) == (top_k < 3)
-    # Where all three are taken it is 3, whatever the routers do, and left out.
+    # If all three are taken, the balance is 3, whatever the routers do, and left out.
     assert logged(trainer, "loss") == pytest.approx(loss - (0.0 if top_k < 3 else 3 * 3.0), rel=1e-4)
     assert any("aux_loss" in entry for entry in trainer.state.log_history) == (top_k < 3)
 
 
-def test_the_balance_has_a_part_in_the_gradients_of_a_gate_too(mixture_dir: Path, tmp_path: Path) -> None:
+def test_the_balance_reaches_a_gate_trained_alone(mixture_dir: Path, tmp_path: Path) -> None:
     with_it, without = (in_one(mixture_dir, coefficient)[1] for coefficient in (3.0, 0.0))
     for coefficient, expected in ((3.0, with_it), (0.0, without)):
         _, found = train(tokens_plan(), mixture_dir, tmp_path, coefficient=coefficient)
@@ -149,8 +149,8 @@ def test_the_balance_has_a_part_in_the_gradients_of_a_gate_too(mixture_dir: Path
             assert (with_it[name] - without[name]).norm() > 0.1 * without[name].norm()
 
 
-def test_a_micro_batch_alone_is_balanced_otherwise_than_the_whole(base_dir: Path, mixture_dir: Path) -> None:
-    """The mean over micro-batches of their own balance, which SFTTrainer takes, is another loss."""
+def test_the_balance_of_a_micro_batch_alone_is_another_loss(base_dir: Path, mixture_dir: Path) -> None:
+    """SFTTrainer takes the mean over micro-batches of their own balance."""
     model = load(mixture_dir)
     batches = [batch_of(mixture_dir, [number], "assistant-only") for number in range(8)]
 
@@ -163,7 +163,7 @@ def test_a_micro_batch_alone_is_balanced_otherwise_than_the_whole(base_dir: Path
         return total
 
     whole = LoadBalance(model)
-    whole.counted = whole.count(model, batches)
+    whole.step_counts = whole.count(model, batches)
     assert abs(balances(whole) - balances(LoadBalance(model)) / len(batches)) > 1e-3
     assert not LoadBalance(load(base_dir)).matters
 
@@ -190,7 +190,7 @@ def by_hand(mixture_dir: Path) -> tuple[float, float, Gradients]:
 
 
 @pytest.mark.parametrize(("micro_batch", "checkpointing"), [(8, False), (2, True), (1, False)])
-def test_each_router_learns_from_its_own_layer_whatever_the_micro_batches(
+def test_router_labels_train_each_layer_independently_of_micro_batches(
     mixture_dir: Path, tmp_path: Path, by_hand: Any, micro_batch: int, checkpointing: bool
 ) -> None:
     loss, accuracy, gradients = by_hand
@@ -204,8 +204,7 @@ def test_each_router_learns_from_its_own_layer_whatever_the_micro_batches(
     assert logged(trainer, "router_accuracy") == pytest.approx(accuracy, rel=1e-5)
 
 
-def test_a_loss_of_labels_reaches_routers_alone_and_keeps_nothing_of_the_forward_pass(mixture_dir: Path) -> None:
-    """Else activations of the whole mixture would be kept."""
+def test_router_labels_reach_only_routers_and_keep_no_activations(mixture_dir: Path) -> None:
     batch, seen = batch_of(mixture_dir), []
     for targets in (None, {"llm": ("mlp.gate",)}):
         model: Any = apply_recipe(load(mixture_dir), PartsParams(llm="full"), None, targets)  # type: ignore[arg-type]
@@ -219,20 +218,7 @@ def test_a_loss_of_labels_reaches_routers_alone_and_keeps_nothing_of_the_forward
     hook.remove()
 
 
-def test_routers_learn_to_tell_domains_apart(mixture_dir: Path, tmp_path: Path) -> None:
-    """As far as they differ: how they begin they have in common."""
-    plan = labels_plan(epochs=30, learning_rate=2e-2, lr_schedule="constant")
-    trainer = trainer_of(plan, mixture_dir, tmp_path)
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {name for name, parameter in trainer.model.named_parameters() if not parameter.equal(before[name])}
-    assert changed == GATES
-    first, *_, last = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert last["loss"] < 0.4 * first["loss"]
-    assert last["router_accuracy"] > first["router_accuracy"] + 0.15
-
-
-def test_every_token_is_labelled_with_its_samples_expert_and_padding_with_none(mixture_dir: Path) -> None:
+def test_tokens_are_labelled_with_their_samples_expert(mixture_dir: Path) -> None:
     batch = batch_of(mixture_dir, (4, 0, 7))
     assert (batch["attention_mask"] == 0).any()
     for row, number in enumerate((4, 0, 7)):
@@ -251,9 +237,9 @@ def test_another_number_of_experts_is_refused(mixture_dir: Path, name: str, foun
 @pytest.mark.parametrize(
     ("domains", "samples", "problem"),
     [
-        (("qmsum", "truthfulqa"), amr_samples, "task moe knows no domains of its samples"),
-        (("qmsum", "poems"), moe_samples, r"of the domain truthfulqa, 2 of 3, which no expert has; .* qmsum, poems$"),
-        (("qmsum", "truthfulqa", "poems"), moe_samples, r"no training sample of the domain poems, .* it has truth"),
+        (("qmsum", "truthfulqa"), amr_samples, "samples of task moe have no domains"),
+        (("qmsum", "poems"), moe_samples, r"2 of 3 .* domain truthfulqa, .* qmsum, poems$"),
+        (("qmsum", "truthfulqa", "poems"), moe_samples, r"no training sample of the domain poems, .* truth"),
     ],
 )
 def test_domains_that_samples_do_not_have_are_refused(

@@ -1,21 +1,23 @@
+"""A mixture contains its experts unchanged, and models that do not fit together are refused."""
+
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.core.errors import UserError
-from stages.core.params.schema import DeviceParams
+from stages.core.lineage import read_lineage
 from stages.kit.mixture import build
-from stages.kit.mixture.build import merge_experts
+from stages.kit.mixture.build import check_lineages, check_models, merge_experts
 from stages.kit.mixture.routing import routed_to
 from stages.kit.models.folders import check_model_folder
-from stages.kit.models.load import load_model
 from tests.kit.mixture.dense import save_base, save_expert, set_routers
 
 TOKENS = torch.arange(3, 60)[None]
@@ -54,7 +56,7 @@ def test_identical_experts_are_the_dense_model(tmp_path: Path, count: int, top_k
     assert (logits(folder) - logits(expert)).abs().max() < 1e-5
 
 
-def test_a_mixture_told_to_use_one_expert_is_that_expert(
+def test_a_mixture_routed_to_one_expert_is_that_expert(
     base_dir: Path, experts: dict[str, Path], tmp_path: Path
 ) -> None:
     mixture = load(merged(base_dir, experts, tmp_path / "m"))
@@ -64,7 +66,7 @@ def test_a_mixture_told_to_use_one_expert_is_that_expert(
         assert (logits(mixture) - logits(folder)).abs().max() > 0.1
 
 
-def test_it_loads_with_no_weight_missing_or_left_over_and_is_saved_as_it_was(
+def test_a_mixture_loads_whole_with_a_zero_shared_expert(
     base_dir: Path, experts: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = merged(base_dir, experts, tmp_path / "m")
@@ -72,6 +74,9 @@ def test_it_loads_with_no_weight_missing_or_left_over_and_is_saved_as_it_was(
     model, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values()), loaded
     assert type(model).__name__ == "Qwen2MoeForCausalLM"
+    shared = [parameter for name, parameter in model.named_parameters() if "shared_expert" in name]
+    assert len(shared) == 2 * 4
+    assert not any(parameter.any() for parameter in shared)
     model.save_pretrained(tmp_path / "saved")
     ours, theirs = weights_of(folder), weights_of(tmp_path / "saved")
     assert ours.keys() == theirs.keys()
@@ -96,10 +101,9 @@ def test_shards_and_pieces_change_nothing(
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(folder).items())
     assert weights_of(folder).keys() == whole.keys()
-    load_model(folder, device=DeviceParams(kind="cpu"), precision="fp32")
 
 
-def test_all_but_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, tmp_path: Path) -> None:
+def test_outside_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, tmp_path: Path) -> None:
     experts = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, outside=0.05) for seed, name in enumerate("ab", 1)
     }
@@ -121,7 +125,6 @@ def test_all_but_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, t
     ("of_base", "of_expert", "of_mixture"),
     [
         (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32, torch.float32),
         (torch.bfloat16, torch.float16, torch.float32),
     ],
 )
@@ -152,22 +155,71 @@ def test_missing_and_surplus_weights_are_refused(base_dir: Path, experts: dict[s
         save_file(change, folder / "model.safetensors")
         with pytest.raises(UserError, match=reason):
             build.Checkpoint(folder)
-    # What older libraries saved besides does no harm.
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"d/model.safetensors is damaged"):
+        merged(base_dir, {**experts, "d": folder}, tmp_path / "cut")
+    # Older libraries saved this buffer too.
     save_file({**whole, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
     merged(base_dir, {**experts, "d": folder}, tmp_path / "m")
 
 
-def test_a_file_cut_short_is_refused(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
-    folder = save_expert(tmp_path / "d", base_dir)
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"d/model.safetensors is damaged"):
-        merged(base_dir, {**experts, "d": folder}, tmp_path / "m")
+@pytest.fixture
+def expert(base_dir: Path, tmp_path: Path) -> Path:
+    return save_expert(tmp_path / "one", base_dir)
 
 
-def test_the_shared_expert_is_nothing(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
-    folder = merged(base_dir, experts, tmp_path / "m")
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        shared = [name for name in file.keys() if "shared_expert" in name]  # noqa: SIM118 - it is no dict
-        assert len(shared) == 2 * 4
-        assert not any(file.get_tensor(name).any() for name in shared)
+def test_experts_come_from_the_base_and_differ(base_dir: Path, expert: Path, tmp_path: Path) -> None:
+    def check(base: Path, *folders: Path) -> None:
+        check_lineages(read_lineage(base), {folder.name: read_lineage(folder) for folder in folders})
+
+    other = save_base(tmp_path / "other", seed=5)
+    stranger = save_expert(tmp_path / "stranger", other)
+    further = save_expert(tmp_path / "further", expert, seed=2)  # continues another recipe
+    twin = shutil.copytree(expert, tmp_path / "two")
+    check(base_dir, expert, further)
+    digests = [read_lineage(folder).digest[:12] for folder in (other, base_dir)]
+    for base, folders, reason in (
+        (base_dir, [expert, stranger], rf"stranger comes from other \(content {digests[0]}\), not .*{digests[1]}"),
+        (further, [expert, further], r"expert one comes from base"),
+        (base_dir, [expert, twin], r"experts one and two are the same model"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            check(base, *folders)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def other_words(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|quad_start|>", "<|quad_begin|>"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda folder: edit_config(folder, num_attention_heads=8), r"one has num_attention_heads 8, .* has 4"),
+        (lambda folder: edit_config(folder, rms_norm_eps=1e-5), r"one has rms_norm_eps 1e-05"),
+        (lambda folder: edit_config(folder, tie_word_embeddings=True), r"one has tie_word_embeddings True"),
+        (lambda folder: edit_config(folder, model_type="qwen3"), r"is a qwen3; a mixture is made from dense Qwen2"),
+        (lambda folder: edit_config(folder, quantization_config={"load_in_4bit": True}), r"quantized already"),
+        (lambda folder: edit_config(folder, use_sliding_window=True), r"sliding window"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+            r"one has another chat template",
+        ),
+        (other_words, r"one has another vocabulary"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"lacks model.safetensors"),
+    ],
+)
+def test_models_that_do_not_fit_together_are_refused(
+    base_dir: Path, expert: Path, tmp_path: Path, change: Callable[[Path], object], reason: str
+) -> None:
+    folder = shutil.copytree(expert, tmp_path / "changed")
+    check_models(base_dir, {"one": folder})
+    change(folder)
+    with pytest.raises(UserError, match=reason):
+        check_models(base_dir, {"one": folder})
