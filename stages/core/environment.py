@@ -153,7 +153,7 @@ def container_environment(
     """(names of the caller's variables that a container gets, the variables that it is given)."""
     passed = _passed(stage, caller, PASSED, network=network)
     passed.pop("WANDB_API_KEY", None)  # of no use without a network
-    # docker passes the proxies of its own configuration, password included, unless told otherwise.
+    # docker passes the proxies of its own configuration, password included, unless they are set.
     proxies = {} if network else dict.fromkeys(sorted(PROXIES), "")
     meeting = ON_ONE_NODE if num_nodes == 1 else {}
     given = _given(caller, network=network, terminal=terminal) | CONTAINER | meeting | proxies

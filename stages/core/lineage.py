@@ -1,8 +1,8 @@
-"""Lineage by content: what a model folder holds, and what it was really made from.
+"""Lineage by content: the content of a model folder, and of the models that it was made from.
 
-Every model folder carries `lineage.json`: the digest of its files; for each parent, the parent's own lineage, down to a
-hub revision or a local folder; and a digest of all that. Parents are found by paths relative to the folder, so a moved
-or cloned workspace still resolves; they are believed only where their digest agrees.
+Every model folder has a `lineage.json`: the digest of its files; each parent's own lineage, down to a hub revision or a
+local folder; and a digest of all that. Paths to parents are relative, so a moved or cloned workspace still resolves; a
+parent is accepted only if its digest agrees.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Lineage:
     name: str
     """The base's, the recipe's or the build's name."""
     digest: str
-    """Of the folder's files, lineage.json left out."""
+    """SHA-256 over the folder's files, excluding lineage.json."""
     source: dict[str, str] = field(default_factory=dict)
-    """Where a base came from: {"hub": id, "revision": commit}, {"folder": path}; empty for what was made
+    """Origin of a base: {"hub": id, "revision": commit}, {"folder": path}; empty for what was made
     here."""
     parents: dict[str, Parent] = field(default_factory=dict)
-    """By role: base, trained, and expert/NAME for each expert of what was built from several."""
+    """Parents by role: base, trained, and expert/NAME for each expert of a build."""
 
     __pydantic_config__ = _strict
 
@@ -66,7 +66,7 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sealed(Lineage):
-    """As a file holds it."""
+    """The content of lineage.json."""
 
     seal: str | None = None
     """Digest of all the rest: of what a file says of other folders, nothing else would tell whether it is still what
@@ -100,7 +100,7 @@ def file_digest(path: Path) -> str:
 
 
 def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
-    """The same of many files, read at once."""
+    """SHA-256 of each file, read in parallel."""
     return map_largest_first(file_digest, {path: path.stat().st_size for path in paths})
 
 
@@ -113,7 +113,7 @@ def combined_digest(files: Mapping[str, str]) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Of a file or a folder. A model folder's is its lineage's, which whoever reads the model compares with the files.
+    """Digest of a file or a folder. A model folder's is the one in its lineage; readers of the model verify it.
 
     Raises UserError for a missing or empty folder, or a damaged lineage.json.
     """

@@ -1,9 +1,8 @@
-"""Provenance: of which code, settings, data, packages and machine the outputs of a stage are, and when they were made.
+"""Provenance: the code, settings, data, packages and machine that made the outputs of a stage, and when.
 
-One record a stage, written by the launcher when the stage ended well. It is an output of that stage like any other, so
-DVC keeps it with the bytes it tells of and brings it back with them, from its run cache, an experiment or a remote. It
-holds times and so differs between runs whose bytes do not; therefore it lies apart from all other outputs, and nothing
-depends on it but its task's comparison, which shows it.
+The launcher writes one record for each stage that succeeded. The record is an output of the stage, so DVC caches it
+with the bytes that it describes, and restores both from its run cache, an experiment or a remote. It has times, and so
+differs between runs of equal bytes: it lies apart from the other outputs, and only comparison and publication read it.
 """
 
 from __future__ import annotations
@@ -20,29 +19,28 @@ from pydantic.dataclasses import dataclass
 from stages.core.records import Record
 
 PROVENANCE_DIR = "data/provenance"
-"""Below it lie the records, as dvc.yaml declares them: those of the runs that a comparison shows in a folder of their
-task, the others beside that."""
+"""Folder of the records: those of a task's runs in a folder TASK, all others beside it."""
 
 _strict = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Machine:
-    """What a stage's own process saw, in its container if it had one."""
+    """Packages and hardware as the stage's own process saw them, in its container if it had one."""
 
     python: str
     packages: dict[str, str]
-    """All that could be imported, by name, to its version."""
+    """Version of each importable package, by name."""
     cuda: str | None
-    """That torch was built with; None where it was built for CPUs."""
+    """Version that torch was built with; None for a CPU build."""
     system: str
     """Kernel, kind of processor, C library."""
     cpu: str
-    """Its model."""
+    """Model of the CPU."""
     arithmetic: str
     """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (core/environment.py)."""
     cores: int
-    """That the process could use."""
+    """Cores that the process could use."""
     memory_gib: float
 
 
@@ -52,30 +50,30 @@ class Provenance(Record):
     """DVC's name for it, e.g. "train@r1-llm-only"."""
     command: str
     started: str
-    """ISO 8601, UTC; likewise `ended`."""
+    """Start in ISO 8601, UTC; `ended` too."""
     ended: str
     seconds: float
-    """By a clock that nobody sets."""
+    """Duration by a monotonic clock."""
     commit: str | None
-    """None where there is no git. In an experiment of DVC's, the one it started from."""
+    """None without git. In an experiment of DVC's, the commit that it started from."""
     changed: list[str]
-    """Files that were not as the commit has them, among those that a stage can see."""
+    """Files that differ from the commit, among those that a stage can see."""
     code: str
     """Digest of the code that dvc.yaml declares for the stage: the same in two commits that differ elsewhere."""
     experiment: str | None
     """DVC's name for it."""
     params: dict[str, Any]
-    """What the stage declares of params.yaml, by dotted path, defaults filled in."""
+    """Settings of params.yaml that the stage declares, by dotted path, with defaults filled in."""
     plan: dict[str, Any] | None
-    """The plan that it followed, as it was used; None for a stage without."""
+    """The plan as it was used; None for a stage without one."""
     seed: int | None
-    """Of the plan."""
+    """The plan's seed."""
     attempt: int
-    """How often memory ran out before."""
+    """Restarts after running out of memory."""
     inputs: dict[str, str]
     """Digest of each, by path; a model folder's is that of its lineage."""
     outputs: dict[str, str]
-    """Likewise: which bytes this is the provenance of."""
+    """Digest of each output, by path."""
     engine: str
     """docker, podman, apptainer, or process for none."""
     image: str | None
@@ -86,11 +84,11 @@ class Provenance(Record):
     vllm_lock: str | None = None
     """Digest of the lock of vLLM's own packages, where it answered."""
     machine: Machine | None
-    """None where the container did not tell."""
+    """None if the container did not report it."""
     gpus: list[str]
-    """Those that it had, by name; none: it ran on the CPU."""
+    """Names of the stage's GPUs; empty on a CPU."""
     driver: str | None
-    """Of the GPUs."""
+    """Version of the GPU driver."""
     environment: dict[str, str] = field(default_factory=dict)
     """The caller's variables that it got and that decide how numbers are added up."""
 
@@ -100,7 +98,7 @@ class Provenance(Record):
 
     @property
     def device(self) -> str:
-        """On what it computed, in words."""
+        """The device in words."""
         if self.gpus:
             names = " + ".join(
                 f"{self.gpus.count(name)} x {name}" if self.gpus.count(name) > 1 else name
@@ -111,12 +109,12 @@ class Provenance(Record):
 
     @property
     def changed_code(self) -> list[str]:
-        """What was changed beside the settings, of which the record has a copy."""
+        """Changed files except params.yaml, whose settings the record has."""
         return [path for path in self.changed if path != "params.yaml"]
 
 
 def records_dir(data_dir: Path, task: str) -> Path:
-    """Of the runs that the comparison of a task shows."""
+    """Folder of the records of the runs that a task's comparison shows."""
     return data_dir / Path(PROVENANCE_DIR).name / task
 
 

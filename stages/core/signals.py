@@ -1,4 +1,4 @@
-"""How a run ends early: the signals that ask it to, the time it has for that, and children that outlive nobody."""
+"""Ending a run early: the signals that request it, the time limits, and children that end with their parent."""
 
 from __future__ import annotations
 

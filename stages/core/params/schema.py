@@ -1,4 +1,4 @@
-"""What params.yaml may say: every field, its type and its range, as frozen dataclasses."""
+"""The fields of params.yaml, with type, range and default, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ OPTIMIZERS: dict[Optimizer, OptimizerTraits] = {
     "adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=False, smaller="paged_adamw_8bit"),
     "paged_adamw_8bit": OptimizerTraits(8, needs_gpu=True, shardable=False, paged=True, smaller=None),
 }
-"""By the names that transformers' TrainingArguments.optim gives them."""
+"""Keys are the names in transformers' TrainingArguments.optim."""
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e12)]
-"""Two of them are multiplied and still a number."""
+"""The product of two is still a finite number."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
-"""No dots: DVC takes the path to a parameter apart at them. Folders are called so, which may not be much longer."""
+"""No dots: DVC splits the path to a parameter at them. Folders get these names, which limits the length."""
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,-]{0,199}$")]
-"""Name of a partition or an account; several partitions, apart by commas."""
+"""Name of a partition or an account; several partitions are separated by commas."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,11 +60,11 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 class DeviceParams:
     kind: Literal["cpu", "cuda"]
     count: Annotated[int, Field(ge=1, le=256)] = 1
-    """How many devices of a machine one training run uses, each by a process of its own where training is spread."""
+    """Devices of one machine that a training run uses."""
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """On how many machines, each with `count` of them (docs/cluster.md)."""
+    """Machines, each with `count` devices (docs/cluster.md)."""
     memory_gb: Rate | None = None
-    """Memory of one device in GB. None on a CPU: this machine's own counts then. The processes of a CPU share it."""
+    """Memory of one device in GB. Null on a CPU: this machine's memory, which its processes share."""
 
     @property
     def total(self) -> int:
@@ -72,13 +72,13 @@ class DeviceParams:
         return self.count * self.nodes
 
     def one(self) -> DeviceParams:
-        """A single one of them: what merging and evaluation use."""
+        """One device, which merging and evaluation use."""
         return replace(self, count=1, nodes=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LimitParams:
-    """Of a split, at most so many samples: always the same ones, chosen by their content; null for all."""
+    """Largest number of samples of each split, always the same ones, chosen by their content; null for all."""
 
     train: Positive | None = None
     val: Positive | None = None
@@ -91,10 +91,10 @@ class DatasetParams:
     source: Annotated[str, Field(pattern=r"^(folder:.+|hub:.+@.+|mix)$")]
     """`folder:PATH`, `hub:OWNER/NAME@REVISION`, or `mix`, made of other datasets."""
     limit: LimitParams | None = None
-    """How much to take of what the source has: always the same samples, chosen by their content."""
+    """Samples to take of each split of the source."""
     mix: dict[Name, Annotated[int, Field(ge=0)] | None] | None = None
-    """Where the source is `mix`, the datasets it is made of, each with the number of its training samples to take at
-    most; null for all. It validates on all of theirs, those of which it takes no training sample too."""
+    """Parts of a `mix`, each with the largest number of its training samples; null for all. The validation split has
+    those of every part, also of one with 0 training samples."""
     reader: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task that reads it: see the class Reader in stages/tasks/TASK/sources."""
 
@@ -103,52 +103,52 @@ class DatasetParams:
 class ImageParams:
     min_pixels: Positive
     max_pixels: Positive
-    """A picture is resized to between these many pixels, its shape kept."""
+    """Images are resized to between min_pixels and max_pixels, keeping the aspect ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryParams:
     precision: Literal["fp32", "fp16", "bf16"]
-    """Of the arithmetic and of frozen weights. Trained weights are always kept in fp32."""
+    """Precision of the arithmetic and of frozen weights. Trained weights are always fp32."""
     quantization: Literal["none"] | None = None
     """none: train every recipe on unquantized weights; null: as the recipe says."""
     micro_batch: Positive
-    """Samples on one device in one forward pass; accumulation makes up the effective batch."""
+    """Samples on one device in one forward pass; gradient accumulation makes up the effective batch."""
     attn: Attention = "auto"
     padding_free: PaddingFree = "auto"
-    """Whether the samples of a micro-batch lie behind one another in one row, without padding: where that is faster, or
-    wherever it computes the same."""
+    """Samples of a micro-batch concatenated in one row, without padding. auto: where that is faster; on: wherever it
+    computes the same."""
     kernels: Kernels = "auto"
-    """Whether norms, gated products and rotations run by Liger's kernels on a GPU, which round differently."""
+    """auto: norms, gated products and rotations use Liger's kernels on a GPU, which round differently."""
     gradient_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch_fused"
     expandable_segments: bool = False
-    """Whether torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
+    """torch's allocator on a GPU maps memory page by page, which leaves hardly any gaps."""
     placement: Literal["single", "ddp", "sharded", "balanced"] = "single"
-    """One process on one device; one a device, each with the whole model; one a device, each with its share of every
-    weight, gradient and optimizer state (full precision weights and optimizers only: no nf4, no 8 bits); or one process
-    with the layers spread over the devices."""
+    """single: one process on one device. ddp: one process a device, each with the whole model. sharded: one process a
+    device, each with its share of every weight, gradient and optimizer state (no nf4, no 8-bit optimizer). balanced:
+    one process with the layers spread over the devices."""
     features_gb: Annotated[float, Field(ge=0)] = 50.0
-    """Disk for features of pictures, in GB: where vision tower and projector are frozen they are computed once, and
-    kept in .bakeoff/features. 0, or too little for a recipe: each step computes them."""
+    """Disk for image features, in GB: if vision tower and projector are frozen, features are computed once and kept in
+    .bakeoff/features. With 0, or too little for a recipe, each step computes them."""
     fit: Literal["refuse", "auto", "fill", "off"] = "auto"
-    """Where a recipe is predicted not to fit: stop with its budget; take the cheapest settings that do; or go on.
-    `fill` is `auto`, and where there is room takes the fastest settings that fit."""
+    """If a recipe is predicted not to fit: refuse it with its budget; auto: use the cheapest settings that fit; off:
+    train anyway. fill: like auto, and if there is room, use the fastest settings that fit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationParams:
     batch_size: Positive | Literal["auto"] = "auto"
-    """Answers at once; auto: as many as the longest question's prediction says the device has room for."""
+    """Generation batch size; auto: the largest predicted to fit."""
     max_new_tokens: Positive
     max_samples: Positive | None = None
-    """Only the first this many validation samples; null for all."""
+    """Score only the first max_samples validation samples; null for all."""
     max_length: Positive | None = None
-    """Tokens of a sample, its answer counted, to which texts that may be cut are cut; null to cut none."""
+    """Generates the completions; vLLM only with a certificate that they equal our own code's (docs/serving.md)."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """It answers the validation samples; vLLM only if its first answers are those of our own code (docs/serving.md)."""
+    """Generates the completions; vLLM only if its first completions equal our code's (docs/serving.md)."""
     quantization_samples: Positive = 32
-    """Validation samples that a model trained in 4 bits answers before and after its merge, to show what that costs."""
+    """Validation samples scored before and after the merge of a model trained in 4 bits, to measure its cost."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -161,10 +161,10 @@ class ProfileParams:
     memory: MemoryParams
     evaluation: EvaluationParams
     learning_rate_scale: Rate = 1.0
-    """Every learning rate of a recipe is multiplied by this: a tiny model wants a larger one."""
+    """Factor on every learning rate of a recipe: a tiny model needs a larger one."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256)] = 4
     place: Literal["here", "slurm"] = "here"
-    """Where its stages run: on this machine, or each as a job of Slurm. BAKEOFF_PLACE comes first."""
+    """Stages run on this machine, or each as a job of Slurm. BAKEOFF_PLACE overrides it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -175,7 +175,7 @@ class LoraParams:
     """The adapter's output is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]]
-    """By part, ends of module names, whole dotted components: `attn.proj` does not match `o_proj`."""
+    """Suffixes of module names by part, in whole dotted components: `attn.proj` does not match `o_proj`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -185,7 +185,7 @@ class PartsParams:
     llm: Literal["frozen", "full", "lora"] = "frozen"
 
     def trained(self, how: str | None = None) -> tuple[Part, ...]:
-        """The parts that are trained at all, or those trained `how` ("full" or "lora")."""
+        """The parts that are trained, or those trained `how` ("full" or "lora")."""
         wanted = {how} if how else {"full", "lora"}
         return tuple(part for part in PARTS if getattr(self, part) in wanted)
 
@@ -198,23 +198,24 @@ class RecipeParams:
     recipe."""
     data: Name
     answer_format: Name | None = None
-    """How the answer is written, if the task has several formats."""
+    """Format of the answer, if the task has several."""
     parts: PartsParams
     quantization: Literal["none", "nf4"] = "none"
     """nf4: frozen weights in 4 bits with double quantization."""
     lora: LoraParams | None = None
     full_targets: dict[Part, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
-    """Of parts trained in full, ends of module names (whole dotted components, like lora.targets) that are trained; the
-    whole part where none are named."""
+    """For parts trained in full, suffixes of the module names to train, like lora.targets; without them the whole part
+    is trained."""
     loss: Loss = "assistant-only"
-    """Of the next token, over the answers or over all text. Or `router-labels`: of the expert that a mixture's routers
-    choose for each token, layer by layer, which is to be that of the sample's domain (`builds.NAME.experts`)."""
+    """Training objective. assistant-only, all-tokens: next-token cross-entropy on the answers, or on all text.
+    router-labels: cross-entropy of each router of a mixture against the expert of the sample's domain
+    (`builds.NAME.experts`)."""
     learning_rate: Rate
     part_learning_rates: dict[Part, Rate] = Field(default_factory=dict)
-    """Parts that take another learning rate than `learning_rate`."""
+    """Learning rates of parts that differ from `learning_rate`."""
     epochs: Positive = 3
     max_steps: Positive | None = None
-    """Stop after this many optimizer steps, before the epochs are over."""
+    """Stop after this number of optimizer steps, before the epochs are over."""
     effective_batch: Positive = 16
     """Samples in one optimizer step: micro_batch x accumulation x devices."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -222,13 +223,13 @@ class RecipeParams:
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Rate = 1.0
     max_length: Positive = 2048
-    """Tokens of a sample, picture tokens counted; a longer one is an error. Only a text that the task lets be cut, such
-    as the transcript that a question is about, is cut to fit; an answer never."""
+    """Largest number of tokens of a sample, image tokens included; a longer one is an error. Only a text that the task
+    allows to cut, such as the transcript of a question, is cut to fit; an answer never is."""
     seed: Seed | None = None
-    """Null: that of the whole pipeline."""
+    """Null: the seed of the whole pipeline."""
 
     def base_recipe(self) -> str | None:
-        """The recipe that this one continues, or None where it starts from a base."""
+        """The recipe that this one continues; None if it starts from a base."""
         return recipe_of(self.base)
 
     def base_build(self) -> str | None:
@@ -242,7 +243,7 @@ class ExpertParams:
     recipe: Name
     """Its merged model is the expert."""
     domain: Name | None = None
-    """The samples that are to be this expert's, as the task names them; null where the task knows no domains."""
+    """Domain of the samples that this expert is for, as the task names it; null if the task has no domains."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -250,28 +251,28 @@ class BuildParams:
     """A mixture of experts made from dense models that recipes trained from one base."""
 
     task: Name
-    """The experts'; its probes of each domain show where the domain's tokens go."""
+    """The experts' task, whose probes of each domain show which experts its tokens are routed to."""
     base: Annotated[str, Field(pattern=r"^bases/[^/]{1,100}$")]
     """`bases/NAME`, a dense model: the experts were trained from it, and the mixture has all of it but the MLPs."""
     experts: Annotated[tuple[ExpertParams, ...], Field(min_length=2)]
-    """Numbered in this order. All of them have a domain, or none."""
+    """The experts, numbered in this order. All of them have a domain, or none has."""
     top_k: Annotated[int, Field(ge=2)] = 2
-    """Experts that a token takes, at most all. One alone would have a weight of 1, and its router no gradient."""
+    """Experts for each token, at most all. A single one would have weight 1, and its router no gradient."""
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        """Those of the experts, in their order."""
+        """The experts' recipes, in order."""
         return tuple(expert.recipe for expert in self.experts)
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Those of the experts, in their order; empty where they have none."""
+        """The experts' domains, in order; empty if they have none."""
         return tuple(expert.domain for expert in self.experts if expert.domain is not None)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BaselineParams:
-    """A base, or what was built from several models, evaluated as it is: a row to compare with."""
+    """A base or a build, evaluated without training: a row to compare with."""
 
     task: Name
     base: Annotated[str, Field(pattern=r"^(bases|builds)/[^/]{1,100}$")]
@@ -281,10 +282,10 @@ class BaselineParams:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PredictionsParams:
-    """What a trained model is to say of inputs whose truth nobody knows."""
+    """Inputs without a known answer, for a trained model."""
 
     task: Name
-    """The recipe's; its `predictions` read the inputs."""
+    """The recipe's task, whose module `predictions` reads the inputs."""
     recipe: Name
     inputs: Annotated[str, Field(pattern=r"^data(/[^/.][^/]*)+$")]
     """A file below data/."""
@@ -293,10 +294,10 @@ class PredictionsParams:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataParams:
     skip_invalid: bool = False
-    """Leave invalid records out, counted and listed, where they would otherwise stop the run."""
+    """Leave out invalid records, counted and listed, instead of stopping the run."""
     selection: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the training samples to set aside, to choose settings by: trained on by none, and no validation samples.
-    Which ones, their content alone decides."""
+    """Share of the training samples to set aside for choosing settings: no recipe trains on them. Chosen by their
+    content alone."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -311,42 +312,37 @@ class ModelParams:
     """Model folders that stages leave."""
 
     keep_merged: bool = True
-    """Whether every recipe leaves a merged model. Without, `merge` writes, reloads and certifies it just so, and then
-    leaves its weights out; `evaluate` merges them anew in memory, and refuses them unless they are those of the
-    certificate, bit for bit. A model that something else starts from (a recipe, a build, an entry of predictions) is
-    always left.
-
-    True by default: a merged model is what people serve, it loads with plain transformers whatever becomes of PEFT, of
-    this kit or of the base's repository, and disk is cheaper than finding out. False saves a whole model a recipe and
-    experiment: for many experiments on a large base, of which few are kept."""
+    """Whether every recipe leaves a merged model, which loads with plain transformers and can be served. If false,
+    `merge` writes, reloads and certifies it all the same and then removes the weights; `evaluate` merges them again in
+    memory and refuses them unless they equal the certificate's, bit for bit. A model that something else starts from (a
+    recipe, a build, an entry of predictions) is always kept."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointParams:
-    """When a training is saved, to go on from there if it is interrupted. No result depends on it."""
+    """Checkpoint schedule. No result depends on it."""
 
     every_minutes: Rate | None = 15.0
-    """Null: not by the clock."""
+    """Null: no checkpoints by time."""
     every_steps: Positive | None = None
-    """Also after every so many optimizer steps; null: not by their count. A training that is asked to end is saved
-    whatever these say."""
+    """Null: no checkpoints by steps. A training that is asked to end is always saved."""
     keep: Positive = 2
-    """How many are kept of a recipe. While one is written there is one more."""
+    """Checkpoints to keep of a recipe; one more exists while it is written."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class JobParams:
-    """Resources that a job asks Slurm for, beside the GPUs and processor cores, which follow from the profile."""
+    """Resources of a Slurm job besides GPUs and CPU cores, which follow from the profile."""
 
     partition: SlurmName | None = None
-    """Null: Slurm's default; likewise `account` and `minutes`."""
+    """Null: Slurm's default, also for `account` and `minutes`."""
     account: SlurmName | None = None
     minutes: Positive | None = None
-    """Limit of one job. A training that takes longer takes several."""
+    """Time limit of one job. A longer training takes several jobs."""
     memory_gb: Rate | None = None
     """Memory of the host. Null: what the recipe's plan says."""
     options: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\s]*$")], ...] = ()
-    """More of sbatch's long options, e.g. `--constraint=a100`; they win over those of the fields above."""
+    """More long options of sbatch, e.g. `--constraint=a100`; they override the fields above."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -358,17 +354,16 @@ class SlurmParams:
     gpu: JobParams = Field(default_factory=JobParams)
     """Jobs of stages with one."""
     save_seconds: Annotated[int, Field(ge=1, le=65535)] = 180
-    """How long before its time is over a training is asked to save; Slurm may ask a minute earlier. At most Slurm's
-    own limit."""
+    """Seconds before the time limit at which a training is asked to save; Slurm may ask a minute earlier."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Params:
     profile: Name
     seed: Seed = 42
-    """Of every training: its order of samples, new weights, dropout. Recipes may have one of their own."""
+    """Seed of every training: order of samples, new weights, dropout. A recipe may have its own."""
     scored: Literal["val", "selection"] = "val"
-    """The split that models are evaluated on: that of reports, or the one to choose settings by (`data.selection`)."""
+    """The split that models are evaluated on: the validation split, or the samples that `data.selection` sets aside."""
     data: DataParams
     tracking: TrackingParams
     checkpoints: CheckpointParams = Field(default_factory=CheckpointParams)
@@ -393,14 +388,14 @@ class Params:
         return self.profiles[self.profile]
 
     def on(self, profile: str) -> Params:
-        """The same with another profile active."""
+        """These params with another profile active."""
         return replace(self, profile=self._known(profile, self.profiles, "profile"))
 
     def recipe(self, name: str) -> RecipeParams:
         return self.recipes[self._known(name, self.recipes, "recipe")]
 
     def subject(self, name: str) -> RecipeParams | BaselineParams:
-        """A recipe or a baseline: what an evaluation is of."""
+        """The recipe or baseline of that name, as evaluations have them."""
         subjects: dict[str, RecipeParams | BaselineParams] = {**self.baselines, **self.recipes}
         return subjects[self._known(name, subjects, "recipe or baseline")]
 
@@ -408,9 +403,9 @@ class Params:
         return self.builds[self._known(name, self.builds, "build")]
 
     def root(self, recipe: str) -> str:
-        """`bases/NAME` or `builds/NAME`, from which the first of the recipes that it continues starts.
+        """`bases/NAME` or `builds/NAME` at the start of the chain of recipes that ends with this one.
 
-        Of a chain that goes round, or continues what is no recipe, one of its `runs/RECIPE/merged`.
+        In a cyclic or broken chain, which cross_checks refuses, one of its `runs/RECIPE/merged`.
         """
         base, seen = self.recipe(recipe).base, {recipe}
         while (parent := recipe_of(base)) in self.recipes and parent not in seen:
@@ -419,14 +414,14 @@ class Params:
         return base
 
     def leaves_weights(self, recipe: str) -> bool:
-        """Whether the recipe's merged model is left as a whole, and not only its certificate."""
+        """Whether the recipe's merged model keeps its weights."""
         bases = {other.base for other in self.recipes.values()}
         experts = {expert for build in self.builds.values() for expert in build.recipes}
         predicting = {prediction.recipe for prediction in self.predictions.values()}
         return self.models.keep_merged or f"runs/{recipe}/merged" in bases or recipe in experts | predicting
 
     def domains(self, recipe: str) -> tuple[str, ...]:
-        """Of the experts, in their order, of the build that a recipe goes back to; empty where it goes to none."""
+        """The experts' domains, in order, of the build at the recipe's root; empty if it is a base."""
         kind, _, name = self.root(recipe).partition("/")
         return self.build(name).domains if kind == "builds" else ()
 
