@@ -1,8 +1,8 @@
 """Resolve every setting of a recipe on the active profile, and predict whether it fits.
 
-Reads   params.yaml; the base's config and processor; the prepared data, of which the largest samples count
+Reads   params.yaml; the base's config and processor; the prepared data, whose largest samples decide
 Writes  data/runs/RECIPE/plan.yaml     every setting, as train takes it
-        data/runs/RECIPE/memory.json   the predicted memory, by what it is spent on, and the verdict
+        data/runs/RECIPE/memory.json   the predicted memory by category, and the verdict
 Run     docker/run plan r1-llm-only
 """
 
@@ -10,27 +10,84 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+from transformers import PreTrainedConfig
 
 from stages.core.environment import instruction_set
-from stages.core.errors import bytes_text, configure_logging
+from stages.core.errors import configure_logging
 from stages.core.params import load_params
+from stages.core.params.schema import Params
 from stages.kit.families import require_precision
-from stages.kit.memory.budget import budget_lines
-from stages.kit.memory.fit import Fit, answers_at_once, decide
+from stages.kit.memory.fit import Fit, decide, fitting_batch_size
 from stages.kit.memory.predict import MemoryPredictor
+from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
 from stages.kit.models.adapters import TrainableCounts
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.plan import resolve_plan
+from stages.kit.planning.prediction import gib_text
 from stages.kit.training.batches import ConversationCollator
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A recipe's plan as its profile has it, and the predictor for the plans that may replace it."""
+
+    params: Params
+    fit: Fit
+    predict: MemoryPredictor
+    notes: tuple[str, ...]
+    """Lengths of the samples, and the choices that make the plan faster, a line each."""
+
+    def evaluation(self, fit: Fit) -> tuple[Fit, int]:
+        """The evaluation of what a plan trains, on one device, and its batch size."""
+        settings = self.params.active.evaluation
+        predict = partial(self.predict.generation, fit.plan, max_new_tokens=settings.max_new_tokens)
+        capacity = self.predict.capacity_bytes(fit.plan.device.one())
+        batch_size = fitting_batch_size(settings.batch_size, predict, capacity)
+        return Fit(plan=fit.plan, prediction=predict(batch_size), capacity_bytes=capacity), batch_size
+
+
+def preview(
+    params: Params, recipe: str, config: PreTrainedConfig, *, base_dir: Path, has_data: bool = True, **options: Any
+) -> Preview:
+    """config: the base's. base_dir: the folder of its config, and with data of its tokenizer. has_data: without, the
+    largest batch within the plan's limits stands in. options: MemoryPredictor's.
+
+    Raises UserError if base, data and recipe do not go together.
+    """
+    wanted, memory = params.recipe(recipe), params.active.memory
+    samples, notes = load_task(wanted.task, "samples"), []
+    samples.check(config.model_type, wanted.answer_format)
+    require_precision(config.model_type, memory.precision)
+    data_dir = Path("data/prepared") / wanted.data
+    records = samples.read_split(data_dir, "train") if has_data else None
+    train_samples = wanted.effective_batch if records is None else len(records)
+    plan = resolve_plan(params, recipe, train_samples=train_samples, instructions=instruction_set(os.environ))
+    plan = replace(plan, base_dir=str(base_dir))
+    if records is None:
+        processor = stand_in_processor(config, plan.images)
+        limits: Any = {"max_length": plan.max_length, "max_pixels": plan.images.max_pixels if plan.images else None}
+        batch_of: Any = partial(stand_in_batch, config, **limits)
+    else:
+        processor = load_processor(base_dir, plan.images)
+        collator = ConversationCollator.for_plan(plan, processor, records, samples)
+        require_takes(processor, data_dir)
+        notes.append(collator.length_summary())
+        batch_of = collator.largest_batch
+    predict = MemoryPredictor(config=config, processor=processor, batch_of=batch_of, **options)
+    plan, choices = predict.completed(plan, memory)
+    fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
+    return Preview(params=params, fit=fit, predict=predict, notes=(*notes, *choices))
 
 
 @click.command(help=__doc__)
@@ -38,58 +95,21 @@ log = logging.getLogger("stages")
 def main(recipe: str) -> None:
     configure_logging(f"plan {recipe}")
     params = load_params()
-    wanted, memory = params.recipe(recipe), params.active.memory
-    samples = load_task(wanted.task, "samples")
-    records = samples.read_split(Path("data/prepared") / wanted.data, "train")
-    plan = resolve_plan(params, recipe, train_samples=len(records), instructions=instruction_set(os.environ))
-    require_weights(Path(plan.base_dir))
-    config = load_config(Path(plan.base_dir))
-    samples.check(config.model_type, wanted.answer_format)
-    require_precision(config.model_type, plan.precision)
-    processor = load_processor(Path(plan.base_dir), plan.images)
-    collator = ConversationCollator.for_plan(plan, processor, records, samples)
-    log.info("%s", collator.length_summary())
-    require_takes(processor, Path(plan.data_dir))
-    predict = MemoryPredictor(config=config, processor=processor, batch_of=collator.largest_batch)
-
-    plan, chosen = predict.planned(plan, memory)
-    for line in chosen:
-        log.info("%s", line)
-    fit = Fit(plan=plan, prediction=predict(plan), capacity_bytes=predict.capacity_bytes(plan.device))
-    fit = decide(fit, predict, memory.fit)
-    settings = params.active.evaluation
-    predict_answers = partial(predict.answers, fit.plan, max_new_tokens=settings.max_new_tokens)
-    capacity = predict.capacity_bytes(plan.device.one())
-    at_once = answers_at_once(settings.batch_size, predict_answers, capacity)
-    answers = predict_answers(at_once)
-    evaluation = Fit(plan=fit.plan, prediction=answers, capacity_bytes=capacity)
-    run_dir = Path("data/runs") / recipe
+    wanted, run_dir = params.recipe(recipe), Path("data/runs") / recipe
+    base_dir = Path("data") / wanted.base
+    require_weights(base_dir)
+    found = preview(params, recipe, load_config(base_dir), base_dir=base_dir)
+    fit = decide(found.fit, found.predict, params.active.memory.fit)
+    evaluation, batch_size = found.evaluation(fit)
     fit.plan.write(run_dir / "plan.yaml")
     fit.record(evaluation).write(run_dir / "memory.json")
-    report(fit)
+    for line in (*found.notes, TrainableCounts(**fit.plan.trainable), *fit.lines()):
+        log.info("%s", line)
     fits = evaluation.verdict in (None, "fits")
     halved = "" if fits else f": {evaluation.verdict}; it halves its batch until it does"
-    log.info("evaluation takes %.2f GiB, %d at once%s", answers.total_bytes / 2**30, at_once, halved)
+    log.info("evaluation takes %s GiB, %d at once%s", gib_text(evaluation.prediction.total_bytes), batch_size, halved)
     if wanted.quantization != fit.plan.quantization:
-        log.info("quantization %s, as profile %s says", fit.plan.quantization, plan.profile)
-
-
-def report(fit: Fit) -> None:
-    schedule = fit.plan.schedule
-    log.info("%s", TrainableCounts(**fit.plan.trainable))
-    log.info(
-        "%d samples, %d steps of %d (micro-batch %d x %d)",
-        *(schedule.train_samples, schedule.num_steps, schedule.effective_batch),
-        *(schedule.micro_batch, schedule.grad_accumulation),
-    )
-    if fit.plan.features_bytes:
-        size = bytes_text(fit.plan.features_bytes)
-        log.info("vision tower and projector are frozen: features of pictures are kept, at most %s of disk", size)
-    for change in fit.changes:
-        log.info("to fit the GPU: %s", change)
-    short = fit.verdict is None or (fit.verdict == "fits" and fit.plan.device.kind == "cpu")
-    for line in (fit.prediction.summary(),) if short else budget_lines(fit.prediction, fit.capacity_bytes):
-        log.info("%s", line)
+        log.info("quantization is %s: profile %s overrides the recipe's", fit.plan.quantization, fit.plan.profile)
 
 
 if __name__ == "__main__":

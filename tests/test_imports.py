@@ -36,9 +36,7 @@ FAST = (
     ),
     "stages/tasks/amr/predictions",
     "tools/api",
-    "tools/plan/__main__",
-    "tools/plan/available_inputs",
-    "tools/plan/recipe_memory",
+    "tools/plan",
     "tools/try_it/__main__",
     "tools/verify",
 )
@@ -83,7 +81,7 @@ def test_a_heavy_import_is_seen() -> None:
 def test_a_typing_error_is_answered_without_torch() -> None:
     code = f"""
 import sys
-from tools.plan.__main__ import main
+from tools.plan import main
 for arguments in (["typo"], ["amr-ptr", "--profile", "qwen2-vl-7b-48gb"], ["r1-llm-only", "--profile", "typo"]):
     try:
         main(arguments)

@@ -47,7 +47,7 @@ from stages.core.params import load_params
 if TYPE_CHECKING:
     from stages.kit.reporting.compare import Comparison
     from stages.kit.reporting.runs import Run
-    from tools.plan.recipe_memory import RecipeMemory
+    from tools.plan import RecipeMemory
 
 __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
 
@@ -60,20 +60,19 @@ def predict_memory(
     profile: of params.yaml; None for the active one.
     memory_gb: a GPU's size in GB, as cards are sold, 24 or "24GB"; None for the profile's own device.
     exact: record every layer of the model, not a few, which takes longer.
-    Returns the fields of tools/plan/recipe_memory.py, which `make plan JSON=1` prints; amounts are in GiB.
+    Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
     Raises UserError for an unknown recipe or profile, for what is no size, for a base of unknown geometry, and for a
     memory_gb where the profile runs on a CPU.
     """
-    from tools.plan.__main__ import gpu_size, refuse_cpu
-    from tools.plan.preview import Previews
+    from tools.plan import gpu_size, predictions_for, refuse_cpu
 
-    in_file = load_params()
-    params = in_file.on(profile) if profile else in_file
+    predictions = predictions_for(profile, exact=exact)
+    params = predictions.params
     params.recipe(recipe)
     if memory_gb is not None:
         refuse_cpu(params)
     size = params.active.device.memory_gb if memory_gb is None else gpu_size(memory_gb)
-    return Previews(params, in_file=in_file.profile, exact=exact).recipe_memory(recipe, size)
+    return predictions.recipe_memory(recipe, size)[0]
 
 
 def read_run(name: str) -> Run:

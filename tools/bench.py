@@ -37,7 +37,7 @@ from stages.core.lineage import file_digest, folder_digest
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams, Params
 from stages.kit.evaluation.answer import completion_of, generate_answers
-from stages.kit.memory.step import forget_accelerator
+from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import lora_config
 from stages.kit.models.kernels import fused_kernels
@@ -123,7 +123,7 @@ class Bench:
     @contextmanager
     def training(self, plan: Plan, features: Path | None = None) -> Iterator[SFTTrainer]:
         """Our trainer, ready to take its steps."""
-        forget_accelerator()
+        reset_accelerator()
         seed_everything(plan.seed)
         prepare_kernels(plan)
         processor = load_processor(self.base_dir, plan.images)
@@ -141,7 +141,7 @@ class Bench:
     @contextmanager
     def plain_training(self) -> Iterator[SFTTrainer]:
         """TRL's trainer as its documentation has it, with the same settings, on the same samples."""
-        forget_accelerator()
+        reset_accelerator()
         plan, processor = self.plan, load_processor(self.base_dir, self.plan.images)
         assert plan.lora is not None
         asked = samples_for(self.samples, load_config(self.base_dir).model_type, processor)

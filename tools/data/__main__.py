@@ -32,7 +32,7 @@ from stages.tasks.detection import samples
 from stages.tasks.detection.samples import DetectionRecord, read_split
 from stages.tasks.detection.scoring import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
-from tools.plan.available_inputs import available_base, trainable_recipes
+from tools.plan import available_inputs, trainable_recipes
 
 SHOWN = 12
 PAGE_DIR = Path(".bakeoff/data")
@@ -113,16 +113,16 @@ def token_lengths(
     """Of question, picture and answer, where a recipe's processor needs no download."""
     using = [name for name in trainable_recipes(params) if params.recipe(name).task == "detection"]
     recipe = next((name for name in using if params.recipe(name).data == dataset), None) or next(iter(using), None)
-    folder = available_base(params, recipe).processor_dir if recipe else None
-    if recipe is None or folder is None:
+    inputs = available_inputs(params, recipe) if recipe else None
+    if recipe is None or inputs is None or not inputs.has_tokenizer:
         yield "tokens", f"not counted: the base of profile {params.profile} is not fetched yet"
         return
     # Slow to import.
     from stages.kit.models.folders import model_type
     from stages.kit.models.prompts import count_tokens, load_processor, samples_for
 
-    processor, limit = load_processor(folder, params.active.images), params.recipe(recipe).max_length
-    ask = samples_for(samples, model_type(folder), processor).conversation
+    processor, limit = load_processor(inputs.config_dir, params.active.images), params.recipe(recipe).max_length
+    ask = samples_for(samples, model_type(inputs.config_dir), processor).conversation
     for split, records in splits.items():
         lengths = sorted(count_tokens(processor, ask(record, answered=True)) for record in records)
         longer = sum(length > limit for length in lengths)

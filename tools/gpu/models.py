@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -146,10 +148,19 @@ def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
         attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
         model = new_model(config, precision=plan.precision, attn=attn)
     if plan.quantization == "nf4":
-        from stages.kit.memory.quantized import quantize_nf4
+        from stages.kit.memory.stand_in import quantize_nf4
 
-        model = quantize_nf4(model, plan.precision, fake=False)
+        model = quantize_nf4(model, plan.precision, fill=partial(_fill_randomly, device=model.device))
     return model
+
+
+def _fill_randomly(layer: Any, device: torch.device) -> None:
+    """As transformers does with each weight that it loads (Bnb4bitQuantize)."""
+    import bitsandbytes as bnb
+
+    weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=device)
+    torch.nn.init.normal_(weight, std=0.02)
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, **layer.weight.__dict__).to(device)
 
 
 def with_contents(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,13 +19,12 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import cpu_peak
-from stages.kit.memory.answers import Inference
-from stages.kit.memory.budget import verdict
 from stages.kit.memory.calibration import Calibration, load_calibration
-from stages.kit.memory.predict import depth_of, predict, predict_answers, with_depth
+from stages.kit.memory.predict import depth_of, predict, predict_generation, with_depth
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
+from stages.kit.memory.step import Inference
 from stages.kit.models.load import check_device, resolve_attention
-from stages.kit.planning.ladder import read_at_once
+from stages.kit.planning.ladder import prefill_batch_size
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer, lasting_tensors
 from tools.gpu.device import Kind
@@ -57,7 +56,7 @@ def predict_memory(
     for depth in [layers] if layers else [(max(1, round(text * share)), vision) for share in SHARES]:
         config = with_depth(whole, (depth[0], depth[1]))
         scaled = predict(plan, config, processor, batch, calibration)
-        if device == "cpu" or layers or verdict(scaled, facts["memory_bytes"]) == "fits":
+        if device == "cpu" or layers or scaled.verdict(facts["memory_bytes"]) == "fits":
             exact = predict(plan, config, processor, batch, calibration, exact=True)
             both = {"scaled": scaled, "exact": exact}
             amounts = {
@@ -128,14 +127,14 @@ def measure_answers(
     """Have a model answer a batch of prompts, all of them `new_tokens` long, as evaluation does; its peak of memory
     against the prediction."""
     attn: Any = resolve_attention("auto", DeviceParams(kind=device), precision)
-    config, size = config_of(geometry), read_at_once(batch_size)
+    config, size = config_of(geometry), prefill_batch_size(batch_size)
     plan = plan_of(Setting(geometry, "full", precision=precision, attn=attn, padding_free=False), device)
     batch = with_contents(stand_in_batch(config, micro_batch=size, max_length=prompt, max_pixels=max_pixels))
     del batch["labels"]
     inference = Inference(device=plan.device, precision=precision, attn=attn)
     calibration = with_workspaces(load_calibration(), facts)
     limits = {"batch_size": batch_size, "max_new_tokens": new_tokens}
-    predicted = predict_answers(inference, config, batch, calibration, **limits)
+    predicted = predict_generation(inference, config, batch, calibration, **limits)
     model = random_model(plan, config).eval()
 
     @torch.inference_mode()

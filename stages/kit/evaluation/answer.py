@@ -28,7 +28,7 @@ from stages.kit.memory_use import MemoryLog
 from stages.kit.models.load import gpus_in_use, load_config, see_only
 from stages.kit.models.merge import load_certified
 from stages.kit.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
-from stages.kit.planning.ladder import AT_ONCE, lowered_batch_size, read_at_once
+from stages.kit.planning.ladder import MAX_BATCH_SIZE, lowered_batch_size, prefill_batch_size
 from stages.kit.planning.prediction import Prediction
 
 log = logging.getLogger(__name__)
@@ -108,10 +108,10 @@ def batch_size_for(questions: Sequence[Conversation], model_dir: Path, profile: 
 
 def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, profile: ProfileParams) -> int:
     # These import TRL, which takes seconds.
-    from stages.kit.memory.answers import Inference
     from stages.kit.memory.calibration import load_calibration
-    from stages.kit.memory.fit import answers_at_once
-    from stages.kit.memory.predict import capacity_bytes, predict_answers, repeated
+    from stages.kit.memory.fit import fitting_batch_size
+    from stages.kit.memory.predict import capacity_bytes, predict_generation, repeated
+    from stages.kit.memory.step import Inference
 
     started, settings, memory = time.monotonic(), profile.evaluation, profile.memory
     inference = Inference(device=profile.device.one(), precision=memory.precision, attn=memory.attn)
@@ -123,12 +123,12 @@ def _predicted_batch_size(questions: Sequence[Conversation], model_dir: Path, pr
     question = encode(processor, [questions[longest]], padding_side="left", max_length=room)
 
     def predict(size: int) -> Prediction:
-        batch = repeated(question, read_at_once(size))
+        batch = repeated(question, prefill_batch_size(size))
         limits = {"batch_size": size, "max_new_tokens": settings.max_new_tokens}
-        return predict_answers(inference, config, batch, calibration, **limits)
+        return predict_generation(inference, config, batch, calibration, **limits)
 
     # At most all questions at once, rounded up to a power of two.
-    batch_size = answers_at_once("auto", predict, capacity, limit=min(AT_ONCE, 2 * len(questions) - 1))
+    batch_size = fitting_batch_size("auto", predict, capacity, limit=min(MAX_BATCH_SIZE, 2 * len(questions) - 1))
     log.info("batch size %d by predicted memory, which took %.1f s", batch_size, time.monotonic() - started)
     return batch_size
 
@@ -200,7 +200,7 @@ def generate_answers(
     def is_whole(tokens: list[int]) -> bool:
         return tokens[-1] in ends or (complete is not None and complete(decoded(tokenizer, tokens, ends)))
 
-    batches = prepared_ahead(longest_first(questions, read_at_once(batch_size)), prepare)
+    batches = prepared_ahead(longest_first(questions, prefill_batch_size(batch_size)), prepare)
     started = logged = time.monotonic()
     answers: dict[int, str] = {}
     num_cut = 0

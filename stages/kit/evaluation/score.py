@@ -20,7 +20,7 @@ import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.planning.ladder import read_at_once
+from stages.kit.planning.ladder import prefill_batch_size
 
 if TYPE_CHECKING:
     from stages.kit.evaluation.answer import Answerer
@@ -75,7 +75,7 @@ def score_answers(
         from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
 
         limits: dict[str, Any] = {
-            "batch_size": read_at_once(answerer.batch_size),
+            "batch_size": prefill_batch_size(answerer.batch_size),
             "max_length": answerer.settings.max_length,
         }
         candidates = scoring.candidates(records, answer_format=answer_format)

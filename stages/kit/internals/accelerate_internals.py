@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 
@@ -37,3 +38,8 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
     for module, hook in hooks.items():
         if module.forward is not hook:
             vars(module).update(_old_forward=module.forward, forward=hook)
+
+
+def reset_accelerator() -> None:
+    """Forget the settings that accelerate keeps from a process's first trainer, its precision among them."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001

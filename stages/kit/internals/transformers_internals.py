@@ -44,6 +44,26 @@ def balanced_device_map(
     return gpus
 
 
+def become_nf4(model: PreTrainedModel, config: BitsAndBytesConfig) -> dict[str, Any]:
+    """Replace the linear layers that transformers would load in nf4 by bitsandbytes' own, without weights.
+
+    Returns them by name.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)
+    kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001
+    replace_with_bnb_linear(model, kept, quantizer.quantization_config)
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def kept_by_accelerate(model: PreTrainedModel) -> set[str]:
+    """Keyword arguments that accelerate does not copy between the GPUs of a model that is spread over several."""
+    names = model._skip_keys_device_placement or ()  # noqa: SLF001
+    return {names} if isinstance(names, str) else set(names)
+
+
 def layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes that transformers keeps whole on one device."""
     return set(model._no_split_modules or ())  # noqa: SLF001

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_trainer
 
 
 def has_triton() -> bool:
@@ -57,3 +60,39 @@ def set_token_count(trainer: SFTTrainer, tokens: int) -> None:
     """The tokens that the training has seen so far."""
     trainer._total_train_tokens = tokens  # noqa: SLF001
     trainer._metrics["train"]["num_tokens"] = [tokens]  # noqa: SLF001
+
+
+LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
+"""Width of the logits that the fused loss computes at once, however small the vocabulary is."""
+
+
+class _NoKernel:
+    """A kernel that is launched over a grid and allocates nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class _NoTriton:
+    @staticmethod
+    def cdiv(number: int, step: int) -> int:
+        return -(-number // step)
+
+
+@contextmanager
+def loss_allocates_as_on_gpu() -> Iterator[None]:
+    """On CPU tensors the fused loss allocates what it does on a GPU, and computes nothing.
+
+    There Triton scores a tile of logits in place; elsewhere many steps take a tile each. Triton need not be installed.
+    """
+    with ExitStack() as stack:
+        for module, name, value in (
+            (chunked_logprob, "_forward_kernel", _NoKernel()),
+            (chunked_logprob, "_backward_kernel", _NoKernel()),
+            (chunked_logprob, "_addmm_fp32", lambda *_: None),
+            (chunked_logprob, "_use_triton", lambda _: True),
+            (chunked_logprob, "triton", _NoTriton),
+            (trl_trainer, "_use_triton", lambda _: True),
+        ):
+            stack.enter_context(patch.object(module, name, value, create=True))
+        yield

@@ -1,4 +1,4 @@
-"""calibration.yaml: the constants of a prediction of memory, each with its source."""
+"""calibration.yaml: the constants of memory predictions, each with its source."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Constant:
     measured: Annotated[str, Field(pattern=r"^(assumed|\S.*, \d{4}-\d{2}-\d{2})$")]
     """`assumed`, or device and day."""
     why: Annotated[str, Field(min_length=1)]
-    """Where the value comes from."""
+    """Source of the value."""
 
     @property
     def num_bytes(self) -> int:
-        """Of a constant in MiB."""
+        """For constants in MiB."""
         return round(self.value * 2**20)
 
 
@@ -47,7 +47,7 @@ class ErrorAbove(Constant):
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Calibration:
-    """Each constant is described in calibration.yaml; the end of its name is its unit, without one it is a share."""
+    """calibration.yaml describes each constant; the end of its name is its unit, without one it is a share."""
 
     context_mib: Constant
     cublas_workspaces_mib: Constant
@@ -61,21 +61,20 @@ class Calibration:
     reserved_error_high: ErrorAbove
 
     def label(self, *, several: bool) -> str:
-        """`assumed` where a constant that decides a prediction is; else what they were measured on.
+        """Sources of the constants that decide a prediction; `assumed` if one of them is.
 
-        A stage asks for the workspaces' size, and what a card offers is no part of a prediction: neither counts.
-        several: of a run of several processes, ddp or sharded, which NCCL's buffers decide too.
+        The workspaces' size is set by the stage, and a card's usable share is no part of a prediction: neither counts.
+        several: for a run of several processes, ddp or sharded, NCCL's buffers count too.
         """
         deciding: tuple[Constant, ...] = (
-            self.context_mib,
-            *((self.nccl_buffers_mib,) if several else ()),
+            *(self.context_mib, *((self.nccl_buffers_mib,) if several else ())),
             *(self.allocated_error_low, self.allocated_error_high, self.reserved_error_low, self.reserved_error_high),
         )
         sources = dict.fromkeys(constant.measured for constant in deciding)
         return ASSUMED if ASSUMED in sources else "; ".join(sources)
 
     def usable_bytes(self, memory_gb: float) -> int:
-        """What can be counted on of a card sold as that many GB. Cards differ: it is the least that one of them has."""
+        """Usable memory of a card sold as that many GB: the least that any such card offers."""
         share = self.usable_share_large if memory_gb >= self.large_card_gb.value else self.usable_share
         return int(memory_gb * 2**30 * share.value)
 

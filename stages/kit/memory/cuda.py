@@ -1,33 +1,31 @@
-"""What CUDA would do, on a CPU: which attention kernel, what autocast keeps in fp32, what kernels take for themselves.
-
-Overridden at the dispatcher: a function mode is left while checkpointed layers are computed again in backward, and the
-two passes would then differ.
-"""
+"""CUDA's behaviour on CPU tensors: the attention kernel, what autocast keeps in fp32, what kernels allocate."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
-from torch.optim import optimizer
-from trl.kernels import chunked_logprob
-from trl.trainer import utils as trl_trainer
 
+from stages.kit.internals.torch_internals import foreach_on_cpu, overridden_on_cpu, without_autocast
+from stages.kit.internals.trl_internals import loss_allocates_as_on_gpu
+from stages.kit.memory.allocator import round_up
 from stages.kit.models import kernels
 
 aten = torch.ops.aten
 
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default  # noqa: SLF001
+_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default  # noqa: SLF001
 _VARIABLE_LENGTHS_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default  # noqa: SLF001
 
 Kernel = Literal["flash", "efficient", "math"]
 
-# Lists of torch/csrc (aten/src/ATen/autocast_mode.h): what CUDA's autocast computes in fp32 and the CPU's does not.
+# Lists of torch/csrc (aten/src/ATen/autocast_mode.h): operations that CUDA's autocast runs in fp32 and the CPU's does
+# not.
 _FP32 = (
     *("layer_norm", "group_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "rsqrt", "reciprocal", "exp", "log"),
     *("nll_loss", "mse_loss"),
@@ -35,75 +33,50 @@ _FP32 = (
 _FP32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntList")
 
 MULTIPROCESSORS = 144
-"""Of a large GPU: 132 on an H100, 142 on an RTX 6000 Ada, 148 on a B200. Fewer need less."""
+"""Multiprocessors of a large GPU: 132 on an H100, 142 on an RTX 6000 Ada, 148 on a B200. Fewer need less memory."""
 
 
 @contextmanager
 def cuda_semantics(*, flash_only: bool = False) -> Iterator[None]:
-    """Within it, CPU tensors go through what CUDA tensors would.
+    """Within the block CPU tensors go through the operations that CUDA tensors would.
 
     flash_only: attention by flash-attn's own kernels, which take no mask.
     """
-    library = torch.library.Library("aten", "IMPL")
+    operations = [
+        ("scaled_dot_product_attention", "AutogradCPU", _attention(flash_only=flash_only)),
+        ("dropout", "AutogradCPU", _dropout),
+        *((name, "AutocastCPU", _in_fp32(name)) for name in _FP32),
+        *((name, "AutocastCPU", _with_fp32_result(name)) for name in _FP32_RESULT),
+    ]
 
-    def override(name: str, function: Callable[..., Any], key: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that a kernel is overridden
-            library.impl(name, function, key, allow_override=True)
+    def takes_variable_lengths(query: torch.Tensor) -> bool:
+        return query.dtype in (torch.bfloat16, torch.float16)
 
-    # Unasked, optimizers take their many-tensors-at-once form on CUDA and not on a CPU.
-    foreach_devices = optimizer._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]  # noqa: SLF001
-    swaps = (
-        (optimizer, "_get_foreach_kernels_supported_devices", lambda: [*foreach_devices(), "cpu"]),
-        # TRL's loss scores a tile of logits in place, by Triton, and elsewhere in many steps that each take a tile.
-        (chunked_logprob, "_forward_kernel", _NoKernel()),
-        (chunked_logprob, "_backward_kernel", _NoKernel()),
-        (chunked_logprob, "_addmm_fp32", lambda *_: None),
-        (chunked_logprob, "_use_triton", lambda _: True),
-        (chunked_logprob, "triton", _NoTriton),
-        (trl_trainer, "_use_triton", lambda _: True),
-        (kernels, "takes_variable_lengths", lambda query: query.dtype in (torch.bfloat16, torch.float16)),
-    )
-    with ExitStack() as stack:
-        stack.callback(library._destroy)  # noqa: SLF001 - puts the CPU's own back
-        override("scaled_dot_product_attention", _attention(flash_only=flash_only), "AutogradCPU")
-        override("dropout", _dropout, "AutogradCPU")
-        for name in _FP32:
-            override(name, _in_fp32(name), "AutocastCPU")
-        for name in _FP32_RESULT:
-            override(name, _with_fp32_result(name), "AutocastCPU")
-        for module, name, value in swaps:
-            stack.enter_context(patch.object(module, name, value, create=True))  # Triton may not be installed
+    with (
+        overridden_on_cpu(operations),
+        foreach_on_cpu(),
+        loss_allocates_as_on_gpu(),
+        patch.object(kernels, "takes_variable_lengths", takes_variable_lengths),
+    ):
         yield
 
 
 def hidden_bytes(func: Any, args: Any) -> int:
-    """What a kernel allocates while it runs and frees before it returns, which no dispatcher sees. Not yet measured.
+    """Memory that a CUDA kernel allocates while it runs and frees before it returns, which no dispatcher sees.
 
     Attention's backward: an fp32 accumulator of dQ and the row sums (flash_api.cpp and attention_backward.cu of torch);
-    `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu).
+    `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu). Not measured yet.
     """
-    if func is aten._scaled_dot_product_flash_attention_backward.default:  # noqa: SLF001
+    if func is _FLASH_BACKWARD:
         query, key = args[1], args[2]
         batch, heads, length, width = query.shape
-        step = 32 if width <= 128 else 64
-        rows = batch * heads * _up(length, 128)
-        # Deterministic, as training is: blocks that run at once add up in copies of their own.
-        copies = -(-MULTIPROCESSORS // (batch * heads))
-        needed = rows * 4 * (1 + copies * _up(width, step))
-        if key.shape[1] != heads:  # dK and dV for every query head, before they are summed by group
-            needed += 2 * batch * key.shape[2] * heads * width * query.element_size()
-        return needed
-    if func is _VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: as above, the rows of each sample rounded up
+        keys = (batch * key.shape[2], key.shape[1])
+        return _flash_bytes(query, batch * heads, batch * heads * round_up(length, 128), keys, heads)
+    if func is _VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: the same, the rows of each sample rounded up
         query, key, samples = args[1], args[2], args[6].numel() - 1
         length, heads, width = query.shape
-        rows = heads * (length + 128 * samples)
-        copies = -(-MULTIPROCESSORS // (samples * heads))
-        needed = rows * 4 * (1 + copies * _up(width, 32 if width <= 128 else 64))
-        if key.shape[1] != heads:
-            needed += 2 * key.shape[0] * heads * width * query.element_size()
-        return needed
-    if func is aten._scaled_dot_product_efficient_attention_backward.default:  # noqa: SLF001
+        return _flash_bytes(query, samples * heads, heads * (length + 128 * samples), key.shape[:2], heads)
+    if func is _EFFICIENT_BACKWARD:
         batch, heads, length, width = args[1].shape
         return batch * heads * length * 4 * (1 + width)
     if dequantized := dequantized_bytes(func, args):
@@ -115,26 +88,23 @@ def hidden_bytes(func: Any, args: Any) -> int:
     return 0
 
 
+def _flash_bytes(query: torch.Tensor, blocks: int, rows: int, keys: tuple[int, int], heads: int) -> int:
+    """Flash attention's backward, deterministic as in training: blocks that run at once accumulate in copies of their
+    own. keys: rows of the keys, and their heads. With grouped heads it holds dK and dV for every query head."""
+    width = query.shape[-1]
+    copies = -(-MULTIPROCESSORS // blocks)
+    needed = rows * 4 * (1 + copies * round_up(width, 32 if width <= 128 else 64))
+    key_rows, key_heads = keys
+    return needed + (2 * key_rows * heads * width * query.element_size() if key_heads != heads else 0)
+
+
 def dequantized_bytes(func: Any, args: Any) -> int:
-    """The weight in the input's precision, and its scales in fp32, within a product with a weight in 4 bits, on any
+    """The weight in the input's precision and its scales in fp32, within a product with a weight in 4 bits, on any
     device (bitsandbytes/backends); 0 for another operation."""
     if not func.__name__.startswith("gemm_4bit"):
         return 0
     rows, columns = args[2]
     return rows * columns * args[0].element_size() + rows * columns // args[4] * 4
-
-
-class _NoKernel:
-    """A kernel that is launched over a grid and allocates nothing."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-class _NoTriton:
-    @staticmethod
-    def cdiv(number: int, step: int) -> int:
-        return -(-number // step)
 
 
 def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
@@ -179,9 +149,9 @@ def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
 
 
 def chosen_kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
-    """The first that can run of those torch tries (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """The first kernel that can run, in torch's order (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    Without cuDNN's, which some torch builds prefer on Hopper and which needs about as much as flash.
+    Without cuDNN's, which torch prefers on Hopper outside of deterministic training and which needs about as much.
     """
     if query.dtype in (torch.bfloat16, torch.float16) and mask is None and query.shape[-1] <= 256:
         return "flash"
@@ -189,7 +159,7 @@ def chosen_kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | N
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """CUDA's keeps a mask of one byte an element; the CPU's a scaled mask of the tensor's own type."""
+    """CUDA's keeps a mask of one byte per element; the CPU's a scaled mask of the tensor's own type."""
     return torch.native_dropout(tensor, p, True)[0] if train and p > 0 else tensor
 
 
@@ -197,7 +167,7 @@ def _in_fp32(name: str) -> Callable[..., Any]:
     operation = _operation(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with without_autocast():
             return operation(*map(_as_fp32, args), **{key: _as_fp32(value) for key, value in kwargs.items()})
 
     return run
@@ -207,8 +177,8 @@ def _with_fp32_result(name: str) -> Callable[..., Any]:
     operation = _operation(name)
 
     def run(tensor: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-        with _without_autocast():
-            wanted = dtype or (torch.float32 if _is_autocast(tensor) else None)
+        with without_autocast():
+            wanted = dtype or (torch.float32 if _is_cast(tensor) else None)
             if name.endswith("softmax.int"):
                 dim, *given = args
                 return operation(tensor, dim, given[0] if given and given[0] else wanted)
@@ -222,17 +192,9 @@ def _operation(name: str) -> Any:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))  # noqa: SLF001
-
-
-def _is_autocast(value: Any) -> bool:
+def _is_cast(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _as_fp32(value: Any) -> Any:
-    return value.float() if _is_autocast(value) else value
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+    return value.float() if _is_cast(value) else value

@@ -1,4 +1,4 @@
-"""Whether a plan fits its GPU, and the least that would have to change where it does not."""
+"""Whether a plan fits its device, and the least that has to change if it does not."""
 
 from __future__ import annotations
 
@@ -7,33 +7,61 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from stages.core.errors import UserError
-from stages.kit.memory.budget import budget_lines, gib_text, verdict
-from stages.kit.planning.ladder import AT_ONCE, assumed_time, changes_between, climbs, rungs, settings, sharded_over
+from stages.core.errors import UserError, bytes_text
+from stages.kit.planning.ladder import (
+    MAX_BATCH_SIZE,
+    assumed_time,
+    changes_between,
+    climbs,
+    rungs,
+    settings,
+    sharded_over,
+)
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import Budget, GpuRecord, MemoryRecord, Prediction, Verdict, all_in_gib, in_gib
+from stages.kit.planning.prediction import (
+    Budget,
+    GpuRecord,
+    MemoryRecord,
+    Prediction,
+    Verdict,
+    all_in_gib,
+    gib_text,
+    in_gib,
+)
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 
 MORE_DEVICES = (2, 4, 8)
-"""As machines have them."""
+"""Numbers of GPUs that machines have."""
 SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A plan, what it takes, and how it came about."""
+    """A plan, its predicted memory, and the changes that led to it."""
 
     plan: Plan
     prediction: Prediction
     capacity_bytes: int | None
-    """What can be used of the device; None where that is not known, and so nothing is refused."""
+    """Usable memory of the device; None if it is not known, and so nothing is refused."""
     changes: tuple[str, ...] = ()
-    """What differs from the plan that was asked for, e.g. "micro_batch 16 -> 4"."""
+    """Differences from the plan that was asked for, e.g. "micro_batch 16 -> 4"."""
 
     @property
     def verdict(self) -> Verdict | None:
-        return None if self.capacity_bytes is None else verdict(self.prediction, self.capacity_bytes)
+        return None if self.capacity_bytes is None else self.prediction.verdict(self.capacity_bytes)
+
+    def lines(self) -> list[str]:
+        """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
+        plan, schedule = self.plan, self.plan.schedule
+        steps = f"{schedule.num_steps} steps of {schedule.effective_batch}"
+        micro_batches = f"micro-batch {schedule.micro_batch} x {schedule.grad_accumulation}"
+        lines = [f"{schedule.train_samples} samples, {steps} ({micro_batches})"]
+        if plan.features_bytes:
+            lines.append(f"features of the frozen tower are kept, at most {bytes_text(plan.features_bytes)} of disk")
+        lines += [f"to fit the device: {change}" for change in self.changes]
+        short = self.verdict is None or (self.verdict == "fits" and not plan.on_gpu)
+        return lines + ([self.prediction.summary()] if short else self.prediction.lines(self.capacity_bytes))
 
     def record(self, evaluation: Fit) -> MemoryRecord:
         """evaluation: how the same plan's evaluation fits."""
@@ -68,7 +96,7 @@ class Fit:
 
 
 def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The first plan down the ladder that fits; where none does, the first that might; else the last there is."""
+    """The first plan down the ladder that fits; else the first that might; else the last."""
     might, rung = None, fit
     for plan in rungs(fit.plan):
         if plan is not fit.plan:
@@ -80,8 +108,8 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
     return might or rung
 
 
-def fullest_fit(fit: Fit, predict: Predict) -> Fit:
-    """The fastest plan of the same result that fits, by `assumed_time`; the plan itself where none does."""
+def fastest_fit(fit: Fit, predict: Predict) -> Fit:
+    """The plan of the same result that fits with the least `assumed_time`; the plan itself if none fits."""
 
     def changed(plan: Plan) -> Fit:
         return replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
@@ -96,10 +124,10 @@ def fullest_fit(fit: Fit, predict: Predict) -> Fit:
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     """The plan to run: as it is; with `auto` the cheapest change of it that fits; with `fill` the fastest, if any.
 
-    how: memory.fit. Raises UserError with the budget where nothing of that fits.
+    how: memory.fit. Raises UserError with the budget if none of that fits.
     """
     if how == "fill":
-        fit = fullest_fit(fit, predict)
+        fit = fastest_fit(fit, predict)
     if how == "off" or (how == "refuse" and fit.verdict != "does not fit"):
         return fit
     cheapest = cheapest_fit(fit, predict)
@@ -108,31 +136,30 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     raise UserError(refusal(fit, cheapest, predict))
 
 
-def answers_at_once(
-    asked: int | Literal["auto"],
+def fitting_batch_size(
+    wanted: int | Literal["auto"],
     predict: Callable[[int], Prediction],
     capacity_bytes: int | None,
     *,
-    limit: int = AT_ONCE,
+    limit: int = MAX_BATCH_SIZE,
 ) -> int:
-    """The answers at once that a profile asks for; with `auto` the largest power of two, up to `limit`, that is
-    predicted to fit, and 1 if none is.
+    """The generation batch size: the profile's, or with `auto` the largest power of two that is predicted to fit.
 
-    predict: what a batch of so many answers takes.
+    predict: memory of a batch of that size. limit: of the powers of two; 1 is not predicted.
     """
-    if asked != "auto":
-        return asked
-    assert capacity_bytes is not None, "params.yaml is refused where auto has no device.memory_gb"
+    if wanted != "auto":
+        return wanted
+    assert capacity_bytes is not None, "params.yaml is refused if auto has no device.memory_gb"
 
     def does_not_fit(exponent: int) -> bool:
-        return verdict(predict(1 << exponent), capacity_bytes) != "fits"
+        return predict(1 << exponent).verdict(capacity_bytes) != "fits"
 
     return 1 << bisect_left(range(1, limit.bit_length()), True, key=does_not_fit)
 
 
 def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
     plan, count = fit.plan, fit.plan.device.count
-    if plan.device.kind == "cuda":
+    if plan.on_gpu:
         device = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
     else:
         share = f"the share of each of {count} processes in " if count > 1 else ""
@@ -140,20 +167,20 @@ def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
     flag = f"add to the command, as in dvc exp run -S ++profiles.{plan.profile}.memory.fit"
     lines = [
         f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
-        *budget_lines(fit.prediction, fit.capacity_bytes),
+        *fit.prediction.lines(fit.capacity_bytes),
         *advice(cheapest, predict),
-        *([f"take that: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
+        *([f"take that change: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
         f"run it as it is: {flag}=off",
     ]
     return "\n  ".join(lines)
 
 
 def advice(cheapest: Fit, predict: Predict) -> list[str]:
-    """What would make a plan fit. cheapest: as `cheapest_fit` found it."""
+    """The changes that would make a plan fit, in words. cheapest: from `cheapest_fit`."""
     least = f"{', '.join(cheapest.changes) or 'no change'}: {gib_text(cheapest.prediction.total_bytes)} GiB"
     if cheapest.verdict != "does not fit":
         return [f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"]
-    lines = [f"nothing that keeps its result would make it fit; the least is with {least}"]
+    lines = [f"no change that keeps its result makes it fit; the least is with {least}"]
     if (sharded := sharded_fit(cheapest, predict)) is not None:
         changed = ", ".join(f"{name} {value}" for name, value in settings(sharded.plan).items())
         lines.append(
@@ -164,12 +191,12 @@ def advice(cheapest: Fit, predict: Predict) -> list[str]:
 
 
 def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
-    """Over the fewest GPUs that a plan fits if it is sharded over them, where nothing on its own ladder helps.
+    """The plan sharded over the fewest GPUs that hold it, if its own ladder does not help.
 
-    cheapest: the last of that ladder. None where no machine's GPUs would do, or sharding is none for it.
+    cheapest: the last of that ladder. None if no machine's GPUs suffice, or the plan cannot be sharded.
     """
     plan, spent = cheapest.plan, cheapest.prediction.budget
-    if plan.device.kind != "cuda" or cheapest.capacity_bytes is None:
+    if not plan.on_gpu or cheapest.capacity_bytes is None:
         return None
     shared_out = sum(spent.get(entry, 0) for entry in SHARED_OUT)
     if cheapest.prediction.total_bytes - shared_out > cheapest.capacity_bytes:

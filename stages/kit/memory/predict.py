@@ -1,8 +1,8 @@
-"""Whether a run fits, before it is launched: its step recorded without weights, at small depths, and scaled up.
+"""Predicts a run's memory before launch: its step is recorded without weights, at small depths, and scaled up.
 
-The layers of a model are alike, so what they take grows by the same amount with each: two or three records of a few
-layers say what all of them take. `exact` records them all, and so does placement balanced: which GPU has which layers
-depends on how many there are.
+The layers of a model are alike, so each adds the same amount: two or three records of a few layers give the memory of
+all of them. `exact` records every layer, and so does placement balanced: which GPU has which layers depends on how many
+there are.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from transformers import PreTrainedConfig
 
 from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
 from stages.kit.families import family_of
-from stages.kit.memory.answers import Inference, record_answers
 from stages.kit.memory.calibration import Calibration, load_calibration
-from stages.kit.memory.recording import Peak, Recording
-from stages.kit.memory.step import from_features, record_step
+from stages.kit.memory.recorder import Peak, Recording
+from stages.kit.memory.step import Inference, from_features, record_generation, record_step
 from stages.kit.memory_use import free_and_total_bytes
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import balanced_gpus, meta_model
 from stages.kit.models.prompts import Processor
-from stages.kit.planning.ladder import read_at_once
-from stages.kit.planning.plan import DATA_PARALLEL, Plan, with_speedups
+from stages.kit.planning.ladder import prefill_batch_size
+from stages.kit.planning.plan import Plan, with_speedups
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.training.batches import FEATURES, packed
 
 SHALLOW = 2
-"""Layers of the smallest model recorded: the first and the last one are not quite as the others."""
+"""Layers of the smallest recorded model: the first and the last layer differ a little from the others."""
 
 Depth: TypeAlias = tuple[int, int]
-"""Layers of the language model, and of the vision tower (0 where there is none)."""
+"""Layers of the language model, and of the vision tower (0 without one)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPredictor:
-    """Predictions of a recipe's plan, and of the plans down its ladder, each made once."""
+    """Predictions for a recipe's plan and for the plans down its ladder, each made once."""
 
     config: PreTrainedConfig
     processor: Processor
     batch_of: Callable[..., Mapping[str, torch.Tensor]]
-    """batch_of(micro_batch=2) is the largest of that many samples, padded."""
+    """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
     exact: bool = False
     """Record every layer of the model, not a few."""
     calibration: Calibration = field(default_factory=load_calibration)
@@ -57,41 +56,38 @@ class MemoryPredictor:
         key = repr(replace(plan, recipe=""))
         if key not in self.made:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of bitsandbytes, that this CPU could not run what is only recorded
+                warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
                 batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
                 batch = packed(batch, self.config, plan.loss) if plan.padding_free else batch
                 self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
         return self.made[key]
 
-    def answers(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
-        """Of evaluating what the plan trains; its questions are at most as long as training's, answers included."""
-        batch = self.batch_of(micro_batch=read_at_once(batch_size))
+    def generation(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
+        """Memory of evaluating what the plan trains; training's longest samples bound its prompts."""
+        batch = self.batch_of(micro_batch=prefill_batch_size(batch_size))
         prompts = {name: tensor for name, tensor in batch.items() if name != "labels"}
         inference = Inference(device=plan.device.one(), precision=plan.precision, attn=plan.attn)
         limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
-        return predict_answers(inference, self.config, prompts, self.calibration, **limits)
+        return predict_generation(inference, self.config, prompts, self.calibration, **limits)
 
-    def planned(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
-        """The plan as its profile and its base have it trained, and what made it faster and why, a line each."""
-        plan = self.with_features(self.counted(plan), memory.features_gb)
-        return with_speedups(plan, memory, self.config)
-
-    def counted(self, plan: Plan) -> Plan:
-        """The plan with its trainable parameters, from the model's real geometry."""
+    def completed(self, plan: Plan, memory: MemoryParams) -> tuple[Plan, tuple[str, ...]]:
+        """The plan with what follows from the base's geometry: trainable parameters, disk for features, and what makes
+        it faster; and a line on each choice."""
         model = apply_recipe(meta_model(self.config), plan.parts, plan.lora, plan.full_targets)
-        return replace(plan, trainable=asdict(count_trainable(model)))
+        plan = replace(plan, trainable=asdict(count_trainable(model)))
+        return with_speedups(self.with_features(plan, memory.features_gb), memory, self.config)
 
     def with_features(self, plan: Plan, limit_gb: float) -> Plan:
-        """The plan, with features of pictures kept on disk where vision tower and projector are frozen.
+        """The plan, with features of images kept on disk if vision tower and projector are frozen.
 
-        limit_gb: of their size. Not where a tower is sharded: its processes would compute each picture together.
+        limit_gb: of their size. Not if the tower is sharded: its processes would compute each image together.
         """
         vision = family_of(self.config.model_type).vision
-        if vision is None or not vision.same_from_features:
+        frozen = not {"vision", "projector"} & {*plan.parts.trained()}
+        if vision is None or not vision.same_from_features or not frozen or plan.is_sharded:
             return plan
-        frozen = "vision" not in plan.parts.trained() and "projector" not in plan.parts.trained()
         longest = self.batch_of(micro_batch=1)
-        if not frozen or "pixel_values" not in longest or plan.placement == "sharded":
+        if "pixel_values" not in longest:
             return plan
         features = from_features(longest, self.config, plan.precision)[FEATURES]
         size_bytes = plan.schedule.train_samples * features.nbytes
@@ -103,13 +99,13 @@ class MemoryPredictor:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of one device in one recorded step, or in a deeper model's, scaled up."""
+    """Peaks of one device in a recorded step, or in that of a deeper model, scaled up."""
 
     phases: dict[Phase, Peak]
     allocated_share: float
-    """What torch's allocator hands out in its fullest moment, relative to what is asked of it: 1 on a CPU."""
+    """Peak of what torch's allocator hands out, relative to what is requested of it: 1 on a CPU."""
     reserved_share: float
-    """What it takes from the device for that, likewise."""
+    """What it takes from the device for that, relative to the same."""
 
 
 def predict(
@@ -121,29 +117,47 @@ def predict(
     *,
     exact: bool = False,
 ) -> Prediction:
-    """What the plan's step takes on the fullest of its devices.
+    """Memory of training. batch: the largest micro-batch of the data, or one without contents.
 
-    batch: the largest micro-batch of the run, as the collator makes it. exact: record every layer.
+    exact: record every layer.
     """
     if (gpus := balanced_gpus(plan, config)) is not None:
         whole = record_step(plan, config, processor, batch, gpus=gpus)
-        parts = (_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
-        each = tuple(_plan_prediction(plan, peaks, calibration) for peaks in parts)
+        parts = (_training_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
+        each = tuple(_prediction(peaks, calibration, plan) for peaks in parts)
         return replace(max(each, key=lambda gpu: gpu.total_bytes), gpus=each)
     depth = depth_of(config)
     recorded = {
-        few: _peaks(plan, record_step(plan, with_depth(config, few), processor, batch))
+        few: _training_peaks(plan, record_step(plan, with_depth(config, few), processor, batch))
         for few in ([depth] if exact else sample_depths(config))
     }
-    peaks = recorded[depth] if depth in recorded else _scaled_up(recorded, depth)
-    return _plan_prediction(plan, peaks, calibration)
+    return _prediction(recorded[depth] if depth in recorded else _scaled_up(recorded, depth), calibration, plan)
+
+
+def predict_generation(
+    inference: Inference,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    calibration: Calibration,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Prediction:
+    """Memory of generation.
+
+    batch: the longest prompts, as many as are read at once. batch_size: completions at once.
+    """
+    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    phases = recording.peaks()
+    phases["load"] = _loaded(phases["load"])
+    return _prediction(Peaks(phases, *_allocator_shares(recording, expandable=False)), calibration, inference)
 
 
 def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None:
     """Usable memory of one process on its device; None for a GPU whose size the profile does not give.
 
-    For a CPU without memory_gb: all memory of this machine, or of the control group around this process. The
-    processes of a CPU share its memory.
+    For a CPU without memory_gb: all memory of this machine, or of this process's control group. The processes of a CPU
+    share its memory.
     """
     if device.memory_gb is not None:
         capacity = calibration.usable_bytes(device.memory_gb)
@@ -154,28 +168,8 @@ def capacity_bytes(device: DeviceParams, calibration: Calibration) -> int | None
     return capacity // device.count if device.kind == "cpu" else capacity
 
 
-def predict_answers(
-    inference: Inference,
-    config: PreTrainedConfig,
-    batch: Mapping[str, torch.Tensor],
-    calibration: Calibration,
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-) -> Prediction:
-    """Memory of answering.
-
-    batch: the longest questions, as many as are read at once. batch_size: answers at once.
-    """
-    recording = record_answers(inference, config, batch, batch_size=batch_size, max_new_tokens=max_new_tokens)
-    phases = recording.peaks()
-    phases["load"] = _loaded(phases["load"])
-    peaks = Peaks(phases, *_allocator_shares(recording, expandable=False))
-    return _prediction(peaks, calibration, on_cuda=inference.device.kind == "cuda")
-
-
 def repeated(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """The inputs of so many samples like a batch's one; of pictures, only how many numbers they are."""
+    """The inputs of `count` samples like a batch's only one; pixels keep their number, not their contents."""
     return {
         name: tensor.new_empty(count * len(tensor), *tensor.shape[1:])
         if tensor.is_floating_point()
@@ -190,7 +184,7 @@ def depth_of(config: PreTrainedConfig) -> Depth:
 
 
 def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
-    """The same geometry with so many layers."""
+    """The same geometry with `depth` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = depth[0]
@@ -200,25 +194,24 @@ def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
         tower = config.vision_config
         tower.depth = depth[1]
         full = getattr(tower, "fullatt_block_indexes", None)
-        if full and min(full) >= depth[1]:  # the others go by window, with as much kept for backward
+        if full and min(full) >= depth[1]:  # the other blocks attend within windows, and keep as much for backward
             tower.fullatt_block_indexes = [0]
     return config
 
 
 def sample_depths(config: PreTrainedConfig) -> list[Depth]:
-    """A shallow model, and one layer more of each kind; the model itself where its layers differ or are few.
+    """A shallow model, and one more layer of each kind; the model itself if its layers differ or are few.
 
-    A vision tower is recorded whole where some of its layers feed the first layers of the language model (Qwen3-VL).
+    A vision tower is recorded whole if some of its layers feed the first layers of the language model (Qwen3-VL).
     """
     text, vision = depth_of(config)
-    tower = getattr(config, "vision_config", None)
-    fed = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    fed = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     few = max(SHALLOW, fed)
     settings = config.get_text_config()
     uneven = (
         len(set(getattr(settings, "layer_types", None) or [0])) > 1
         or getattr(settings, "mlp_only_layers", None)
-        or getattr(settings, "decoder_sparse_step", 1) != 1  # experts in every so many layers only
+        or getattr(settings, "decoder_sparse_step", 1) != 1  # not every layer has experts
     )
     if uneven or text <= few or 0 < vision <= SHALLOW:
         return [(text, vision)]
@@ -229,31 +222,31 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
 
 
-def _peaks(plan: Plan, recording: Recording) -> Peaks:
+def _training_peaks(plan: Plan, recording: Recording) -> Peaks:
     phases = {phase: _of_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
     return Peaks(phases, *_allocator_shares(recording, expandable=plan.expandable_segments))
 
 
 def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
-    """Bytes that torch's allocator hands out, and that it takes from the device, relative to those asked of it."""
+    """Bytes that torch's allocator hands out, and that it takes from the device, relative to those requested of it."""
     if not recording.cuda or not recording.storages:
         return 1.0, 1.0
-    asked = max(peak.total() for peak in recording.peaks().values())
+    requested = max(peak.total() for peak in recording.peaks().values())
     allocator = recording.replayed(expandable=expandable)
-    return allocator.peak_allocated_bytes / asked, allocator.reserved_bytes / asked
+    return allocator.peak_allocated_bytes / requested, allocator.reserved_bytes / requested
 
 
 def _loaded(peak: Peak) -> Peak:
-    """What is there once the model is loaded: neither the optimizer nor the batch."""
+    """The loaded model alone: neither the optimizer nor the batch."""
     return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
 
 
 def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
-    """What one device holds of a recorded peak."""
+    """The part of a recorded peak that one device holds."""
     peak = peak.copy()
     if phase == "load":
         return _loaded(peak)
-    if OPTIMIZERS[plan.optimizer].paged:  # its state lies in the host's memory
+    if OPTIMIZERS[plan.optimizer].paged:  # its state is in the host's memory
         del peak["optimizer"]
     if plan.placement == "ddp":
         # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
@@ -268,7 +261,7 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     def scaled(phase: Phase, entry: Budget) -> int:
         start = base.phases[phase][entry]
         growth = 0
-        for more_depth, more in deeper:  # by one layer of a kind
+        for more_depth, more in deeper:  # one layer of a kind more
             layers = sum(
                 (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
             )
@@ -276,8 +269,8 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
         return max(0, start + growth)
 
     phases = {phase: Peak({entry: scaled(phase, entry) for entry in BUDGET}) for phase in PHASES}
-    # What the allocator keeps in gaps does not grow by layers, but stays about the same share: 5 to 9 % in the records
-    # of a 7B with a few layers, 4 to 8 % with all.
+    # The allocator's gaps do not grow with the layers, but keep about the same share: 5 to 9 % in the records of a 7B
+    # with a few layers, 4 to 8 % with all.
     return Peaks(
         phases,
         mean(peaks.allocated_share for peaks in recorded.values()),
@@ -285,13 +278,10 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     )
 
 
-def _plan_prediction(plan: Plan, peaks: Peaks, calibration: Calibration) -> Prediction:
-    return _prediction(peaks, calibration, on_cuda=plan.device.kind == "cuda", placement=plan.placement)
-
-
-def _prediction(peaks: Peaks, calibration: Calibration, *, on_cuda: bool, placement: str = "single") -> Prediction:
+def _prediction(peaks: Peaks, calibration: Calibration, run: Plan | Inference) -> Prediction:
     """The peaks of tensors, and all else that the process holds on the device."""
-    several = placement in DATA_PARALLEL
+    on_cuda = run.device.kind == "cuda"
+    several, sharded = (run.is_data_parallel, run.is_sharded) if isinstance(run, Plan) else (False, False)
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
@@ -306,9 +296,9 @@ def _prediction(peaks: Peaks, calibration: Calibration, *, on_cuda: bool, placem
         total += calibration.nccl_buffers_mib.num_bytes if several else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
         label = calibration.label(several=several)
-    # Layers are gathered and gradients shared out on streams of their own, and what one stream has freed torch's
-    # allocator gives to no other. The record has one stream for all: at worst they take that much once more.
-    beside = max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and placement == "sharded" else 0
+    # FSDP gathers layers and sums gradients on streams of their own, and torch's allocator gives one stream's freed
+    # memory to no other. The record has one stream: at worst they take that much once more.
+    beside = max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and sharded else 0
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

@@ -1,33 +1,39 @@
-"""Watches a training step's tensors come and go: a real step, or one without weights or a GPU.
+"""Records the allocations of a training step: a real one, or one without weights or a GPU.
 
 Without weights, floating-point tensors are fake: they have a shape, a type and a lifetime, and no contents
 (torch._subclasses.fake_tensor). Small tensors of whole numbers stay real, since models compute shapes from them, as
-Qwen2-VL does from its pictures' grids.
+Qwen2-VL does from its images' grids.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
-from trl.trainer import utils as trl_trainer
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    foreach_takes,
+    in_kernel_invocation_manager,
+    storage_key,
+    tree_leaves,
+)
+from stages.kit.internals.trl_internals import LOSS_TILE
+from stages.kit.memory.allocator import CachingAllocator, rounded_bytes
 from stages.kit.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
-from stages.kit.memory.recording import Recording, Storage
 from stages.kit.planning.prediction import Budget, Phase
 
 aten = torch.ops.aten
@@ -38,19 +44,82 @@ _VIEWS = {
     *(aten.detach.default, aten.alias.default, aten.view.default, aten.expand.default, aten.slice.Tensor),
     *(aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.unsqueeze.default),
 }
-"""Of all operations of a step, half."""
-
-LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
-"""Width of the logits that TRL's loss computes at once, however small the vocabulary is."""
+"""Views that make up half of a step's operations."""
 
 REAL_LIMIT = 1 << 22
 """Elements up to which a tensor of whole numbers has contents."""
+
+Peak: TypeAlias = Counter[Budget]
+"""Memory in bytes by category at the peak of a phase."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """One piece of memory that tensors share. Times are ticks of the recording's clock."""
+
+    size_bytes: int
+    budget: Budget
+    born: int
+    died: int | None = None
+    """None if it outlived the recording."""
+    gpu: int = 0
+    """The GPU that holds it, if layers are spread over several."""
+
+
+@dataclass
+class Recording:
+    """The storages of one step. Tick n is the n-th allocation, free or change of phase."""
+
+    cuda: bool
+    """Whether sizes count as torch's CUDA allocator hands them out, or as they are."""
+    storages: list[Storage] = field(default_factory=list)
+    phases: list[tuple[int, Phase]] = field(default_factory=list)
+    """The tick at which each phase began."""
+
+    def on(self, gpu: int) -> Recording:
+        """The part of the record that one GPU holds."""
+        return replace(self, storages=[storage for storage in self.storages if storage.gpu == gpu])
+
+    def timeline(self) -> list[tuple[int, Storage | Phase]]:
+        """In order: storages, at their birth and at their death, and phases, at their beginning."""
+        events: list[tuple[int, Storage | Phase]] = [*self.phases]
+        for storage in self.storages:
+            events.append((storage.born, storage))
+            if storage.died is not None:
+                events.append((storage.died, storage))
+        return sorted(events, key=lambda event: event[0])
+
+    def peaks(self) -> dict[Phase, Peak]:
+        """The peak of each phase; what is left of earlier phases counts."""
+        phase: Phase = "load"
+        current = Peak()
+        peaks = {phase: Peak()}
+        for tick, event in self.timeline():
+            if isinstance(event, Storage):
+                size = rounded_bytes(event.size_bytes) if self.cuda else event.size_bytes
+                current[event.budget] += size if tick == event.born else -size
+            else:
+                phase = event
+            if phase not in peaks or current.total() > peaks[phase].total():
+                peaks[phase] = current.copy()
+        return peaks
+
+    def replayed(self, *, expandable: bool) -> CachingAllocator:
+        """torch's allocator at the end of the step."""
+        allocator = CachingAllocator(expandable=expandable)
+        for tick, event in self.timeline():
+            if isinstance(event, Storage) and event.size_bytes:
+                if tick == event.born:
+                    allocator.allocate(id(event), event.size_bytes)
+                else:
+                    allocator.free(id(event))
+        return allocator
 
 
 class Recorder(TorchDispatchMode):
     """Records every storage that is allocated while it is entered.
 
-    cuda: as CUDA would do it: sizes rounded, and what its kernels take for themselves added.
+    cuda: as CUDA would: sizes are rounded, and what its kernels allocate for themselves is added.
     """
 
     def __init__(self, *, cuda: bool, vocab_size: int) -> None:
@@ -62,9 +131,9 @@ class Recorder(TorchDispatchMode):
         self._clock = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
         self._spread = False
-        """Whether tensors were placed on GPUs; before that all lie on the first."""
+        """Whether tensors were placed on several GPUs; before that all are on the first."""
         self._gpu = self._gpu_at_work = 0
-        """Where the operation under way runs, and where the last one did that computed something."""
+        """The GPU of the current operation, and that of the last one on floating-point numbers."""
         self._pinned: int | None = None
 
     def begin(self, phase: Phase) -> None:
@@ -72,23 +141,23 @@ class Recorder(TorchDispatchMode):
         self.recording.phases.append((self._tick(), phase))
 
     def label(self, tensors: Iterable[torch.Tensor | None], budget: Budget) -> None:
-        """Say what these tensors are; those that are not yet known are recorded."""
+        """Set the category of tensors; those that are not known yet are recorded."""
         for tensor in tensors:
             if tensor is not None:
                 self._record(tensor)
-                self._alive[_key(tensor)][1].budget = budget
+                self._alive[storage_key(tensor)][1].budget = budget
 
     def place(self, tensor: torch.Tensor, gpu: int) -> None:
-        """Say which of several GPUs a tensor lies on; what is computed from it lies there too."""
+        """Set which of several GPUs holds a tensor; so does everything that is computed from it."""
         self._spread = True
-        self._alive[_key(tensor)][1].gpu = gpu
+        self._alive[storage_key(tensor)][1].gpu = gpu
 
     def gpu_of(self, tensor: torch.Tensor) -> int:
         return next((storage.gpu for storage in self._known([tensor])), 0)
 
     @contextmanager
     def on(self, gpu: int) -> Iterator[None]:
-        """All that is allocated within it lies on this GPU."""
+        """Everything that is allocated within the block is on this GPU."""
         before = self._pinned
         self._pinned = self._gpu = self._gpu_at_work = gpu
         try:
@@ -97,7 +166,7 @@ class Recorder(TorchDispatchMode):
             self._pinned = before
 
     def add(self, size_bytes: int, budget: Budget) -> Storage:
-        """Record memory that is taken now; to the end, unless its `died` is set."""
+        """Record memory that is allocated now, and kept to the end unless its `died` is set."""
         storage = Storage(size_bytes, budget, born=self._tick(), gpu=self._gpu)
         self.recording.storages.append(storage)
         return storage
@@ -117,19 +186,19 @@ class Recorder(TorchDispatchMode):
         if func in _VIEWS and isinstance(args[0], FakeTensor) and active_fake_mode() is None:
             return _viewed(func, args, kwargs or {})
         kwargs = kwargs or {}
-        if any(issubclass(each, DTensor) for each in types):  # it comes back with what this process holds of it
+        if any(issubclass(each, DTensor) for each in types):  # it returns with this process's share of it
             return NotImplemented
-        if active_fake_mode() is not None:  # a DTensor thinks over how its result is spread
+        if active_fake_mode() is not None:  # a DTensor infers the placement of its result
             return func(*args, **kwargs)
         return self._recorded(func, args, kwargs)
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on plain tensors, and what it allocates."""
+        """Run an operation on plain tensors and record what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._gpu = self._runs_on(tensors)
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if any_fake and (answer := _made_up(func, args)) is not None:
-            return answer
+        if any_fake and (value := _assumed_value(func, args)) is not None:
+            return value
         if any_fake and func is aten.index.Tensor:
             args = (args[0], _positions(args[1]), *args[2:])
         if any_fake or not _stays_real(func, args, kwargs, tensors):
@@ -140,10 +209,10 @@ class Recorder(TorchDispatchMode):
         else:
             output = func(*args, **kwargs)
         self._record_output(func, args, output)
-        if func.namespace == "c10d":  # what processes send each other was taken for activations
+        if func.namespace == "c10d":  # messages between processes were counted as activations
             for storage in self._known(tensors):
                 storage.budget = "temporaries" if storage.budget == "activations" else storage.budget
-        # Beside the output, which is there before the kernel ends.
+        # Allocated beside the output, which exists before the kernel ends.
         if hidden := hidden_bytes(func, args) if self.recording.cuda else dequantized_bytes(func, args):
             storage = self.add(hidden, "temporaries")
             storage.died = self._tick()
@@ -154,11 +223,11 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf)
         if self._spread and func.__name__.startswith("_foreach") and output is not None:
-            for made, source in zip(output, args[0], strict=True):  # torch runs it once for each GPU
+            for made, source in zip(output, args[0], strict=True):  # torch runs it once per GPU
                 self.place(made, self.gpu_of(source))
 
     def _record(self, tensor: torch.Tensor) -> None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._alive:
             return
         storage = self.add(tensor.untyped_storage().nbytes(), self._budget(tensor))
@@ -170,10 +239,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
-        """FSDP frees a layer's gathered weights by taking their storage's size, and gives it back for the next time.
-
-        No dispatcher sees that.
-        """
+        """Records FSDP's gathered weights, which no dispatcher sees: it frees them by resizing their storage to 0, and
+        gathers them again by resizing it back."""
         resize = torch.UntypedStorage.resize_
 
         def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -188,13 +255,13 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _known(self, tensors: Iterable[torch.Tensor]) -> list[Storage]:
-        return [self._alive[key][1] for tensor in tensors if (key := _key(tensor)) in self._alive]
+        return [self._alive[key][1] for tensor in tensors if (key := storage_key(tensor)) in self._alive]
 
     def _runs_on(self, tensors: list[torch.Tensor]) -> int:
         """The GPU of an operation: that of its largest argument.
 
-        One without arguments, such as `empty`, is part of a computation: it runs where the last operation on
-        floating-point numbers did. Whole numbers, such as labels, may lie elsewhere.
+        An operation without arguments, such as `empty`, is part of a computation: it runs on the GPU of the last
+        operation on floating-point numbers. Whole numbers, such as labels, may be elsewhere.
         """
         if not self._spread:
             return 0
@@ -215,7 +282,7 @@ class Recorder(TorchDispatchMode):
         is_tile = tensor.dim() == 2 and tensor.shape[1] == LOSS_TILE
         if is_tile or (tensor.dim() >= 2 and self._vocab_size in tensor.shape):
             return "logits"
-        # Gradients are computed with gradients off; what is computed with them on is a checkpointed layer once more.
+        # Gradients are computed with gradients off; with them on, a checkpointed layer is recomputed.
         return "activations" if self._phase == "forward" or torch.is_grad_enabled() else "temporaries"
 
     def _tick(self) -> int:
@@ -225,22 +292,19 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorder_of(device: DeviceParams, attn: str, config: PreTrainedConfig) -> Iterator[Recorder]:
-    """Records what is done within it, as the device would do it, without weights."""
+    """Records the block without weights, as the device would run it."""
     on_cuda = device.kind == "cuda"
     with ExitStack() as stack:
         if on_cuda:
             stack.enter_context(cuda_semantics(flash_only=attn == "flash_attention_2"))
-        # Optimizers and clipping take fake tensors many at once, as they take real ones.
-        for module in (_foreach_utils, optimizer):
-            types = [*module._foreach_supported_types, FakeTensor]  # noqa: SLF001
-            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
-        # A fake parameter cannot take another's contents: `Module.to` has to put a new one in its place.
+        stack.enter_context(foreach_takes(FakeTensor))
+        # A fake parameter cannot take another's contents: `Module.to` has to replace it.
         stack.enter_context(patch.object(nn.Module, "_apply", _apply_by_replacing))
         yield stack.enter_context(Recorder(cuda=on_cuda, vocab_size=config.get_text_config().vocab_size))
 
 
-def emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """An input for a record without weights: with its contents it would be counted beside its fake self."""
+def without_contents(tensor: torch.Tensor) -> torch.Tensor:
+    """An input for a record without weights: a real one would be counted beside its fake copy."""
     return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
 
 
@@ -257,19 +321,15 @@ def _apply_by_replacing(module: nn.Module, function: Callable[[torch.Tensor], to
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> FakeTensor:
-    """A view of a fake tensor, which allocates nothing: as FakeTensorMode makes it, without what it asks beforehand."""
+    """A view of a fake tensor, which allocates nothing: FakeTensorMode's own, without its checks."""
     mode, device = args[0].fake_mode, args[0].fake_device
     with in_kernel_invocation_manager(mode):
         view = func(*args, **kwargs)
     return FakeTensor(mode, view, device)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
-
-
-def _made_up(func: Any, args: Any) -> Any:
-    """An answer where a program asks a tensor without contents for its value, as clipping and GradScaler do."""
+def _assumed_value(func: Any, args: Any) -> Any:
+    """The value of a tensor without contents, which clipping and GradScaler read; None for other operations."""
     if func is aten._local_scalar_dense.default:  # noqa: SLF001
         dtype = args[0].dtype
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -277,15 +337,15 @@ def _made_up(func: Any, args: Any) -> Any:
 
 
 def _even_routing(num_tokens: int, top_k: int, *, num_experts: int) -> torch.Tensor:
-    """Experts for every token, each with as many tokens as the others. (num_tokens, top_k)
+    """(num_tokens, top_k) experts, each with as many tokens as the others.
 
-    A real router is less even; what it allocates in all is the same.
+    A real router is less even; the sum of its allocations is the same.
     """
     return (torch.arange(num_tokens * top_k) % num_experts).view(num_tokens, top_k)
 
 
 def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Masks as the positions that they choose, since what has no contents cannot be looked through for them."""
+    """Indices with masks replaced by the positions that they select, which need no contents of the indexed tensor."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
@@ -296,12 +356,12 @@ def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
 
 
 def _grouped_mm(matrices: torch.Tensor, others: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch says the result's shape for bf16 alone, and computes it in fp32 too."""
+    """torch infers the result's shape for bf16 only, and computes it in fp32 too."""
     return _GROUPED_MM(matrices.bfloat16(), others.bfloat16(), *args, **kwargs).to(matrices.dtype)
 
 
 def _broadcast_numel(tensors: list[torch.Tensor]) -> int:
-    """Elements of the result where an operation is elementwise; 0 where the shapes say that it is not."""
+    """Elements of the result of an elementwise operation; 0 if the shapes rule that out."""
     try:
         return torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()
     except RuntimeError:

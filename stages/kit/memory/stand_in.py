@@ -1,15 +1,35 @@
-"""What stands in for a base's tokenizer and for data, where they are not there yet."""
+"""Stand-ins for a recorded step: tokenizer and data that are not fetched yet, nf4 weights, Liger's kernels, and GPUs.
+
+They allocate what the real ones do, keep it as long, and compute nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from math import isqrt
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedConfig
+from peft import PeftModel
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import ImageParams
+from stages.kit.internals.torch_internals import tree_leaves, tree_map_only, without_modes
+from stages.kit.internals.transformers_internals import become_nf4, kept_by_accelerate
+from stages.kit.memory.recorder import Recorder
+from stages.kit.models import kernels
+from stages.kit.models.adapters import plain_name
 from stages.kit.models.folders import STAND_IN_DIR
+from stages.kit.models.load import gpu_of, nf4_config
 from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
+
+ABSMAX_GROUP = 256
+"""Scales that share a scale of their own under double quantization (bitsandbytes.functional.quantize_4bit)."""
 
 
 def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> Processor:
@@ -21,10 +41,10 @@ def stand_in_processor(config: PreTrainedConfig, images: ImageParams | None) -> 
 def stand_in_batch(
     config: PreTrainedConfig, *, micro_batch: int, max_length: int, max_pixels: int | None
 ) -> dict[str, torch.Tensor]:
-    """The largest micro-batch that a plan's limits allow, where there is no data yet to take one from.
+    """The largest micro-batch within a plan's limits: it needs no data.
 
-    Every sample has max_length tokens; with pictures, one of max_pixels among them, or of as many as max_length has
-    room for, as Qwen2-VL's processor cuts it into patches. All text counts in the loss.
+    Every sample has max_length tokens. With images, one of max_pixels is among them, or of as many pixels as max_length
+    has room for, in patches of Qwen2-VL's processor. All text counts in the loss.
     """
     ids = torch.zeros((micro_batch, max_length), dtype=torch.long)
     batch: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -32,13 +52,13 @@ def stand_in_batch(
     vision = getattr(config, "vision_config", None)
     if vision is not None and max_pixels is not None:
         side = vision.patch_size * vision.spatial_merge_size
-        tokens = min(max_pixels // side**2, max_length - 2)  # one before it, and one to be learnt
+        tokens = min(max_pixels // side**2, max_length - 2)  # one before the image, and one to be learned
         patches = tokens * vision.spatial_merge_size**2
         start, stop = 1, 1 + tokens
         ids[:, 0], ids[:, start:stop] = config.vision_start_token_id, config.image_token_id
         labels[:, :stop] = -100
         features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        rows = max(rows for rows in range(1, isqrt(tokens) + 1) if tokens % rows == 0)  # few windows, as a real one has
+        rows = max(rows for rows in range(1, isqrt(tokens) + 1) if tokens % rows == 0)  # few windows, as real images
         grid = [1, rows * vision.spatial_merge_size, tokens // rows * vision.spatial_merge_size]
         batch |= {
             "pixel_values": torch.empty(micro_batch * patches, features),
@@ -46,3 +66,241 @@ def stand_in_batch(
             "mm_token_type_ids": (ids == config.image_token_id).int(),
         }
     return batch | {"labels": labels}
+
+
+# --- nf4: bitsandbytes' own modules, placed by transformers' own rule
+
+
+def quantize_nf4(
+    model: PreTrainedModel, precision: str, fill: Callable[[nn.Module], None] | None = None
+) -> PreTrainedModel:
+    """Every linear layer that transformers would load in nf4, in nf4. The model's weights may be fake.
+
+    precision: of the arithmetic, fp16 or bf16. fill: gives a layer its weights; by default they have no contents.
+    """
+    biases = {
+        name: module.bias.detach()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.bias is not None
+    }
+    with without_modes():
+        layers = become_nf4(model, nf4_config(precision))
+    for name, layer in layers.items():
+        (fill or fill_without_contents)(layer)
+        if name in biases:
+            layer.bias = nn.Parameter(biases[name], requires_grad=False)
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def fill_without_contents(layer: Any) -> None:
+    """Give a layer what bitsandbytes and PEFT read of a Params4bit, which can neither be fake nor be made of fakes."""
+    from bitsandbytes.functional import QuantState
+
+    rows, columns = layer.out_features, layer.in_features
+    blocks = -(-rows * columns // 64)
+    state = QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8),
+        shape=torch.Size((rows, columns)),
+        code=torch.empty(16),
+        blocksize=64,
+        quant_type="nf4",
+        dtype=layer.compute_dtype,
+        offset=torch.empty(()),
+        state2=QuantState(
+            absmax=torch.empty(-(-blocks // ABSMAX_GROUP)),
+            code=torch.empty(256),
+            blocksize=ABSMAX_GROUP,
+            dtype=torch.float32,
+        ),
+    )
+    weight = nn.Parameter(torch.empty(rows * columns // 2, 1, dtype=torch.uint8), requires_grad=False)
+    for name, value in (
+        *(("quant_state", state), ("bnb_quantized", True), ("compress_statistics", True), ("quant_type", "nf4")),
+        *(("blocksize", 64), ("quant_storage", torch.uint8), ("module", layer)),
+    ):
+        setattr(weight, name, value)
+    layer.weight, layer.quant_state = weight, state
+
+
+def quantization_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The scales and tables that a layer in 4 bits keeps beside its packed weights (bitsandbytes' QuantState)."""
+    state = getattr(module, "quant_state", None)
+    if state is None:
+        return []
+    parts = (*vars(state).values(), *vars(state.state2).values())
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+# --- Liger's kernels (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, 0.8.5), without Triton or Liger
+
+
+@contextmanager
+def stand_in_kernels(multiprocessors: int) -> Iterator[None]:
+    """Models that are given fused kernels (`kernels.fused_kernels`) within the block allocate what those would.
+
+    multiprocessors: of the GPU; as many sums of a norm's weight are added up at once.
+    """
+    with patch.multiple(kernels, fuse_layers=partial(_fuse_layers, multiprocessors=multiprocessors), rotated=_rotated):
+        yield
+
+
+def _fuse_layers(model: PreTrainedModel, *, multiprocessors: int) -> None:
+    """Replaces the same modules as Liger (a test compares the memory of each family's model)."""
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module, multiprocessors)
+    for layer in decoder.layers if kernels.has_mlps(decoder) else ():
+        layer.mlp.forward = partial(_fused_mlp if hasattr(layer.mlp, "gate_up_proj") else _mlp, layer.mlp)
+
+
+def _norm(norm: nn.Module, multiprocessors: int, hidden: torch.Tensor) -> torch.Tensor:
+    # Liger writes the gradient over the output's, except for Gemma's norms, which call their epsilon eps.
+    return _RMSNorm.apply(hidden, norm.weight, multiprocessors, hasattr(norm, "variance_epsilon"))
+
+
+def _mlp(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return mlp.down_proj(_Gated.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+
+
+def _fused_mlp(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return mlp.down_proj(_Gated.apply(*mlp.gate_up_proj(hidden).chunk(2, dim=-1)))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, multiprocessors: int, in_place: bool
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        factors = torch.empty(hidden.shape[:-1], dtype=torch.float32, device=hidden.device)
+        ctx.save_for_backward(hidden, weight, factors)
+        ctx.multiprocessors, ctx.in_place = multiprocessors, in_place
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _hidden, weight, _factors = ctx.saved_tensors
+        gradient, by_weight = gradient.contiguous(), None
+        by_hidden = gradient if ctx.in_place else torch.empty_like(gradient)
+        if ctx.needs_input_grad[1]:
+            sums = torch.empty(ctx.multiprocessors, len(weight), dtype=torch.float32, device=weight.device)
+            by_weight = sums.sum(dim=0).to(weight.dtype)
+        return by_hidden, by_weight, None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _in_place(query), _in_place(key)
+
+    @staticmethod
+    @once_differentiable
+    def backward(_ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _in_place(by_query), _in_place(by_key), None, None
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Rotated.apply(query, key, cos, sin)
+
+
+def _in_place(states: torch.Tensor) -> torch.Tensor:
+    """(B, heads, L, D), a view of what a projection left, or of a copy where that was none."""
+    return states.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# --- Layers over several GPUs, in a record of one process
+
+
+def spread(model: PreTrainedModel | PeftModel, gpus: Mapping[str, int], recorder: Recorder) -> None:
+    """Place the model's weights, adapters and buffers on their GPUs, and have inputs copied there.
+
+    accelerate's hooks copy the inputs of each module to the GPU of its weights (accelerate/hooks.py, AlignDevicesHook),
+    and gradients go the same way back. The root has no hook: TRL's loss calls the backbone without it.
+
+    gpus: of modules by name (models/load.py).
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    kept = kept_by_accelerate(base)
+    for name, tensor in (*base.named_parameters(), *base.named_buffers()):
+        gpu = gpu_of(plain_name(name), gpus)
+        assert gpu is not None, name
+        recorder.place(tensor, gpu)
+    for name, module in base.named_modules():
+        gpu = gpu_of(plain_name(name), gpus)
+        if gpu is None:
+            continue
+        for tensor in quantization_tensors(module):
+            recorder.place(tensor, gpu)
+        if name and next(module.parameters(), None) is not None:  # accelerate hooks modules that have weights
+            copy = partial(copied, recorder=recorder, gpu=gpu)
+            module.register_forward_pre_hook(partial(_copy_inputs, copy=copy, kept=kept), with_kwargs=True)
+            module.register_forward_hook(partial(_copy_gradients, copy=copy))
+    head = partial(copied, recorder=recorder, gpu=recorder.gpu_of(base.get_output_embeddings().weight))
+    base.base_model.register_forward_hook(partial(_copy_hidden_states, copy=head))
+
+
+Copy = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _copy_inputs(
+    _: nn.Module, args: Any, kwargs: dict[str, Any], *, copy: Copy, kept: set[str]
+) -> tuple[Any, dict[str, Any]]:
+    moved = {name: value for name, value in kwargs.items() if name not in kept}
+    return tree_map_only(torch.Tensor, copy, args), {**kwargs, **tree_map_only(torch.Tensor, copy, moved)}
+
+
+def _copy_gradients(_: nn.Module, _inputs: Any, output: Any, *, copy: Copy) -> None:
+    """autograd returns them to where a model's own `to`, which does nothing here, had copied the output from."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(copy)
+
+
+def _copy_hidden_states(_: nn.Module, _inputs: Any, output: Any, *, copy: Copy) -> Any:
+    """TRL's loss copies them to the head, which may be on another GPU than the last layer."""
+    output.last_hidden_state = copy(output.last_hidden_state)
+    return output
+
+
+def copied(tensor: torch.Tensor, *, recorder: Recorder, gpu: int) -> torch.Tensor:
+    """The tensor on a GPU: itself if it is there."""
+    source = recorder.gpu_of(tensor)
+    copy: torch.Tensor = tensor if source == gpu else _CopyToGpu.apply(tensor, recorder, source, gpu)
+    return copy
+
+
+class _CopyToGpu(torch.autograd.Function):
+    """A tensor on another GPU, as `to` copies it; its gradient is copied back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, recorder: Recorder, source: int, gpu: int) -> torch.Tensor:
+        ctx.recorder, ctx.source = recorder, source
+        with recorder.on(gpu):
+            return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        with ctx.recorder.on(ctx.source):
+            return gradient.clone(), None, None, None

@@ -1,26 +1,23 @@
-"""One training step, recorded: the trainer, the recipe and the batch of the real run, with or without weights."""
+"""Records one training step or one batch of generation: the real run's trainer, recipe and batch, without weights."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from peft import PeftModel
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.internals.accelerate_internals import reset_accelerator
+from stages.kit.internals.torch_internals import pretended_processes
 from stages.kit.memory.cuda import MULTIPROCESSORS
-from stages.kit.memory.recorder import Recorder, emptied, recorder_of
-from stages.kit.memory.recording import Recording
-from stages.kit.memory.spread import spread
-from stages.kit.memory.stand_in_kernels import stand_in_kernels
+from stages.kit.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
+from stages.kit.memory.stand_in import quantize_nf4, spread, stand_in_kernels
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.kernels import fused_kernels
@@ -40,41 +37,26 @@ def record_step(
     *,
     gpus: Mapping[str, int] | None = None,
 ) -> Recording:
-    """The second optimizer step of a run, when the optimizer's state is there already, as RecipeTrainer does it.
+    """The second optimizer step of a run, by RecipeTrainer: the optimizer has its state by then.
 
-    batch: one micro-batch, as the collator makes it; every micro-batch of the step is this one.
+    batch: one micro-batch, as the collator makes it; it serves as every micro-batch of the step.
     gpus: of modules by name, with placement balanced (models/load.py).
     """
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
-        # accelerate collects garbage, which takes long among all that torch and transformers have imported.
-        gc.freeze()
-        stack.callback(gc.unfreeze)
-        stack.callback(forget_accelerator)
-        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
+        recorder = stack.enter_context(_recording(plan, config))
         if plan.features_bytes:
-            batch = from_features(batch, config, here.precision)
-        batch = {name: emptied(tensor) for name, tensor in batch.items()}
-        attn = resolve_attention(here.attn, here.device, here.precision, padding_free=here.padding_free)
-        model = new_model(config, precision=here.precision, attn=attn)
-        if plan.quantization == "nf4":
-            from stages.kit.memory.quantized import quantize_nf4
-
-            model = quantize_nf4(model, here.precision)
-        model = apply_recipe(model, plan.parts, plan.lora, plan.full_targets)
-        stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.device.kind == "cuda" else 1))
-        stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
-        if plan.placement == "sharded":
-            stack.enter_context(recorder.watching_resizes())
-            shard(model, here, stack.enter_context(pretended_processes(plan.device.total)))
+            batch = from_features(batch, config, plan.precision)
+        batch = {name: without_contents(tensor) for name, tensor in batch.items()}
+        model = stack.enter_context(_prepared_model(here, config, recorder, processes=plan.device.total))
         trainer = one_batch_trainer(here, model, processor, batch)
         _label_parameters(model, recorder)
         if gpus is not None:
             spread(model, gpus, recorder)
         fill_optimizer_state(trainer)
-        with recorder.on(0):  # where Trainer puts a step's samples, wherever the layers lie
+        with recorder.on(0):  # Trainer puts a step's samples on the first GPU, wherever the layers are
             recorder.label(batch.values(), "activations")
-            if plan.device.kind == "cuda":  # Trainer fetches all micro-batches of a step before the first one runs
+            if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
                 others = plan.schedule.grad_accumulation - 1
                 recorder.add(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
 
@@ -88,26 +70,80 @@ def record_step(
         return recorder.finish()
 
 
+@contextmanager
+def _recording(plan: Plan, config: PreTrainedConfig) -> Iterator[Recorder]:
+    """A recorder of a step on the plan's device; afterwards nothing of the step's trainer is left in this process."""
+    gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
+    try:
+        with (
+            recorder_of(plan.device, plan.attn, config) as recorder,
+            stand_in_kernels(MULTIPROCESSORS if plan.on_gpu else 1),
+        ):
+            yield recorder
+    finally:
+        reset_accelerator()
+        gc.unfreeze()
+
+
+@contextmanager
+def _prepared_model(
+    plan: Plan, config: PreTrainedConfig, recorder: Recorder, *, processes: int
+) -> Iterator[PreTrainedModel | PeftModel]:
+    """The model with its adapters, as the train stage prepares it; if sharded, this process's share of it."""
+    attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
+    base = new_model(config, precision=plan.precision, attn=attn)
+    if plan.is_quantized:
+        base = quantize_nf4(base, plan.precision)
+    model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
+    with fused_kernels(model, used=plan.fused_kernels):
+        if plan.is_sharded:
+            with recorder.watching_resizes(), pretended_processes(processes) as mesh:
+                shard(model, plan, mesh)
+                yield model
+        else:
+            yield model
+
+
+def _on_this_cpu(plan: Plan) -> Plan:
+    """The plan of one step that this process can take."""
+    accumulation = min(2, plan.schedule.grad_accumulation)
+    return replace(
+        plan,
+        device=DeviceParams(kind="cpu"),
+        placement="sharded" if plan.is_sharded else "single",
+        attn=_attention(plan.attn),
+        dataloader_workers=0,
+        trainable={},
+        schedule=replace(
+            plan.schedule,
+            num_steps=1,
+            warmup_steps=0,
+            grad_accumulation=accumulation,
+            train_samples=plan.schedule.micro_batch * accumulation,
+        ),
+    )
+
+
+def _attention(attn: str) -> Any:
+    """cuda.py has the kernels of torch and of flash-attn."""
+    return "eager" if attn == "eager" else "sdpa"
+
+
 def from_features(
     batch: Mapping[str, torch.Tensor], config: PreTrainedConfig, precision: str
 ) -> dict[str, torch.Tensor]:
-    """The batch with features in place of pixels, without contents: a row for each token of its pictures."""
+    """The batch with features in place of pixels, without contents: a row for each token of its images."""
     tokens, width = int((batch["input_ids"] == config.image_token_id).sum()), config.get_text_config().hidden_size
     features = torch.empty(tokens, width, dtype=DTYPES[precision])
     return {**{name: tensor for name, tensor in batch.items() if name != "pixel_values"}, FEATURES: features}
 
 
 def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:
-    """And their gradients, as they come."""
+    """Label the parameters, and their gradients as they appear."""
     for name, parameter in model.named_parameters():
         recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([local(grown.grad)], "gradients"))
-
-
-def forget_accelerator() -> None:
-    """accelerate keeps the precision of a process's first trainer, and the next one may have another."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
 
 
 def one_batch_trainer(
@@ -116,7 +152,7 @@ def one_batch_trainer(
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
 ) -> RecipeTrainer:
-    """The real trainer, to which every micro-batch is this one; without the start contract and the rehearsal."""
+    """The real trainer with this batch as every micro-batch, without the start contract and the rehearsal."""
     trainer = make_trainer(
         plan,
         model=model,
@@ -131,45 +167,14 @@ def one_batch_trainer(
     return trainer
 
 
-def _on_this_cpu(plan: Plan) -> Plan:
-    """The plan of one step that this process can take."""
-    accumulation = min(2, plan.schedule.grad_accumulation)
-    return replace(
-        plan,
-        device=DeviceParams(kind="cpu"),
-        placement="sharded" if plan.placement == "sharded" else "single",
-        attn=plan.attn if plan.attn == "eager" else "sdpa",  # flash-attn's too: cuda.py has its kernels
-        dataloader_workers=0,
-        trainable={},
-        schedule=replace(
-            plan.schedule,
-            num_steps=1,
-            warmup_steps=0,
-            grad_accumulation=accumulation,
-            train_samples=plan.schedule.micro_batch * accumulation,
-        ),
-    )
-
-
-@contextmanager
-def pretended_processes(count: int) -> Iterator[DeviceMesh]:
-    """As if this was the first of so many processes; what it says to the others goes nowhere."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
-        yield init_device_mesh("cpu", (count,))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def fill_optimizer_state(trainer: RecipeTrainer) -> None:
-    """Make the optimizer and its state, by a step that changes nothing."""
+    """Make the optimizer and its state, by a step with learning rate 0."""
     optimizer = trainer.create_optimizer()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -177,7 +182,7 @@ def fill_optimizer_state(trainer: RecipeTrainer) -> None:
 
 
 def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
-    """Has `begin` called where forward, backward and the optimizer's step begin."""
+    """Has `begin` called at the beginning of forward, of backward and of the optimizer's step."""
     compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -191,3 +196,56 @@ def mark_phases(trainer: RecipeTrainer, begin: Callable[[Phase], None]) -> None:
 
     trainer.compute_loss = forward  # type: ignore[method-assign]
     trainer.accelerator.backward = then_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """Device, precision and attention of an evaluation."""
+
+    device: DeviceParams
+    precision: str
+    attn: str
+
+
+def record_generation(
+    inference: Inference,
+    config: PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Recording:
+    """The two fullest moments of a batch of generation, as one phase.
+
+    First the prefill of the last prompts, which keeps keys and values and one logit each, while all other completions
+    are about to end. Then the last token of completions that all have full length: the cache holds prompts and
+    completions, and for an instant one layer's keys twice, as each token is appended (transformers' DynamicCache).
+
+    batch: the longest prompts, without labels, as many as are read at once. batch_size: completions at once.
+    """
+    text, prompts, itemsize = config.get_text_config(), batch["input_ids"], DTYPES[inference.precision].itemsize
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer_keys = (prompts.shape[1] + max_new_tokens) * text.num_key_value_heads * width * itemsize  # one completion's
+    with recorder_of(inference.device, inference.attn, config) as recorder:
+        inputs = {name: without_contents(tensor) for name, tensor in batch.items()}
+        model = new_model(config, precision=inference.precision, attn=_attention(inference.attn)).eval()
+        recorder.label(model.parameters(), "weights")
+        recorder.label(inputs.values(), "activations")
+        recorder.begin("forward")
+        others = batch_size - len(prompts)
+        recorder.add(2 * text.num_hidden_layers * others * layer_keys, "activations")
+        with torch.inference_mode():
+            output = model(**inputs, use_cache=True, logits_to_keep=1)
+        recording = recorder.finish()
+        del output
+    end = max(max(storage.born, storage.died or 0) for storage in recording.storages) + 1
+    for storage in recording.storages:
+        if storage.budget != "weights" and storage.died is None:
+            storage.died = end
+    # The most likely token is chosen among fp32 logits.
+    logits = batch_size * text.vocab_size * (itemsize + torch.float32.itemsize * (itemsize < torch.float32.itemsize))
+    recording.storages += [
+        Storage((2 * text.num_hidden_layers + 1) * batch_size * layer_keys, "activations", born=end + 1),
+        Storage(logits, "logits", born=end + 2),
+    ]
+    return recording

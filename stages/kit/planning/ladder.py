@@ -1,12 +1,10 @@
-"""What a run gives up, rung by rung, where memory does not suffice.
+"""The fallback ladder: the settings that a run gives up, one after the other, if memory does not suffice.
 
-First what keeps the trajectory within float error: a smaller micro-batch with more accumulation, gradient
-checkpointing, and where a profile gives ddp several devices, sharding over them. Then what changes the arithmetic a
-little: optimizer states of 8 bits. Last nf4 for frozen weights, only where the recipe itself asks for it. Within each
-of these the cheapest comes first. Never touched are the pixels, the length, the rank, the precision of trained weights,
-the effective batch and the seed.
-
-What is cheaper is assumed, not measured.
+First come settings that keep the trajectory within float error: a smaller micro-batch with more accumulation, gradient
+checkpointing, and sharding over the devices that a profile gives to ddp. Then optimizer states of 8 bits, which change
+the arithmetic a little. Last nf4 for frozen weights, only if the recipe itself specifies it. Within each group the
+cheapest comes first; costs are assumed, not measured. Pixels, length, rank, the precision of trained weights, the
+effective batch and the seed never change.
 """
 
 from __future__ import annotations
@@ -17,15 +15,17 @@ from itertools import islice, pairwise
 from typing import Literal
 
 from stages.core.params.schema import OPTIMIZERS
-from stages.kit.planning.plan import DATA_PARALLEL, Plan
+from stages.kit.planning.plan import Plan
 
-AT_ONCE = 128
-"""Most answers at once where evaluation.batch_size is auto. By then a step reads more of keys and values than of
-weights, so a larger batch is hardly faster."""
+MAX_BATCH_SIZE = 128
+"""Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
+a larger batch is hardly faster."""
+TOKENS_TO_FILL_A_GPU = 2048
+"""Tokens of a micro-batch that takes twice the time per token of a large one. Assumed, not measured."""
 
 
 def rungs(plan: Plan) -> Iterator[Plan]:
-    """The plan itself, and the plans below it: one step down at a time, the cheapest that is left."""
+    """The plan itself and the plans below it, each one step down: the cheapest that is left."""
     rung: Plan | None = plan
     while rung is not None:
         yield rung
@@ -33,10 +33,9 @@ def rungs(plan: Plan) -> Iterator[Plan]:
 
 
 def climbs(plan: Plan) -> list[list[Plan]]:
-    """The plan with other micro-batches of the same result, from the least memory up: without gradient checkpointing,
-    and with it where the plan has it."""
-    schedule = plan.schedule
-    share = schedule.micro_batch * schedule.grad_accumulation
+    """The plan with every micro-batch of the same result, from the least memory up: without gradient checkpointing, and
+    with it if the plan has it."""
+    schedule, share = plan.schedule, plan.samples_per_step
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     schedules = [replace(schedule, micro_batch=size, grad_accumulation=share // size) for size in sizes]
     return [
@@ -45,47 +44,43 @@ def climbs(plan: Plan) -> list[list[Plan]]:
     ]
 
 
-TOKENS_TO_FILL_A_GPU = 2048
-"""Tokens of a micro-batch that take twice the time that their share of a large one's would. Assumed, not measured."""
-
-
 def assumed_time(plan: Plan) -> float:
-    """Of a step, relative to one of large micro-batches without checkpointing, which repeats every forward pass."""
+    """Time of a step, relative to one of large micro-batches without checkpointing, which repeats the forward pass."""
     work = 4 / 3 if plan.gradient_checkpointing else 1.0
     return work * (1 + TOKENS_TO_FILL_A_GPU / (plan.schedule.micro_batch * plan.max_length))
 
 
 def rung_changes(plan: Plan) -> list[str]:
-    """What each rung changes, in the plan's words, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
+    """The changes of each rung, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
     return [", ".join(changes_between(above, below)) for above, below in pairwise(rungs(plan))]
 
 
 def lowered(plan: Plan, attempt: int) -> Plan | None:
-    """The plan so many rungs down: 0 is the plan itself. None below the last rung."""
+    """The plan `attempt` rungs down: 0 is the plan itself. None below the last rung."""
     return next(islice(rungs(plan), attempt, None), None)
 
 
 def lowered_batch_size(batch_size: int, attempt: int) -> int | None:
-    """An evaluation's batch size, halved so many times; None below 1."""
+    """An evaluation's batch size, halved `attempt` times; None below 1."""
     return batch_size >> attempt or None
 
 
-def read_at_once(batch_size: int) -> int:
-    """Of an evaluation's batch, the questions that are read in one pass."""
+def prefill_batch_size(batch_size: int) -> int:
+    """Prompts of an evaluation's batch that are read in one pass."""
     return max(1, batch_size // 8)
 
 
 def batch_size_changes(batch_size: int | Literal["auto"]) -> list[str]:
-    """What each rung of an evaluation changes. With `auto` the stage itself knows where it ends."""
+    """The changes of each rung of an evaluation. With `auto` only the stage itself knows the last one."""
     if batch_size == "auto":
-        return [f"batch_size auto / {1 << attempt}" for attempt in range(1, AT_ONCE.bit_length())]
+        return [f"batch_size auto / {1 << attempt}" for attempt in range(1, MAX_BATCH_SIZE.bit_length())]
     sizes = [batch_size >> attempt for attempt in range(batch_size.bit_length())]
     return [f"batch_size {before} -> {after}" for before, after in pairwise(sizes)]
 
 
 def settings(plan: Plan) -> dict[str, str]:
-    """What the ladder may change, as text."""
-    placement = {"placement": f"{plan.placement} over {plan.device.total}"} if plan.placement in DATA_PARALLEL else {}
+    """The settings that the ladder may change, as text."""
+    placement = {"placement": f"{plan.placement} over {plan.device.total}"} if plan.is_data_parallel else {}
     return placement | {
         "micro_batch": str(plan.schedule.micro_batch),
         "grad_accumulation": str(plan.schedule.grad_accumulation),
@@ -102,10 +97,8 @@ def changes_between(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def sharded_over(plan: Plan, count: int) -> Plan | None:
-    """The plan sharded over so many devices, its effective batch kept. None where that does not divide, or it cannot.
-
-    No rung: no run takes more devices than its profile has.
-    """
+    """The plan sharded over `count` devices, with the same effective batch; None if that does not divide, or the plan
+    cannot be sharded. It is no rung: no run takes more devices than its profile has."""
     at_once = plan.schedule.micro_batch * count
     plan = plan if OPTIMIZERS[plan.optimizer].shardable else replace(plan, optimizer="adamw_torch_fused")
     if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
@@ -125,13 +118,12 @@ def _fuse_optimizer(plan: Plan) -> Plan | None:
 
 
 def _divide_micro_batch(plan: Plan) -> Plan | None:
-    """To the next divisor of a device's share of the effective batch, at most half.
+    """Take the next divisor of a device's share of the effective batch, at most half.
 
-    No jump to 1: an attempt that fails costs a minute, as the largest samples go through first, and a micro-batch that
-    is smaller than it has to be costs time in every step.
+    It does not jump to 1: a failing attempt costs a minute, since the largest samples go through first, and a
+    micro-batch that is smaller than necessary costs time in every step.
     """
-    schedule = plan.schedule
-    share = schedule.micro_batch * schedule.grad_accumulation
+    schedule, share = plan.schedule, plan.samples_per_step
     micro_batch = next((size for size in range(schedule.micro_batch // 2, 0, -1) if share % size == 0), None)
     if micro_batch is None:
         return None
@@ -143,10 +135,9 @@ def _checkpoint_gradients(plan: Plan) -> Plan | None:
 
 
 def _shard(plan: Plan) -> Plan | None:
-    """Over the devices that there are: each layer's weights are sent round twice a micro-batch, and once its gradients.
+    """Shard over ddp's devices, which sends each layer's weights twice per micro-batch, and its gradients once.
 
-    Not where the recipe itself asks for nf4, which shrinks more and cannot be sharded, nor with an optimizer that
-    cannot be.
+    Not if the recipe itself specifies nf4, which saves more and cannot be sharded.
     """
     if plan.placement != "ddp" or plan.may_quantize or not can_be_sharded(plan):
         return None
@@ -154,25 +145,23 @@ def _shard(plan: Plan) -> Plan | None:
 
 
 def can_be_sharded(plan: Plan) -> bool:
-    """Neither nf4 weights nor some optimizers know DTensor, which FSDP's shares of a weight are."""
-    return plan.quantization == "none" and OPTIMIZERS[plan.optimizer].shardable
+    """FSDP's shares of a weight are DTensors, which neither nf4 weights nor some optimizers support."""
+    return not plan.is_quantized and OPTIMIZERS[plan.optimizer].shardable
 
 
 def _shrink_optimizer(plan: Plan) -> Plan | None:
     """The next smaller optimizer: states of 8 bits, then paged ones."""
     smaller = OPTIMIZERS[plan.optimizer].smaller
-    if plan.device.kind != "cuda" or smaller is None:
+    if not plan.on_gpu or smaller is None:
         return None
-    if plan.placement == "sharded" and not OPTIMIZERS[smaller].shardable:
+    if plan.is_sharded and not OPTIMIZERS[smaller].shardable:
         return None
     return replace(plan, optimizer=smaller)
 
 
 def _quantize(plan: Plan) -> Plan | None:
-    allowed = plan.may_quantize and plan.placement != "sharded" and not plan.parts.trained("full")
-    if not allowed or plan.quantization == "nf4":
-        return None
-    return replace(plan, quantization="nf4")
+    allowed = plan.may_quantize and not plan.is_quantized and not plan.is_sharded and not plan.parts.trained("full")
+    return replace(plan, quantization="nf4") if allowed else None
 
 
 _STEPS = (

@@ -28,12 +28,12 @@ from stages.kit.evaluation.answer import (
     longest_first,
     prepared_ahead,
 )
-from stages.kit.memory.answers import Inference
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.predict import predict_answers
+from stages.kit.memory.predict import predict_generation
+from stages.kit.memory.step import Inference
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import Processor, count_tokens, encode, load_processor, tokenizer_of
-from stages.kit.planning.ladder import read_at_once
+from stages.kit.planning.ladder import prefill_batch_size
 from stages.tasks import load_task
 from tests import ROOT
 from tests.kit.data.pictures import picture
@@ -90,9 +90,9 @@ def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> in
     inference = Inference(device=DeviceParams(kind="cpu"), precision="fp32", attn="sdpa")
     processor, config, calibration = load_processor(folder, None), load_config(folder), load_calibration()
     longest = max(TABLES, key=partial(count_tokens, processor))
-    batch = encode(processor, [longest] * read_at_once(batch_size), padding_side="left")
+    batch = encode(processor, [longest] * prefill_batch_size(batch_size), padding_side="left")
     limits = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
-    return predict_answers(inference, config, batch, calibration, **limits).high_bytes
+    return predict_generation(inference, config, batch, calibration, **limits).high_bytes
 
 
 def test_a_damaged_image_is_named_with_its_sample(tiny_vlm: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_answer_leaves_the_batch_when_it_ends(tiny_dense: Any, batch_size: in
     steps = [rows for number, (rows, _) in enumerate(passes) if number not in reads]
     assert all(rows <= batch_size for rows in steps)
     waiting = [rows for number, (rows, _) in enumerate(passes[: reads[-1]]) if number not in reads]
-    assert all(rows > batch_size - read_at_once(batch_size) for rows in waiting), "a place was left empty"
+    assert all(rows > batch_size - prefill_batch_size(batch_size) for rows in waiting), "a place was left empty"
 
 
 def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:

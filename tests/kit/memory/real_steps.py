@@ -22,8 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel, TrainerCallback
 
 from stages.core.params.schema import DeviceParams, LoraParams
+from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import cpu_peak
-from stages.kit.memory.step import forget_accelerator, from_features
+from stages.kit.memory.step import from_features
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe, trained_tensors
 from stages.kit.models.kernels import fused_kernels
@@ -189,7 +190,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in TRAINED:
             tensors = train(name, mesh, Path(scratch))
-            forget_accelerator()
+            reset_accelerator()
             if dist.get_rank() == 0:
                 save_file(dict(tensors), folder / f"{name}.safetensors")
         breach = breach_of(mesh, Path(scratch))

@@ -19,8 +19,8 @@ from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsPar
 from stages.kit.families import FAMILIES
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, predict, with_depth
-from stages.kit.memory.recording import Recording
-from stages.kit.memory.spread import quantization_tensors as of_a_module
+from stages.kit.memory.recorder import Recording
+from stages.kit.memory.stand_in import quantization_tensors as of_a_module
 from stages.kit.memory.stand_in import stand_in_batch
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config

@@ -5,9 +5,9 @@ import torch
 
 from stages.kit.evaluation.answer import answered_tokens
 from stages.kit.internals.torch_internals import cpu_peak
-from stages.kit.memory.answers import Inference, record_answers
+from stages.kit.memory.step import Inference, record_generation
 from stages.kit.models.load import auto_class
-from stages.kit.planning.ladder import read_at_once
+from stages.kit.planning.ladder import prefill_batch_size
 from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 
 
@@ -25,11 +25,14 @@ from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 def test_long_questions_and_long_answers_are_predicted(
     model: str, batch_size: int, length: int, new_tokens: int, attn: str
 ) -> None:
-    plan, config = plan_of(**R1, micro_batch=read_at_once(batch_size), max_length=length), config_of(model, (4, 2))
+    plan, config = (
+        plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length),
+        config_of(model, (4, 2)),
+    )
     batch = dict(batch_of(plan, config))
     del batch["labels"]
     inference = Inference(device=plan.device, precision=plan.precision, attn=attn)
-    recording = record_answers(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
+    recording = record_generation(inference, config, batch, batch_size=batch_size, max_new_tokens=new_tokens)
     answering = auto_class(config).from_config(config, attn_implementation=attn).eval()
     held = (*answering.parameters(), *answering.buffers(), *batch.values())
     size = len(batch["input_ids"])

@@ -19,8 +19,7 @@ from trl.trainer import utils as trl_trainer
 
 from stages.kit.memory import step
 from stages.kit.memory.cuda import Kernel, chosen_kernel, cuda_semantics, hidden_bytes
-from stages.kit.memory.recorder import Recorder, recorder_of
-from stages.kit.memory.recording import Peak
+from stages.kit.memory.recorder import Peak, Recorder, recorder_of
 from stages.kit.memory.step import record_step
 from stages.kit.models import kernels
 from tests.kit.memory.small import CUDA, FULL, R1, batch_of, config_of, peak_bytes, plan_of, processor_of, recorded

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.kit.memory.fit import Fit, answers_at_once, cheapest_fit, decide, fullest_fit
+from stages.kit.memory.fit import Fit, cheapest_fit, decide, fastest_fit, fitting_batch_size
 from stages.kit.planning.ladder import changes_between, rungs
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import MemoryRecord, Prediction, beside_measured
@@ -49,7 +49,7 @@ def start(capacity_gib: float | None, predict: Callable[[Plan], Prediction] = fa
 @pytest.mark.parametrize(
     ("capacity_gib", "limit", "size"), [(0.1, 128, 1), (10.9, 128, 4), (11, 128, 8), (11, 4, 4), (900, 128, 128)]
 )
-def test_as_many_answers_at_once_as_are_sure_to_fit(capacity_gib: float, limit: int, size: int) -> None:
+def test_as_many_fitting_batch_size_as_are_sure_to_fit(capacity_gib: float, limit: int, size: int) -> None:
     """Of 8 answers, 1 GiB each and 2 GiB of weights, the interval ends at 11 GiB."""
     asked = []
 
@@ -57,9 +57,9 @@ def test_as_many_answers_at_once_as_are_sure_to_fit(capacity_gib: float, limit: 
         asked.append(batch_size)
         return predicted(2 + batch_size)
 
-    assert answers_at_once("auto", predict, round(capacity_gib * GIB), limit=limit) == size
+    assert fitting_batch_size("auto", predict, round(capacity_gib * GIB), limit=limit) == size
     assert len(asked) <= 3, "each takes seconds"
-    assert answers_at_once(48, predict, None) == 48
+    assert fitting_batch_size(48, predict, None) == 48
     assert len(asked) <= 3, "nothing is predicted of a size that is given"
 
 
@@ -119,7 +119,7 @@ def filled(capacity_gib: float | None) -> tuple[str, ...]:
 
     plan = plan_with(2, 8, gradient_checkpointing=True)
     fit = replace(start(capacity_gib), plan=plan, prediction=predict(plan))
-    full = fullest_fit(fit, predict)
+    full = fastest_fit(fit, predict)
     assert full.prediction == predict(full.plan)
     assert decide(fit, predict, "fill") == (full if full.verdict == "fits" else cheapest_fit(fit, predict))
     return full.changes

@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
-from stages.kit.internals.torch_internals import cpu_peak
+from stages.kit.internals.torch_internals import cpu_peak, pretended_processes
 from stages.kit.memory import predict as module
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths, with_depth
-from stages.kit.memory.step import pretended_processes
 from stages.kit.models.load import meta_model
 from tests.kit.memory.small import (
     CUDA,

@@ -12,7 +12,7 @@ from torch import nn
 
 from stages.kit.memory.allocator import rounded_bytes
 from stages.kit.memory.predict import with_depth
-from stages.kit.memory.quantized import _fill
+from stages.kit.memory.stand_in import fill_without_contents
 from stages.kit.memory.step import record_step
 from stages.kit.models.load import load_config, meta_model
 from stages.kit.planning.plan import resolve_plan
@@ -26,7 +26,7 @@ def test_a_layer_is_packed_as_bitsandbytes_packs_it(rows: int, columns: int) -> 
         torch.randn(rows, columns), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     layer = bnb.nn.Linear4bit(columns, rows, bias=False)
-    _fill(layer)
+    fill_without_contents(layer)
     expected = [packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
     made_up = [layer.weight, *quantization_tensors(nn.Sequential(layer))]
     assert [(tensor.shape, tensor.dtype) for tensor in made_up] == [(t.shape, t.dtype) for t in expected]

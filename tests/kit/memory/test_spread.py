@@ -13,9 +13,8 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.fit import Fit, decide
 from stages.kit.memory.predict import predict
-from stages.kit.memory.recorder import Recorder
-from stages.kit.memory.recording import Recording
-from stages.kit.memory.spread import _copied
+from stages.kit.memory.recorder import Recorder, Recording
+from stages.kit.memory.stand_in import copied
 from stages.kit.models.load import balanced_gpus, gpu_of, meta_model
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES
@@ -139,11 +138,11 @@ def test_a_gradient_goes_back_to_where_its_tensor_was_copied_from() -> None:
     with recorder:
         tensor = torch.empty(8, 8, requires_grad=True)
         recorder.place(tensor, 1)
-        copy = _copied(tensor, recorder=recorder, gpu=0)
+        copy = copied(tensor, recorder=recorder, gpu=0)
         (copy * 2).sum().backward()
         assert tensor.grad is not None
         assert [recorder.gpu_of(each) for each in (copy, tensor.grad)] == [0, 1]
-        assert _copied(tensor, recorder=recorder, gpu=1) is tensor
+        assert copied(tensor, recorder=recorder, gpu=1) is tensor
 
 
 def test_the_fullest_gpu_decides() -> None:

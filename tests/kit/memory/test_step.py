@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.kit.memory.step import forget_accelerator, pretended_processes
+from stages.kit.internals.accelerate_internals import reset_accelerator
+from stages.kit.internals.torch_internals import pretended_processes
 from tests import ROOT
 from tests.kit.memory.real_steps import PROCESSES, TRAINED, measured_bytes, sharded, train
 from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, peak_bytes, plan_of, recorded
@@ -58,7 +59,7 @@ def test_what_is_recorded_without_weights_is_what_a_training_takes(name: str, tm
     plan = plan_of(**settings)
     with pretended_processes(PROCESSES) if plan.placement == "sharded" else nullcontext() as mesh:
         measured = measured_bytes(model, plan, tmp_path, mesh)
-    forget_accelerator()
+    reset_accelerator()
     assert peak_bytes(recorded(model, plan)) == pytest.approx(measured, rel=0.002)
 
 

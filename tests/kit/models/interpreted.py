@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 from stages.core.errors import UserError
 from stages.kit.families import FAMILIES
-from stages.kit.memory.step import forget_accelerator
+from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.models.kernels import ROTATE, fused_kernels, rotated
 from stages.kit.training.kernels import refuse_wrong_kernels
 from tests.kit.memory.real_steps import measured_bytes
@@ -107,7 +107,7 @@ def memory(model_type: str) -> tuple[int, int]:
         for module, kernel in KERNELS:
             stack.enter_context(patch.object(module, kernel, NoKernel()))
         measured = measured_bytes(model_type, plan, Path(scratch), None)
-    forget_accelerator()
+    reset_accelerator()
     return measured, peak_bytes(recorded(model_type, plan))
 
 

@@ -19,7 +19,7 @@ from stages.kit.models.adapters import (
 from stages.kit.models.folders import PUBLISHED
 from stages.kit.models.load import load_config, meta_model
 from tests import ROOT
-from tools.plan.available_inputs import root_base, trainable_recipes
+from tools.plan import root_base, trainable_recipes
 
 PARAMS = load_params(ROOT / "params.yaml")
 LLM_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

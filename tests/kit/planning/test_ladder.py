@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.planning.ladder import (
-    AT_ONCE,
+    MAX_BATCH_SIZE,
     batch_size_changes,
     lowered,
     lowered_batch_size,
@@ -167,5 +167,5 @@ def test_an_evaluation_halves_its_batch_down_to_one(batch_size: int) -> None:
 
 def test_a_batch_size_by_prediction_can_be_halved_until_the_largest_there_is_would_be_one() -> None:
     changes = batch_size_changes("auto")
-    assert (changes[0], changes[-1]) == ("batch_size auto / 2", f"batch_size auto / {AT_ONCE}")
-    assert lowered_batch_size(AT_ONCE, len(changes)) == 1
+    assert (changes[0], changes[-1]) == ("batch_size auto / 2", f"batch_size auto / {MAX_BATCH_SIZE}")
+    assert lowered_batch_size(MAX_BATCH_SIZE, len(changes)) == 1

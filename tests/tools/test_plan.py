@@ -1,0 +1,324 @@
+"""`make plan`: its answer, the inputs that it takes it from, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from stages import base, plan, prepare
+from stages.core.errors import UserError
+from stages.core.lineage import write_lineage
+from stages.core.params import load_params
+from stages.core.params.schema import BuildParams, ExpertParams, Params
+from stages.kit.memory import predict as predictor
+from stages.kit.models.folders import PUBLISHED, geometry_config_path
+from stages.kit.planning.plan import Plan
+from stages.kit.planning.prediction import PHASES, Prediction
+from tests import ROOT
+from tests.documents import write_yaml
+from tools import plan as tool
+from tools.plan import available_data, available_inputs, root_base, same_source, trainable_recipes
+
+GPU_PROFILE = "qwen2-vl-2b-24gb"
+COMMIT = "895c3a49bc3fa70a340399125c650a463535e71c"
+GEOMETRY = geometry_config_path("qwen2-vl-2b").parent
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped recipes on a small model and small data, with a CPU and with a GPU; no network."""
+    raw: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
+    raw["profiles"] = {name: raw["profiles"][name] for name in ("tiny", GPU_PROFILE)}
+    for profile in raw["profiles"].values():
+        profile["bases"]["vlm"] = "folder:data/tiny/qwen2-vl"
+        profile["images"] = {"min_pixels": 3136, "max_pixels": 50176}
+        profile["memory"] |= {"micro_batch": 16, "fit": "refuse"}
+        profile["evaluation"]["batch_size"] = 8
+    raw["profiles"]["tiny"]["datasets"]["nutrition-tables"]["limit"] = {"train": 8, "val": 4}
+    for recipe in raw["recipes"].values():
+        recipe["max_length"] = 512
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(ROOT / "data/tiny")
+    monkeypatch.chdir(tmp_path)
+    write_yaml(raw, Path("params.yaml"))
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, no_network)
+    return tmp_path
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The predicted plans, in order: a GiB per sample of a micro-batch, a quarter of one per sample of a generation."""
+    plans: list[Plan] = []
+
+    def of_size(size: int) -> Prediction:
+        return Prediction(
+            allocated_bytes=size,
+            reserved_bytes=size,
+            total_bytes=size,
+            low_bytes=size,
+            high_bytes=size,
+            peak_phase="forward",
+            phases=dict.fromkeys(PHASES, size),
+            budget={"weights": size},
+            calibration="assumed",
+        )
+
+    def predict(plan: Plan, *_: Any, **__: Any) -> Prediction:
+        plans.append(plan)
+        return of_size(plan.schedule.micro_batch * 2**30)
+
+    monkeypatch.setattr(predictor, "predict", predict)
+    monkeypatch.setattr(predictor, "predict_generation", lambda *_, batch_size, **__: of_size(batch_size * 2**28))
+    return plans
+
+
+def no_network(*_: Any, **__: Any) -> None:
+    raise AssertionError("the network was used")
+
+
+def ask(*arguments: str) -> Result:
+    return CliRunner().invoke(tool.main, arguments)
+
+
+def answer(*arguments: str) -> str:
+    result = ask(*arguments)
+    assert result.exit_code == 0, result.output + str(result.exc_info)
+    return result.stdout
+
+
+def on_gpu(*arguments: str) -> tuple[str, ...]:
+    return (*arguments, "--profile", GPU_PROFILE)
+
+
+def command(text: str) -> str | None:
+    return next(iter(re.findall(r"^run it by   (.*)$", text, re.MULTILINE)), None)
+
+
+def run_on(memory_gb: int, *rest: str) -> str:
+    command = f"dvc exp run --temp -S profile={GPU_PROFILE} -S profiles.{GPU_PROFILE}.device.memory_gb={memory_gb}"
+    return " ".join([command, *rest])
+
+
+AUTO = f"-S ++profiles.{GPU_PROFILE}.memory.fit=auto"
+
+
+def test_an_answer_has_budget_and_verdict_and_nothing_is_written(workspace: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in workspace.rglob("*")}
+    text = answer(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert {path: path.stat().st_mtime_ns for path in workspace.rglob("*")} == before
+    assert "no data yet: the worst within max_length 512 and max_pixels 50176" in text
+    entries = {name: float(gib) for name, gib in re.findall(r"^([a-z]+) +(\d+\.\d\d) GiB +\d", text, re.MULTILINE)}
+    total = entries.pop("total")
+    assert len(entries) > 3
+    assert sum(entries.values()) == pytest.approx(total, abs=0.05)
+    assert "verdict   fits" in text
+
+
+def test_it_ends_with_the_command_that_runs_the_cheapest_change_that_fits(
+    workspace: Path, predicted: list[Plan]
+) -> None:
+    text = answer(*on_gpu("r1-llm-only", "--gpu-gb", "8"))
+    assert "verdict   does not fit" in text
+    assert "micro_batch 16 -> 4, grad_accumulation 1 -> 4: 4.00 GiB" in text
+    assert command(text) == run_on(8, AUTO, "evaluate@r1-llm-only")
+    text = answer(*on_gpu("r1-llm-only", "--gpu-gb", "1"))
+    assert "micro_batch 16 -> 1, grad_accumulation 1 -> 16" in text
+    assert command(text) is None
+    assert command(answer(*on_gpu("r1-llm-only", "--gpu-gb", "40"))) == run_on(40, "evaluate@r1-llm-only")
+    own = f"dvc exp run --temp -S profile={GPU_PROFILE} evaluate@r1-llm-only"
+    assert command(answer(*on_gpu("r1-llm-only"))) == own
+
+
+def test_the_batch_size_auto_is_what_fits(workspace: Path, predicted: list[Plan]) -> None:
+    raw = YAML(typ="safe").load(Path("params.yaml"))
+    raw["profiles"][GPU_PROFILE]["evaluation"]["batch_size"] = "auto"
+    write_yaml(raw, Path("params.yaml"))
+    assert "16.00 GiB, 64 at once: fits" in answer(*on_gpu("r1-llm-only", "--gpu-gb", "24"))
+    assert "4.00 GiB, 16 at once: fits" in answer(*on_gpu("r1-llm-only", "--gpu-gb", "6"))
+
+
+def test_json_has_the_same_fields(workspace: Path, predicted: list[Plan]) -> None:
+    found = json.loads(answer(*on_gpu("r1-llm-only", "--gpu-gb", "8", "--json")))
+    assert (found["recipe"], found["profile"], found["memory_gb"]) == ("r1-llm-only", GPU_PROFILE, 8)
+    assert (found["memory"]["verdict"], found["memory"]["total_gib"]) == ("does not fit", 16)
+    assert (found["cheapest"]["verdict"], found["cheapest"]["settings"]["micro_batch"]) == ("fits", "4")
+    assert found["disk"]["merged_bytes"] > found["disk"]["trained_bytes"] > 0
+    assert found["command"] == command(answer(*on_gpu("r1-llm-only", "--gpu-gb", "8")))
+
+
+def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path, predicted: list[Plan]) -> None:
+    cells = json.loads(answer(*on_gpu("--all", "--gpu-gb", "24 8,1", "--json")))
+    asked = [repr(replace(plan, recipe="")) for plan in predicted]
+    assert len(asked) == len(set(asked))
+    found = {(cell["recipe"], cell["memory_gb"]): (cell["verdict"], cell["total_gib"]) for cell in cells}
+    assert {size: found["r1-llm-only", size] for size in (1, 8, 24)} == {
+        1: ("does not fit", 1),
+        8: ("fits", 4),
+        24: ("fits", 16),
+    }
+    assert {recipe for recipe, _ in found} == {*trainable_recipes(load_params().on(GPU_PROFILE))}
+    text = answer(*on_gpu("r2-vision-only", "--all", "--gpu-gb", "8 24"))
+    assert all(words in text for words in ("8 GB", "24 GB", "r2-vision-only", "micro_batch 4", "16.00 GiB"))
+
+
+def test_a_cpu_offers_the_machines_memory(
+    workspace: Path, predicted: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for total, verdict in ((2**35, "fits"), (2**29, "does not fit")):
+        monkeypatch.setattr(predictor, "free_and_total_bytes", lambda total=total: (0, total))
+        text = answer("r1-llm-only")
+        assert f"verdict   {verdict}" in text
+        assert (command(text) is None) == (verdict != "fits")
+
+
+def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path) -> None:
+    for stage, name in ((base, "vlm"), (prepare, "nutrition-tables"), (plan, "r1-llm-only")):
+        result = CliRunner().invoke(stage.main, [name])
+        assert result.exit_code == 0, result.output
+    planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
+    found = json.loads(answer("r1-llm-only", "--json"))
+    assert found["memory"] == {**planned, "gpus": {}}
+    assert found["batch"] == "the largest samples of data/prepared/nutrition-tables"
+    assert "no data yet" in answer(*on_gpu("r1-llm-only"))  # the prepared data are another profile's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r1-llm"], r"did you mean 'r1-llm-only'"),
+        (["r1-llm-only", "--profile", "tinny"], r"did you mean 'tiny'"),
+        (["r1-llm-only", "--gpu-gb", "24"], rf"profile tiny runs on a CPU.*{GPU_PROFILE}"),
+        (["--all"], r"profile tiny runs on a CPU"),
+        ([], r"--all.*RECIPE=.*r1-llm-only"),
+        (["r1-llm-only", "--gpu-gb", "24 48"], r"at most one size.*--all"),
+        (["r1-llm-only", "--gpu-gb", "0"], r"'0' is no size of a GPU"),
+        (["r1-llm-only", "--gpu-gb", "24TB"], r"'24TB' is no size of a GPU"),
+    ],
+)
+def test_a_wrong_question_is_refused(workspace: Path, arguments: list[str], message: str) -> None:
+    result = ask(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert re.search(message, " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("24GB", [24]), ("24 GiB", [24]), (" 24.0", [24]), ("24GB 48 GB, 80 16", [24, 48, 80, 16])]
+)
+def test_sizes_may_have_their_unit(text: str, sizes: list[float]) -> None:
+    assert list(tool.gpu_sizes(text)) == sizes
+
+
+# --- Base and data before their stages have run
+
+
+@pytest.fixture
+def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """The 2B profile, in an empty folder."""
+    params = load_params(ROOT / "params.yaml").on(GPU_PROFILE)
+    monkeypatch.chdir(tmp_path)
+    return params
+
+
+def built(source: dict[str, str]) -> Path:
+    folder = Path("data/bases/vlm")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    write_lineage(folder, kind="base", name="vlm", source=source)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@895c3a49", True),
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@d59dcee8", False),
+        (f"hub:Qwen/A@{COMMIT}", "hub:Qwen/A@main", True),
+        (f"hub:Qwen/AB@{COMMIT}", "hub:Qwen/A@895c3a49", False),
+        ("folder:photographs-2", "folder:photographs", False),
+    ],
+)
+def test_a_source_is_the_one_that_is_named(found: str, wanted: str, same: bool) -> None:
+    assert same_source(found, wanted) is same
+
+
+def test_the_geometry_of_every_shipped_base_is_known() -> None:
+    assert all(geometry_config_path(name).is_file() for name in PUBLISHED.values())
+    in_file = load_params(ROOT / "params.yaml")
+    for profile in in_file.profiles:
+        params = in_file.on(profile)
+        recipes = trainable_recipes(params)
+        assert recipes
+        assert all((ROOT / available_inputs(params, recipe).config_dir / "config.json").is_file() for recipe in recipes)
+    assert trainable_recipes(in_file) == list(in_file.recipes)
+    assert trainable_recipes(in_file.on("qwen25-7b-48gb")) == ["amr-baseline", "amr-ptr", "amr-mtup"]
+
+
+def test_a_chain_of_recipes_and_a_build_has_the_base_at_its_root(params: Params) -> None:
+    experts = tuple(ExpertParams(recipe=name) for name in ("r1-llm-only", "r2-vision-only"))
+    build = BuildParams(task="detection", base="bases/vlm", experts=experts)
+    after = replace(params.recipes["r1-llm-only"], base="builds/moe")
+    recipes = {**params.recipes, "after": after, "further": replace(after, base="runs/after/merged")}
+    params = replace(params, recipes=recipes, builds={"moe": build})
+    assert root_base(params, "r3-two-stage") == ("vlm", None)
+    assert [root_base(params, recipe) for recipe in ("after", "further")] == [("vlm", build)] * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "taken"),
+    [
+        ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, True),
+        ({"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT}, False),
+        ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT[::-1]}, False),
+        ({"folder": "somewhere"}, False),
+    ],
+)
+def test_a_fetched_base_is_taken_unless_it_is_another_profiles(
+    params: Params, source: dict[str, str], taken: bool
+) -> None:
+    folder, found = built(source), available_inputs(params, "r1-llm-only")
+    assert (found.config_dir, found.has_tokenizer) == ((folder, True) if taken else (GEOMETRY, False))
+
+
+def test_an_unknown_repository_has_to_be_fetched_first(params: Params) -> None:
+    profile = replace(params.active, bases={"vlm": f"hub:Nobody/Knows@{COMMIT}"})
+    unknown = replace(params, profiles={**params.profiles, params.profile: profile})
+    with pytest.raises(UserError, match=r"Nobody/Knows.*dvc exp run -S profile=qwen2-vl-2b-24gb base@vlm"):
+        available_inputs(unknown, "r1-llm-only")
+    folder = built({"hub": "Nobody/Knows", "revision": COMMIT})
+    assert available_inputs(unknown, "r1-llm-only").config_dir == folder
+
+
+def test_data_are_taken_only_if_they_are_the_profiles(params: Params) -> None:
+    stats = write_stats("nutrition-tables", {"source": "folder:data/tiny/nutrition-tables"})
+    assert available_data(params, "nutrition-tables") is None
+    assert available_data(params.on("tiny"), "nutrition-tables") == stats.parent
+    write_stats("nutrition-tables", {"source": f"hub:openfoodfacts/nutrition-table-detection@d59dcee8{'0' * 32}"})
+    assert available_data(params, "nutrition-tables") == stats.parent
+    stats.unlink()
+    assert available_data(params, "nutrition-tables") is None
+    facts, meetings = ({"source": f"folder:data/tiny/{name}"} for name in ("truthfulqa", "qmsum"))
+    ours = {"truthfulqa": {**facts, "asked": 200}, "qmsum": {**meetings, "asked": 50}}
+    for parts, taken in (
+        (ours, True),
+        ({}, False),
+        ({**ours, "qmsum": {**meetings, "asked": 0}}, False),
+        ({**ours, "qmsum": {**meetings, "asked": 50, "source": "folder:data/qmsum"}}, False),
+    ):
+        write_stats("finetune-mix", {"source": "mix", "parts": parts})
+        assert (available_data(params.on("tiny"), "finetune-mix") is not None) == taken
+
+
+def write_stats(dataset: str, stats: Any) -> Path:
+    path = Path("data/prepared") / dataset / "stats.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stats))
+    return path
