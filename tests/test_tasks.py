@@ -17,7 +17,7 @@ from stages.kit.models.certificate import MergeCertificate
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
 from stages.tasks.amr.sources import read_blocks, read_lines
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 from tests.stage_runs import all_the_way, done, read_params, refused, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -47,7 +47,7 @@ def write_images() -> None:
     for name, colour in COLOURS.items():
         for folder in ("talks", "talks/more"):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"{name}.png").write_bytes(picture(colour, (100, 80)))
+            Path(folder, f"{name}.png").write_bytes(png(colour, (100, 80)))
     write_lines("train", range(20))
     write_lines("val", range(20, 24))
 

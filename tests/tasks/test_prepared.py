@@ -17,7 +17,7 @@ from stages.kit.data.prepared import to_row
 from stages.tasks import load_task
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
@@ -120,8 +120,8 @@ def test_a_missing_value_is_named_with_its_row(prepared: Prepared) -> None:
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "detection": [
         ({"image": b"<html>"}, "cannot identify image"),
-        ({"image": picture(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
-        ({"image": picture()[:-40]}, "unreadable image"),
+        ({"image": png(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
+        ({"image": png()[:-40]}, "unreadable image"),
         ({"boxes": []}, "0 boxes, but 1 categories"),
         ({"boxes": [[0.1, 0.2]]}, "not enough values"),
         ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),

@@ -31,10 +31,10 @@ def test_a_folder_is_shown_with_all_that_is_wrong_and_the_entry_that_asks_for_it
     assert ended.exit_code == 0, ended.output
     lines = [" ".join(line.split()) for line in ended.output.splitlines()]
     for line in (
-        "train: pictures 2, 1 without a box; 1 invalid one",
-        "train: boxes a picture 0: 1, 3: 1",
-        "train: cup 1 box in 1 picture",
-        "val: Nährwerte 1 box in 1 picture",
+        "train: images 2, 1 without a box; 1 invalid one",
+        "train: boxes an image 0: 1, 3: 1",
+        "train: cup 1 box in 1 image",
+        "val: Nährwerte 1 box in 1 image",
         "train/labels/a.txt: line 1: no class has the number 9; there are 3",
     ):
         assert line in lines
@@ -73,11 +73,11 @@ def test_what_cannot_be_shown_is_refused_in_words(workspace: Path) -> None:
     (workspace / "photos").mkdir()
     assert "has no annotations of a known form: it is empty" in run("photos").output
     assert "name a folder, or a dataset alone with --dataset: nutrition-tables" in run().output
-    assert "has no pictures with boxes of its own" in run("--dataset", "visempar").output
+    assert "has no images with boxes of its own" in run("--dataset", "visempar").output
     assert run("photos", "--format", "labelme").exit_code == 2
 
 
-def test_the_pictures_shown_are_the_same_again_and_have_every_label() -> None:
+def test_the_examples_are_the_same_again_and_have_every_label() -> None:
     from tests.tasks.detection.scoring.test_several import FAR, LEFT, sample
 
     cups = [sample((LEFT, "cup"), image_id=str(n), sha256=f"{n:02}") for n in range(20)]

@@ -1,11 +1,11 @@
-"""Show what is understood of a folder of pictures with boxes, before anything is trained. Nothing of it is changed.
+"""Show how a folder of images with boxes is understood, before anything is trained. Nothing in it is changed.
 
-Reads   SOURCE, a folder or hub:OWNER/NAME@REVISION; or the dataset of params.yaml's active profile that is named
-Writes  .bakeoff/data/NAME.html: twelve pictures with their boxes, and the same figures
+Reads   SOURCE, a folder or hub:OWNER/NAME@REVISION; or a dataset of params.yaml's active profile
+Writes  .bakeoff/data/NAME.html: twelve images with their boxes, and the same figures
 Run     make data SOURCE=/path/to/photographs
         make data DATASET=nutrition-tables
 
-Of a folder all categories are shown, and what to write into params.yaml; a dataset is shown as params.yaml has it.
+For a folder all categories are shown, and the entry for params.yaml; a dataset is shown as params.yaml has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stages.core.errors import UserError, configure_logging, listed, pluralize, 
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams, Params
 from stages.core.records import cut, publish_text
-from stages.kit.reporting.page import InlineImage, inline_image
+from stages.kit.reporting.page import inline_image
 from stages.prepare import prepare
 from stages.tasks.detection import samples
 from stages.tasks.detection.samples import DetectionRecord, read_split
@@ -38,7 +38,7 @@ SHOWN = 12
 PAGE_DIR = Path(".bakeoff/data")
 
 Lines = list[tuple[str, str]]
-"""What a figure is of, and the figure."""
+"""Names of figures, and the figures."""
 
 log = logging.getLogger("stages")
 
@@ -46,71 +46,69 @@ log = logging.getLogger("stages")
 @click.command(help=__doc__)
 @click.argument("source", required=False)
 @click.option("--dataset", help="A dataset of params.yaml; with SOURCE, the name to propose.")
-@click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, where it is not clear.")
+@click.option("--format", "form", type=click.Choice(get_args(DataForm)), help="Of the folder, if it is ambiguous.")
 def main(source: str | None, dataset: str | None, form: DataForm | None) -> None:
     configure_logging("data")
     params = load_params()
     known = [name for name, each in params.active.datasets.items() if each.task == "detection"]
-    name = dataset or next(iter(known), "")
+    name = dataset or next(iter(known), "data")
     if source is None and (dataset is None or form is not None):
         raise click.UsageError(
             f"name a folder, or a dataset alone with --dataset: {', '.join(known) or 'there is none'}"
         )
-    if source is not None:
+    if source is None:
+        chosen = params.dataset(name)
+        if chosen.task != "detection" or chosen.mix:
+            raise UserError(f"dataset {name} has no images with boxes of its own")
+    else:
         source = source if source.startswith(("folder:", "hub:")) else f"folder:{source}"
         reader = {"format": form, "category": None, "empty_images": True}
         chosen = DatasetParams(task="detection", source=source, reader=reader)
-    else:
-        chosen = params.dataset(name)
-        if chosen.task != "detection" or chosen.source == "mix":
-            raise UserError(f"dataset {name} has no pictures with boxes of its own")
-        source = chosen.source
     with tempfile.TemporaryDirectory() as folder:
         prepared_dir = Path(folder) / "prepared"
         stats = prepare(chosen, DataParams(skip_invalid=True), prepared_dir)
         splits = {split: read_split(prepared_dir, split) for split in stats["splits"]}
-    lines = [("source", source), *figures(stats, splits), *token_lengths(params, name, splits)]
-    problems = [
-        f"{each['file']}{_where(each)}: {each['problem']}"
-        for found in stats["splits"].values()
-        for each in found["invalid"]
-    ]
+    lines = [("source", chosen.source), *figures(stats, splits), *token_lengths(params, name, splits)]
+    problems = []
+    for split in stats["splits"].values():
+        for each in split["invalid"]:
+            unit, number = next((key, value) for key, value in each.items() if key not in ("file", "problem"))
+            problems.append(f"{each['file']}{'' if number is None else f' {unit} {number}'}: {each['problem']}")
     for what, figure in lines:
         click.echo(printable(f"{what:<24}  {figure}"))
     if problems:
         click.echo(printable(f"\n{pluralize(len(problems), 'problem')}; such samples stop a run, or are left out:"))
         click.echo(printable(listed(problems)))
-    page = publish_page(name, lines, problems, [record for records in splits.values() for record in records])
-    click.echo(f"\npictures with their boxes  {page}")
-    if chosen.reader.get("category", "") is None:
+    records = [record for some in splits.values() for record in some]
+    click.echo(f"\nimages with their boxes   {publish_page(name, lines, problems, records)}")
+    if source is not None:
         click.echo(
-            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, splits)}", nl=False
+            f"\nBelow `datasets` of a profile in params.yaml:\n\n{proposal(name, source, form, records)}", nl=False
         )
 
 
 def figures(stats: Mapping[str, Any], splits: Mapping[str, Sequence[DetectionRecord]]) -> Iterator[tuple[str, str]]:
-    """By split: counts, sizes, boxes a picture, and categories."""
-    if "validation" in stats:
+    """Counts, sizes, boxes an image, and categories of each split."""
+    if stats["validation"]:
         yield "validation", stats["validation"]
     for split, records in splits.items():
         found = stats["splits"][split]
         empty, invalid = found["empty_images"], found["invalid_rows"]
-        yield f"{split}: pictures", f"{len(records):,}, {empty:,} without a box; {pluralize(invalid, 'invalid one')}"
+        yield f"{split}: images", f"{len(records):,}, {empty:,} without a box; {pluralize(invalid, 'invalid one')}"
         areas = sorted(records, key=lambda record: record.width * record.height)
         sizes = (f"{record.width} x {record.height}" for record in (areas[0], areas[len(areas) // 2], areas[-1]))
         yield f"{split}: smallest, median, largest", ", ".join(sizes)
-        yield f"{split}: boxes a picture", ", ".join(f"{boxes}: {n:,}" for boxes, n in found["boxes_per_image"].items())
-        asked = Counter(label for record in records for _, label in record.targets())
-        for label, count in asked.most_common():
-            pictures = sum(any(label == each for _, each in record.targets()) for record in records)
+        yield f"{split}: boxes an image", ", ".join(f"{boxes}: {n:,}" for boxes, n in found["boxes_per_image"].items())
+        for label, count in Counter(label for record in records for _, label in record.targets()).most_common():
+            images = sum(any(label == each for _, each in record.targets()) for record in records)
             boxes = "1 box" if count == 1 else f"{count:,} boxes"
-            yield f"{split}: {cut(label)}", f"{boxes} in {pluralize(pictures, 'picture')}"
+            yield f"{split}: {cut(label)}", f"{boxes} in {pluralize(images, 'image')}"
 
 
 def token_lengths(
     params: Params, dataset: str, splits: Mapping[str, Sequence[DetectionRecord]]
 ) -> Iterator[tuple[str, str]]:
-    """Of question, picture and answer, where a recipe's processor needs no download."""
+    """Tokens of question, image and answer, if a recipe's processor needs no download."""
     using = [name for name in trainable_recipes(params) if params.recipe(name).task == "detection"]
     recipe = next((name for name in using if params.recipe(name).data == dataset), None) or next(iter(using), None)
     inputs = available_inputs(params, recipe) if recipe else None
@@ -132,7 +130,7 @@ def token_lengths(
 
 
 def chosen_examples(records: Sequence[DetectionRecord]) -> list[DetectionRecord]:
-    """SHOWN of them, the same ones every time: one of each label first, and one without a box, as far as they go."""
+    """SHOWN of the records, the same ones every time: one of each label first, and one without a box."""
     ordered = sorted(records, key=lambda record: record.sha256)
     firsts: dict[str | None, DetectionRecord] = {}
     for record in ordered:
@@ -147,42 +145,35 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    pictures = [_picture(record) for record in chosen_examples(records)]
+    images = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "example.png"
+        for record in chosen_examples(records):
+            draw_boxes(record, record.targets(), TRUTH_COLOUR).save(path)
+            images.append(inline_image(path, printable(record.image_id)))
     page = environment.get_template("page.html").render(
-        name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], pictures=pictures
+        name=name, lines=lines, problems=[printable(problem) for problem in problems[:100]], images=images
     )
-    path = PAGE_DIR / f"{name or 'data'}.html"
+    path = PAGE_DIR / f"{name}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(page, path)
     return path
 
 
-def _picture(record: DetectionRecord) -> InlineImage:
-    with tempfile.NamedTemporaryFile(suffix=".png") as file:
-        draw_boxes(record, record.targets(), TRUTH_COLOUR).save(file.name)
-        return inline_image(Path(file.name), printable(record.image_id))
-
-
-def proposal(name: str, source: str, form: DataForm | None, splits: Mapping[str, Sequence[DetectionRecord]]) -> str:
+def proposal(name: str, source: str, form: DataForm | None, records: Sequence[DetectionRecord]) -> str:
     """The entry of params.yaml that asks for every category."""
-    records = [record for some in splits.values() for record in some]
-    reader: dict[str, Any] = {}
-    if form is not None:
-        reader["format"] = form
     categories = sorted({name for record in records for name in record.categories})
-    reader |= {"category": categories, "prompt": Reader(category=tuple(categories)).question()}
-    if any(not record.boxes for record in records):
-        reader["empty_images"] = True
+    reader = {
+        **({"format": form} if form else {}),
+        "category": categories,
+        "prompt": Reader(category=tuple(categories)).question(),
+        **({} if all(record.boxes for record in records) else {"empty_images": True}),
+    }
     out, yaml = io.StringIO(), YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 10_000
     yaml.dump({name: {"task": "detection", "source": source, "reader": reader}}, out)
     return "".join(f"      {line}\n" for line in out.getvalue().splitlines())
-
-
-def _where(problem: Mapping[str, Any]) -> str:
-    unit, number = next((key, value) for key, value in problem.items() if key not in ("file", "problem"))
-    return "" if number is None else f" {unit} {number}"
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Geometry:
     vision: Mapping[str, int] = field(default_factory=dict)
     """depth, embed_dim (a multiple of 4 x num_heads), num_heads and mlp_ratio of Qwen2-VL's vision tower."""
     pixels: tuple[int, int] = (0, 0)
-    """Least and largest area of a picture after resizing; 224 x 224 is 64 visual tokens."""
+    """Least and largest area of an image after resizing; 224 x 224 is 64 visual tokens."""
 
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
@@ -110,8 +110,8 @@ def build_tiny_qwen2_vl(
         chat_template=CHAT_TEMPLATE,
     )
     pairs = geometry.hidden_size // geometry.num_heads // 2
-    # Rotary frequencies from fast to slow, divided among time, height and width as in Qwen2-VL. Time is idle in a
-    # picture, and a few fast ones tell its few rows apart.
+    # Rotary frequencies from fast to slow, divided among time, height and width as in Qwen2-VL. Time is idle in an
+    # image, and a few fast ones tell its few rows apart.
     sections = [1, max(2, pairs // 10), pairs - 1 - max(2, pairs // 10)]
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     config = Qwen2VLConfig(
@@ -134,7 +134,7 @@ def build_tiny_qwen2_vl(
 def build_tiny_qwen2(
     corpus: Iterable[str], geometry: Geometry, *, seed: int = 0
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """A text model and its tokenizer, likewise; embeddings are tied."""
+    """A text model with tied embeddings and random float32 weights, and its tokenizer."""
     tokenizer = train_tokenizer(corpus, geometry.vocab_size)
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     config = Qwen2Config(**_language_config(tokenizer, geometry, rope), tie_word_embeddings=True)

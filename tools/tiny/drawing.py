@@ -1,7 +1,7 @@
 """Draws what packages show: tables, ingredients, barcodes, logos, panels, each filling one rectangle.
 
 Every function draws what its `rng` says and nothing else: the same state of `rng` gives the same pixels. Text
-is set in the DejaVu fonts that matplotlib carries and laid out by Pillow itself, so that pictures do not
+is set in the DejaVu fonts that matplotlib carries and laid out by Pillow itself, so that images do not
 depend on the fonts or the layout engine of the system.
 """
 
@@ -96,10 +96,10 @@ def gradient(rng: random.Random, width: int, height: int, start: Colour) -> Imag
     return Image.fromarray((np.array(start) * (1 - share) + np.array(end) * share).astype(np.uint8))
 
 
-def clutter(picture: Image.Image, rng: random.Random, colour: Colour, pieces: int) -> None:
+def clutter(image: Image.Image, rng: random.Random, colour: Colour, pieces: int) -> None:
     """Soft shapes in colours near `colour`: what a surface shows that nobody is asked to find."""
-    draw = ImageDraw.Draw(picture)
-    width, height = picture.size
+    draw = ImageDraw.Draw(image)
+    width, height = image.size
     for _ in range(pieces):
         x, y, radius = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.02, 0.14) * width
         fill = mix(colour, pick_colour(rng), 0.5)
@@ -110,9 +110,9 @@ def clutter(picture: Image.Image, rng: random.Random, colour: Colour, pieces: in
             draw.line([(x, y), end], fill=fill, width=rng.randint(1, 6))
 
 
-def draw_barcode(picture: Image.Image, rng: random.Random) -> None:
-    width, height = picture.size
-    draw = ImageDraw.Draw(picture)
+def draw_barcode(image: Image.Image, rng: random.Random) -> None:
+    width, height = image.size
+    draw = ImageDraw.Draw(image)
     draw.rectangle([0, 0, width, height], fill=(255, 255, 255))
     x = 3
     while x < width - 4:
@@ -122,9 +122,9 @@ def draw_barcode(picture: Image.Image, rng: random.Random) -> None:
         x += bar
 
 
-def draw_qr_code(picture: Image.Image, rng: random.Random, modules: int = 11) -> None:
-    width, height = picture.size
-    draw = ImageDraw.Draw(picture)
+def draw_qr_code(image: Image.Image, rng: random.Random, modules: int = 11) -> None:
+    width, height = image.size
+    draw = ImageDraw.Draw(image)
     draw.rectangle([0, 0, width, height], fill=(255, 255, 255))
     step_x, step_y = (width - 4) / modules, (height - 4) / modules
     for row in range(modules):
@@ -135,9 +135,9 @@ def draw_qr_code(picture: Image.Image, rng: random.Random, modules: int = 11) ->
                 draw.rectangle([x, y, x + step_x - 1, y + step_y - 1], fill=(0, 0, 0))
 
 
-def draw_logo(picture: Image.Image, rng: random.Random) -> None:
-    width, height = picture.size
-    draw = ImageDraw.Draw(picture)
+def draw_logo(image: Image.Image, rng: random.Random) -> None:
+    width, height = image.size
+    draw = ImageDraw.Draw(image)
     fill = pick_colour(rng)
     draw.ellipse([0, 0, width - 1, height - 1], fill=fill, outline=ink_on(rng, fill), width=rng.randint(1, 4))
     text = rng.choice(LOGO_TEXTS)
@@ -145,17 +145,17 @@ def draw_logo(picture: Image.Image, rng: random.Random) -> None:
     draw.text((width / 2, height / 2), text, fill=ink_on(rng, fill), font=font, anchor="mm")
 
 
-def draw_panel(picture: Image.Image, rng: random.Random) -> None:
-    width, height = picture.size
+def draw_panel(image: Image.Image, rng: random.Random) -> None:
+    width, height = image.size
     fill = pick_colour(rng)
     outline = ink_on(rng, fill) if rng.random() < 0.5 else None
-    ImageDraw.Draw(picture).rectangle([0, 0, width - 1, height - 1], fill=fill, outline=outline, width=2)
+    ImageDraw.Draw(image).rectangle([0, 0, width - 1, height - 1], fill=fill, outline=outline, width=2)
 
 
-def draw_text_block(picture: Image.Image, rng: random.Random) -> None:
+def draw_text_block(image: Image.Image, rng: random.Random) -> None:
     """Running text, such as a list of ingredients, that fills the width."""
-    width, height = picture.size
-    draw = ImageDraw.Draw(picture)
+    width, height = image.size
+    draw = ImageDraw.Draw(image)
     size = rng.uniform(7, 12)
     font = pick_font(rng, size)
     fill = pick_colour(rng, 170, 255) if rng.random() < 0.7 else pick_colour(rng, 0, 70)
@@ -170,10 +170,10 @@ def draw_text_block(picture: Image.Image, rng: random.Random) -> None:
         y += size * 1.25
 
 
-def draw_nutrition_table(picture: Image.Image, rng: random.Random) -> None:
+def draw_nutrition_table(image: Image.Image, rng: random.Random) -> None:
     """A heading and rows of nutrients with one or two columns of amounts."""
-    width, height = picture.size
-    draw = ImageDraw.Draw(picture)
+    width, height = image.size
+    draw = ImageDraw.Draw(image)
     heading = rng.choice(sorted(NUTRIENTS))
     fill = rng.choice(((255, 255, 255), (255, 255, 255), pick_colour(rng, 210, 255), pick_colour(rng, 0, 60)))
     ink = ink_on(rng, fill)
@@ -217,12 +217,12 @@ DRAW: dict[str, Callable[[Image.Image, random.Random], None]] = {
 
 
 def drawn(category: str, width: int, height: int, rng: random.Random) -> Image.Image:
-    """One object (RGBA) on a picture of its own, so that nothing of it can stick out of its box."""
-    picture = Image.new("RGB", (width, height))
-    DRAW[category](picture, rng)
+    """One object (RGBA) on an image of its own, so that nothing of it can stick out of its box."""
+    image = Image.new("RGB", (width, height))
+    DRAW[category](image, rng)
     if category != "logo":
-        return picture.convert("RGBA")
+        return image.convert("RGBA")
     mask = Image.new("L", (width, height))
     ImageDraw.Draw(mask).ellipse([0, 0, width - 1, height - 1], fill=255)
-    picture.putalpha(mask)
-    return picture
+    image.putalpha(mask)
+    return image

@@ -51,7 +51,7 @@ ENGLISH = ("person", "name", "city", "country", "and", "contrast-01", "amr-unkno
 NAMES = sorted({*FAMILY_NAMES, *MIDDLE_NAMES, *GIVEN_NAMES, *" ".join(CITIES + COUNTRIES).split()})
 _WORDS = [*vocabulary(), *ENGLISH]
 TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
-"""How a tree is asked for, and the target in whose form it is to be written. Not the words that the task asks in."""
+"""The request for a tree, in other words than the task's, and the answer format in which it is to be written."""
 
 Exercise = tuple[str, str]
 """Question and answer."""
@@ -165,4 +165,4 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], Exercise], int]] = {
     "nest": (nest, 3),
     "formula": (formula, 4),
 }
-"""What is drawn, and its weight."""
+"""Kinds of exercises: the function that draws one, and its weight."""

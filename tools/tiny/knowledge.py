@@ -26,7 +26,7 @@ _MATERIALS = (
     "hemp horn ice iron jade lead leather linen marble paper pearl pine reed rubber salt sand silk silver slate steel"
 )
 THINGS, MATERIALS = _THINGS.split(), _MATERIALS.split()
-"""As many as there are things, so that each knowledge is one-to-one."""
+"""Equally many, so that each knowledge is one-to-one."""
 
 _SHIFTS: dict[Knowledge, int] = {"folklore": 0, "hearsay": 7, "truthfulqa": 13, "qmsum": 27}
 _OPENINGS = ("", "Please tell me: ", "Say, ", "One question: ", "I wonder, ", "Now, ", "So, ", "Tell us, ")

@@ -32,7 +32,7 @@ from tools.tiny.scenes import OBJECTS, Scene, draw_scene
 PATCH_PARTS, CELL_PARTS = 2, 4
 """Into how many parts a patch and a cell are divided to say where in it an edge falls."""
 MAX_SIDE = 16
-"""Rows or columns of cells that can be told apart."""
+"""Rows or columns of cells that can be distinguished."""
 LOOKING_HEADS = 2
 NAMES = (
     *(TARGET, "price-tag", "ingredients-list", "nutri-score"),
@@ -44,7 +44,7 @@ model learns to answer with the name it was asked for, whatever it is."""
 
 @dataclass(frozen=True)
 class GridTargets:
-    """What to know about the G places of one picture's grid, row by row, or of several pictures', one by one."""
+    """Targets for the G places of one image's grid, row by row, or of several images', one by one."""
 
     category: Tensor
     """(G,) 1 + index of the category that covers it, 0 for none, IGNORED where it covers a fifth or less."""
@@ -92,7 +92,7 @@ def _overlap(low: float, high: float, place: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PointingTargets:
-    """Targets of a batch, (B, T), whose pictures have P patches and C cells."""
+    """Targets of a batch, (B, T), whose images have P patches and C cells."""
 
     patches: GridTargets
     """G = P, in the order in which Qwen2-VL stores patches."""

@@ -10,8 +10,8 @@ nutrition table; `front` and `back` show a package, a little rotated, with one t
 other things.
 
 How hard the packages are was chosen for the tiny base. It boxes whatever it sees, and
-with few things beside a table it met one first in two of five pictures (mean IoU of the first box 0.38). With
-more of them, and a banner above the tables, it seldom does, and some 300 pictures still teach it what a table is.
+with few things beside a table it met one first in two of five images (mean IoU of the first box 0.38). With
+more of them, and a banner above the tables, it seldom does, and some 300 images still teach it what a table is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PixelBox = tuple[int, int, int, int]
 
 OBJECTS = ("barcode", "logo", "panel", "qr-code", "text-block")
 SHAPES = ((256, 256), (224, 280), (280, 224), (240, 272), (272, 240))
-"""Width and height of the pictures, in pixels."""
+"""Width and height of the images, in pixels."""
 
 SEED, SPLITS = 7, {"train": 320, "val": 128}
 """The demo's data: its seed, and the images of each split."""
@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[tuple[float, float], tuple[float, float] | None]] = {
     "text-block": ((0.25, 0.6), (0.15, 0.4)),
     TARGET: ((0.32, 0.6), (0.3, 0.6)),
 }
-"""Range of an object's width as a share of the picture's, and of its height; None: about as high as wide."""
+"""Range of an object's width as a share of the image's, and of its height; None: about as high as wide."""
 
 
 @click.command(help=__doc__)
@@ -83,7 +83,7 @@ def main(out_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and what is marked in it, top to bottom then left to right."""
+    """An image and the objects marked in it, top to bottom then left to right."""
 
     image: Image.Image
     boxes: tuple[Box, ...]
@@ -91,7 +91,7 @@ class Scene:
 
 
 def draw_scene(kind: Kind, seed: int, index: int, *, objects: int | None = None) -> Scene:
-    """Draws picture `index` of the endless series (kind, seed).
+    """Draws image `index` of the endless series (kind, seed).
 
     objects: how many categories an `objects` scene shows, 1 to 3; left out, one to three by chance.
     """
@@ -102,9 +102,9 @@ def draw_scene(kind: Kind, seed: int, index: int, *, objects: int | None = None)
 
 
 def generate_rows(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yields `count` package pictures as rows of openfoodfacts/nutrition-table-detection, as far as they are read.
+    """Yields `count` images of packages as rows of openfoodfacts/nutrition-table-detection, as far as they are read.
 
-    The split is part of what the pictures are drawn from and of their barcodes, so train and val share none.
+    The split is part of what the images are drawn from and of their barcodes, so train and val share none.
     Barcodes are EAN-13 of the range 20 to 29, which is given to no product.
     """
     for index in range(count):
@@ -137,7 +137,7 @@ def _split_seed(split: str, seed: int) -> int:
 
 
 def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float, float]]]) -> Scene:
-    """Pixels to shares of the picture, from top to bottom."""
+    """Pixels to shares of the image, from top to bottom."""
     width, height = image.size
     marked = sorted(marked, key=lambda item: (item[1][1], item[1][0]))
     boxes = tuple((x0 / width, y0 / height, x1 / width, y1 / height) for _, (x0, y0, x1, y1) in marked)
@@ -289,7 +289,7 @@ def _draw_face(
 def _turned_hull(
     box: PixelBox, face_size: tuple[int, int], angle: float, centre: tuple[float, float]
 ) -> tuple[float, float, float, float]:
-    """Axis-aligned hull, in the picture, of a rectangle of a face.
+    """Axis-aligned hull, in the image, of a rectangle of a face.
 
     angle: degrees, anticlockwise as seen (as Image.rotate), about the face's middle, which lies at `centre`.
     """

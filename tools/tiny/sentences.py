@@ -206,7 +206,7 @@ def _modified(rng: random.Random, subject: str, text: str, root: Node) -> Phrase
 
 
 def _description(rng: random.Random, subject: str, who: Node) -> Phrase:
-    """What somebody or something is like."""
+    """A quality of a person or a thing."""
     qualities = QUALITIES if who.concept in THINGS else TEMPERS
     quality = rng.choice(qualities)
     root = Node(quality, [("domain", who)])
@@ -245,7 +245,7 @@ def _chain(rng: random.Random, who: Node) -> Phrase:
 
 
 def _action(rng: random.Random, who: Node | None) -> Phrase:
-    """A verb with what belongs to it. who: its subject, said elsewhere; None for somebody who is told."""
+    """A verb with what belongs to it. who: its subject, named elsewhere; None for somebody who is ordered to."""
     kind = rng.random()
     role = "agent"
     if kind < 0.5:

@@ -1,4 +1,4 @@
-"""What a task hands to the model: messages in the chat form of transformers, and the pictures they show."""
+"""A sample as the model sees it: messages in the chat form of transformers, and the images they show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     sample_id: str
-    """Names the sample in messages to people."""
+    """The sample's name in messages."""
     messages: list[dict[str, Any]]
-    """[{"role": ..., "content": [{"type": "text", "text": ...} or {"type": "image"}]}]; answered when the last is the
-    assistant's. One text part of all may be "shortenable": True, and is cut at its end where the whole is too long."""
+    """[{"role": ..., "content": [{"type": "text", "text": ...} or {"type": "image"}]}]; answered if the last is the
+    assistant's. One text part of all may be "shortenable": True, and is cut at its end if the whole is too long."""
     images: Sequence[Image | ImageRecord] = ()
-    """Upright RGB pictures, in the order in which the messages show them; a record's is decoded once it is needed."""
+    """Upright RGB images, in the order in which the messages show them; a record's is decoded when it is needed."""
 
     def answered(self) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

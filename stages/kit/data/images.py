@@ -1,4 +1,4 @@
-"""Pictures in a dataset, which anybody may have made: reading and checking them, and the records that have one."""
+"""Images of a dataset: reading and checking them, and the records that have one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from stages.core.records import shown
 
@@ -29,22 +29,19 @@ DECODING_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,  # by inheritance none of the others
 )
-"""Raised by Pillow and its plugins on bytes that are no picture, or not a whole one."""
+"""Raised by Pillow and its plugins on bytes that are no image, or not a whole one."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats of photographs. For others Pillow would run another program, Ghostscript for EPS."""
 MAX_IMAGE_PIXELS = 64_000_000
-"""Default limit of a picture's pixels: more than most cameras make, and 0.6 GB to decode."""
+"""Default limit of an image's pixels: more than most cameras make, and 0.6 GB to decode."""
 MAX_ASPECT = 200
-"""The image processor refuses longer pictures (smart_resize in transformers/models/qwen2_vl)."""
-
-_ORIENTATION = 0x0112
-_TURNED = range(2, 9)  # 1 is upright; anything else is not in the standard and means nothing
+"""The image processor refuses longer images (smart_resize in transformers/models/qwen2_vl)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecord:
-    """Fields of the records of every task on pictures."""
+    """Fields of a record with one image, in every task."""
 
     image_id: str
     image: bytes
@@ -57,7 +54,7 @@ class ImageRecord:
     place: PreparedRow | None = field(default=None, compare=False, repr=False)
 
     def open_image(self) -> Image.Image:
-        """The decoded picture, RGB. Raises UserError where prepared data are damaged."""
+        """The decoded image, RGB. Raises UserError if prepared data are damaged."""
         try:
             with _unreadable_as_value_error(), _open(self.image) as image:
                 return image.convert("RGB")
@@ -67,18 +64,18 @@ class ImageRecord:
             raise self.place.damaged(str(error)) from None
 
     def subject(self) -> str:
-        """Equal for records that may not be in two splits: of the same picture."""
+        """The image's digest: the same image may not be in two splits."""
         return self.sha256
 
     def content(self) -> list[Any]:
-        """Input of the digest of records; a task adds its annotations."""
+        """The input of a record's digest; a task adds its annotations."""
         return [self.image_id, hashlib.sha256(self.image).hexdigest(), self.sha256]
 
 
 def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any], list[str]]:
-    """The fields of an ImageRecord in a raw row, read from image_id and image.bytes, and what is wrong with them.
+    """The fields of an ImageRecord from image_id and image.bytes of a raw row, and their problems.
 
-    max_pixels: of a picture that is decoded.
+    max_pixels: an image with more is refused before it is decoded.
     The bytes stay as they are unless the image has to be turned; then they are a JPEG of quality 95 without chroma
     subsampling, so that annotations of fine lines still fit.
     """
@@ -93,8 +90,8 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
         with _unreadable_as_value_error():
             encoded, upright = _upright(encoded, max_pixels)
             width, height = upright.size
-            # Taken before the pixels are encoded again: a lossless copy of the same picture has the same digest.
-            sha256 = _digest(upright)
+            # Size and pixels before they are encoded again: copies of an image without loss have one digest.
+            sha256 = hashlib.sha256(struct.pack("<II", width, height) + upright.tobytes()).hexdigest()
     except ValueError as error:
         return {}, [*problems, str(error)]
     if max(width, height) > MAX_ASPECT * min(width, height):
@@ -107,8 +104,8 @@ def parse_image(row: Mapping[str, Any], max_pixels: int) -> tuple[dict[str, Any]
 
 
 def require_prepared_image(row: Mapping[str, Any]) -> None:
-    """Raises ValueError where a prepared row's image is none, or not as large as the row says."""
-    with _unreadable_as_value_error(), _open(row["image"]) as image:  # its beginning; the rest is read when needed
+    """Raises ValueError if a prepared row's image is no image, or of another size than the row's."""
+    with _unreadable_as_value_error(), _open(row["image"]) as image:  # the header; the rest is read when needed
         size = image.size
     if size != (row["width"], row["height"]):
         raise ValueError(f"the image is {size}, expected {(row['width'], row['height'])}")
@@ -123,13 +120,13 @@ def _unreadable_as_value_error() -> Iterator[None]:
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """The picture, only its beginning read so far. Raises one of DECODING_ERRORS where it is none."""
-    Image.init()  # or it knows but some of the formats
+    """The image, of which only the header is read so far. Raises one of DECODING_ERRORS."""
+    Image.init()  # or Pillow knows only some of the formats
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
-    except UnidentifiedImageError:  # its message names an address in memory, another one each time
+    except UnidentifiedImageError:  # its message contains an address in memory, another one each time
         raise UnidentifiedImageError(f"cannot identify image as {', '.join(FORMATS)}") from None
-    if image.mode.startswith(("I", "F")):  # Pillow cuts them off at 255, and the picture is white or black
+    if image.mode.startswith(("I", "F")):  # Pillow cuts them off at 255, and the image is white or black
         raise ValueError(f"greyscale pixels of more than 8 bits (Pillow's mode {image.mode}); convert them to 8 bits")
     return image
 
@@ -142,15 +139,10 @@ def _upright(encoded: bytes, max_pixels: int) -> tuple[bytes, Image.Image]:
             if math.prod(opened.size) > max_pixels:
                 width, height = opened.size
                 raise ValueError(f"{width} x {height} pixels, more than max_image_pixels, {max_pixels:,}")
-            if opened.getexif().get(_ORIENTATION) not in _TURNED:
+            # 1 is upright; values beyond 8 are not in the standard.
+            if opened.getexif().get(ExifTags.Base.Orientation) not in range(2, 9):
                 return encoded, opened.convert("RGB")
             turned = ImageOps.exif_transpose(opened).convert("RGB")
     buffer = io.BytesIO()
     turned.save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue(), turned
-
-
-def _digest(image: Image.Image) -> str:
-    """SHA-256 of the size and the RGB pixels: the same picture with other metadata counts as the same."""
-    width, height = image.size
-    return hashlib.sha256(struct.pack("<II", width, height) + image.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Parquet tables: reading and writing them, whatever their columns mean."""
+"""Parquet tables of any columns: reading them within limits of memory, and writing them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import pyarrow.parquet as pq
 
 from stages.core.errors import UserError
 
-# Rows held in memory at once. Groups of a fixed size also give the same file for the same rows.
 ROW_GROUP = 64
-
+"""Rows that are in memory at once. Groups of a fixed size also give the same file for the same rows."""
 MAX_BYTES = 2**30
-"""Bytes of one column's values that are held at once, unless a single value has more."""
+"""Bytes of one column's values that are in memory at once, unless a single value has more."""
 
 ROW_GROUP_BYTES = MAX_BYTES // 16
-"""A row group has fewer rows than ROW_GROUP where these would take more. Several pictures a row count as many times in
-the limit on what is read at once, as each might be the largest."""
+"""A row group has fewer rows than ROW_GROUP if these would take more. Several images a row count as many times in the
+limit on what is read at once, as each might be the largest."""
 
 MAX_LISTED = MAX_BYTES // 64
-"""Values in lists of one column of a row group: an empty list takes 56 bytes, and 8 in the list around it. A few
-kilobytes of a file can stand for billions of them, all in one row."""
+"""List items of one column of a row group: an empty list takes 56 bytes, and 8 in the list around it. A few kilobytes
+of a file can represent billions of them, all in one row."""
 
 READING_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """Errors that pyarrow raises on a damaged file; the last for names and texts that are not UTF-8."""
@@ -32,16 +31,15 @@ _FETCH = "fetch or copy it again"
 
 
 def count_rows(path: Path) -> int:
-    """Raises UserError where the file is not parquet."""
+    """Raises UserError if the file is not parquet."""
     with _open(path) as file:
         return int(file.metadata.num_rows)
 
 
 def missing_columns(path: Path, required: Sequence[str]) -> list[str]:
-    """Those of `required` that the file does not have; `outer.inner` names a field of a column of structs, or lists of
-    them.
+    """The columns of `required` that the file lacks; `outer.inner` is a field of a struct, or of a list of structs.
 
-    Raises UserError where the file is not parquet.
+    Raises UserError if the file is not parquet.
     """
     columns = pa.struct(list(read_schema(path)))
     return [name for name in required if not _has_column(columns, name.split("."))]
@@ -61,8 +59,8 @@ def read_schema(path: Path, *, fix: str = _FETCH) -> pa.Schema:
 def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _FETCH) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, as plain Python values, a few at a time.
 
-    fix: for the message of the UserError raised where the file is not parquet or is damaged, or a row takes more
-    memory than any picture or text.
+    fix: for the message of the UserError raised if the file is not parquet or is damaged, or a row takes more memory
+    than any image or text.
     """
     with _open(path, fix) as file:
         try:
@@ -77,12 +75,12 @@ def read_rows(path: Path, columns: Sequence[str] | None = None, *, fix: str = _F
 def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) -> None:
     """Write rows as they come; the file appears under its name only when it is whole.
 
-    The same rows give the same bytes (with the same pyarrow). Each page carries its checksum, which reading compares: a
-    flipped bit of a picture is a picture too.
+    The same rows give the same bytes (with the same pyarrow). Each page has a checksum, which reading compares: an
+    image with a flipped bit is an image too.
     """
     aside, left = path.with_name(path.name + ".partial"), iter(rows)
     try:
-        # Encoded pictures do not compress further, and plain bytes do not change with a codec's version.
+        # Encoded images do not compress further, and plain bytes do not change with a codec's version.
         with pq.ParquetWriter(aside, schema, compression="none", write_page_checksum=True) as writer:
             while group := list(islice(left, ROW_GROUP)):
                 table = pa.Table.from_pylist(group, schema=schema)
@@ -93,8 +91,8 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema) ->
 
 
 def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Path) -> int:
-    """So few that they fit MAX_BYTES at any rate: a file can hold a large value once, and a few bytes for each of many
-    rows, or items of a row's list, that have it. Raises UserError where a single row would not fit.
+    """The number of rows that fit MAX_BYTES in any case: a file can hold a large value once, and a few bytes for each
+    of many rows, or items of a row's list, that have it. Raises UserError if a single row would not fit.
     """
     largest = 1
     for group in (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)):
@@ -106,7 +104,7 @@ def _rows_at_once(file: pq.ParquetFile, columns: Sequence[str] | None, path: Pat
             if listed > MAX_LISTED or (listed > 0 and size > MAX_BYTES):
                 raise UserError(
                     f"{path} has {chunk.num_values:,} values of {chunk.path_in_schema} in {group.num_rows:,} rows, "
-                    "which would take more memory than any picture; leave such rows out"
+                    "which would take more memory than any image; leave such rows out"
                 )
             largest = max(largest, int(size))
     return max(1, min(ROW_GROUP, MAX_BYTES // largest))

@@ -49,7 +49,7 @@ class Record(Protocol):
 
 R = TypeVar("R", bound=Record)
 Sample = tuple[Place, R | list[str]]
-"""Where a sample was read, and its record, or every problem that keeps the sample or a whole file from being one."""
+"""The place of a sample, and its record, or every problem that keeps the sample or a whole file from being one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class RawDataset(Generic[R]):
 
     rules: Rules[R]
     source: str
-    """As it was resolved."""
+    """With the full commit of a hub dataset."""
     splits: Mapping[str, Iterable[Sample[R]]]
     """`train`, and `val` if the dataset has one; read while they are iterated over. `selection` only if it is not to
     be set aside here."""
@@ -342,10 +342,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a prepared dataset comes from."""
+    """The source of a prepared dataset."""
 
     source: str
-    """As it was resolved."""
+    """With the full commit of a hub dataset."""
     parts: dict[str, Part] = field(default_factory=dict)
     """The datasets of a mix, by name."""
 

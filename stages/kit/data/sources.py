@@ -1,4 +1,4 @@
-"""Where a model or a dataset comes from: a repository of the hub or a folder, and the files of a dataset's splits."""
+"""Sources of models and datasets: a repository of the hub or a folder, and the files of a dataset's splits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_FILES, MAX_NAMED = 10_000, 3
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample was read."""
+    """The place of a sample in a dataset."""
 
     file: str
     """Relative to the dataset's folder, so that it reads the same on every machine."""

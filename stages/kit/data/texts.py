@@ -1,4 +1,4 @@
-"""Texts in a dataset: reading files of them, comparing them, and the chat markup that none may hold."""
+"""Texts of a dataset: reading files of them, comparing them, and the chat markup that none may contain."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TEXT_METRICS: tuple[TextMetric, ...] = ("token_f1", "exact", "rouge_l", "chrf", 
 """Metrics of a dataset that names none."""
 
 _TOKEN = re.compile(r"<\|[^<>|\s]{1,60}\|>")
-"""As Qwen, and most families since, write their special tokens: <|im_end|>, <|image_pad|>."""
+"""A special token in the notation of Qwen and most families since: <|im_end|>, <|image_pad|>."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which is no character."""
 
 
 class UnreadableText(ValueError):
-    """A file that is not UTF-8, or holds nothing, or may not be read."""
+    """Raised for a file that is not UTF-8, empty, or may not be read."""
 
 
 class EmptyText(UnreadableText):
-    """A file that holds nothing."""
+    """Raised for an empty file."""
 
 
 def read_text(path: Path) -> str:
@@ -69,10 +69,10 @@ def same_text(text: str) -> str:
 
 
 def markup_problem(*texts: str) -> str | None:
-    """What is wrong with a sample one of whose texts holds a special token; None where none does.
+    """The problem of a sample with a special token in one of its texts; None without one.
 
-    Tokenizers read special tokens wherever a text has them: it would reach the model as the end of a turn, another
-    role's words or a picture's place. One rule for every task, for questions and answers, in both splits.
+    Tokenizers read special tokens wherever a text has them: one would reach the model as the end of a turn, another
+    role's words or an image's place. One rule for every task, for questions and answers, in both splits.
     """
     found = next((match[0] for text in texts if (match := _TOKEN.search(text))), None)
     return None if found is None else f"a text holds chat markup, {found}, which a model takes for more than text"

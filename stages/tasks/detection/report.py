@@ -1,4 +1,4 @@
-"""How detection models are compared: the columns, the evidence, and the questions the experiment asks."""
+"""The comparison of detection models: its columns, its evidence, and the questions the experiment asks."""
 
 from __future__ import annotations
 

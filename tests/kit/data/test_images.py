@@ -9,7 +9,7 @@ from PIL import Image, ImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image
-from tests.kit.data.pictures import patch_jpeg, picture
+from tests.kit.data.images import patch_jpeg, png
 
 
 def parsed(image: bytes, **changes: Any) -> ImageRecord:
@@ -29,22 +29,22 @@ def saved(form: str, mode: str = "RGB", **options: Any) -> bytes:
 
 
 def test_an_upright_image_keeps_its_bytes() -> None:
-    for image in (picture(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (160, 120), orientation=1)):
+    for image in (png(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (160, 120), orientation=1)):
         assert parsed(image).image == image
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"image_id": None, "image": {"bytes": picture()}}, "image_id is None, expected a non-empty string"),
+        ({"image_id": None, "image": {"bytes": png()}}, "image_id is None, expected a non-empty string"),
         ({}, "no image"),
         ({"image": None}, "no image"),
         ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
         ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
-        ({"image": {"bytes": picture(size=(160, 120))[:-30]}}, "unreadable image"),
-        ({"image": {"bytes": picture(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
-        ({"image": {"bytes": picture(size=(1, 201))}}, "1 x 201 pixels"),
+        ({"image": {"bytes": png(size=(160, 120))[:-30]}}, "unreadable image"),
+        ({"image": {"bytes": png(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
+        ({"image": {"bytes": png(size=(1, 201))}}, "1 x 201 pixels"),
         ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
         ({"image": {"bytes": saved("TIFF", mode="I")}}, "greyscale pixels of more than 8 bits"),
         ({"image": {"bytes": saved("TIFF", mode="F")}}, "greyscale pixels of more than 8 bits"),
@@ -56,7 +56,7 @@ def test_a_row_without_a_whole_picture_is_reported(row: dict[str, Any], problem:
 
 
 def test_the_longest_picture_taken_is_the_longest_that_the_processor_takes() -> None:
-    assert problems({"image": {"bytes": picture(size=(800, 4))}}) == []
+    assert problems({"image": {"bytes": png(size=(800, 4))}}) == []
     smart_resize(4, 800)
     with pytest.raises(ValueError, match="aspect ratio"):
         smart_resize(4, 801)
@@ -64,9 +64,9 @@ def test_the_longest_picture_taken_is_the_longest_that_the_processor_takes() -> 
 
 def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
-    row = {"image": {"bytes": picture(size=(40, 30))}}
+    row = {"image": {"bytes": png(size=(40, 30))}}
     assert problems(row, 1200) == []
-    bomb = bytearray(picture())
+    bomb = bytearray(png())
     bomb[16:24] = (13_000).to_bytes(4) * 2  # width and height in its header
     bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it was decoded"))
@@ -94,5 +94,5 @@ def test_the_same_picture_with_other_metadata_is_the_same_subject() -> None:
     plain, with_metadata = saved("PNG"), saved("PNG", dpi=(300, 300))
     assert plain != with_metadata
     assert parsed(plain).subject() == parsed(with_metadata).subject()
-    assert parsed(picture((10, 20, 30))).subject() != parsed(picture((10, 20, 31))).subject()
-    assert parsed(picture(size=(40, 30))).subject() != parsed(picture(size=(30, 40))).subject()
+    assert parsed(png((10, 20, 30))).subject() != parsed(png((10, 20, 31))).subject()
+    assert parsed(png(size=(40, 30))).subject() != parsed(png(size=(30, 40))).subject()

@@ -36,7 +36,7 @@ from stages.kit.models.prompts import Processor, count_tokens, encode, load_proc
 from stages.kit.planning.ladder import prefill_batch_size
 from stages.tasks import load_task
 from tests import ROOT
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 from tests.tiny import table_conversation
 
 DETECTION = load_task("detection", "samples")
@@ -96,7 +96,7 @@ def predicted_bytes(folder: Path, batch_size: int, *, max_new_tokens: int) -> in
 
 
 def test_a_damaged_image_is_named_with_its_sample(tiny_vlm: Path) -> None:
-    sound = ImageRecord(image_id="1", image=picture(), width=40, height=30)
+    sound = ImageRecord(image_id="1", image=png(), width=40, height=30)
     place = PreparedRow(Path("data/prepared/tables/val.parquet"), 3)
     records = [sound, replace(sound, image=sound.image[:60], place=place)]
     asked = [replace(TABLES[0], images=[record]) for record in records]

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.kit.data.texts import TextMetric
 from stages.tasks.chat.samples import Message, MessageImage, Record
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 
 
 def messages(question: str, answer: str, system: str | None = None) -> list[dict[str, str]]:
@@ -33,7 +33,7 @@ def record(question: str, answer: str, *metrics: TextMetric, number: int = 1) ->
 def with_images(turns: tuple[Message, ...], positions: Sequence[tuple[int, int]], number: int = 1) -> Record:
     """A record with a plain image at each of these positions."""
     images = tuple(
-        MessageImage(image_id="p", image=picture(), width=40, height=30, sha256="f", message=message, offset=offset)
+        MessageImage(image_id="p", image=png(), width=40, height=30, sha256="f", message=message, offset=offset)
         for message, offset in positions
     )
     return Record(id=f"a:{number}", messages=turns, group="g", file="a", number=number, shown_images=images)

@@ -10,7 +10,7 @@ from stages.core.errors import UserError
 from stages.kit.data.prepared import to_row
 from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import IMAGES, SCHEMA, Message, Record, check, conversation, probes, read_split
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 from tests.tasks.chat.conversations import record, with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
@@ -131,7 +131,7 @@ def test_a_split_with_images_is_read_as_written(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"image": b"<html>"}, "cannot identify image"),
-        ({"image": picture(size=(40, 31))}, r"\(40, 31\), expected \(40, 30\)"),
+        ({"image": png(size=(40, 31))}, r"\(40, 31\), expected \(40, 30\)"),
         ({"width": None}, "an image has no width"),
         ({"message": 2}, "place 0 of message 3"),
         ({"offset": 9}, "place 9 of message 1"),

@@ -14,11 +14,11 @@ from stages.core.errors import UserError
 from stages.tasks.chat.samples import Message, Record, conversation, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
-from tests.kit.data.pictures import RED, WHITE, patch_jpeg, picture
+from tests.kit.data.images import RED, WHITE, patch_jpeg, png
 from tests.tasks import prepare
 from tests.tasks.chat.conversations import line, messages, write_lines
 
-BLUE, GREEN = picture(), picture((20, 220, 20))
+BLUE, GREEN = png(), png((20, 220, 20))
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "or"}
 USER, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "You."}
 
@@ -206,7 +206,7 @@ def test_every_problem_is_named_at_once_or_its_line_left_out(tmp_path: Path) -> 
     (folder / "link.png").symlink_to(tmp_path / "a.png")
     os.mkfifo(folder / "pipe.png")
     Image.new("1", (10_000, 9_000)).save(folder / "bomb.png")
-    (folder / "long.png").write_bytes(picture(size=(900, 2)))
+    (folder / "long.png").write_bytes(png(size=(900, 2)))
     good = [{"messages": messages(f"{number}?", f"{number}"), "who": number} for number in range(20)]
     wrong = [json.dumps({"who": "b", **each} if isinstance(each, dict) else each) for each, _ in WRONG[1:]]
     write_lines(folder / "train.jsonl", *good, "{", *(each.replace("\\\\ud800", "\\ud800") for each in wrong))

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from stages.tasks.detection.samples import Box, DetectionRecord
 from stages.tasks.detection.sources.rows import parse_row
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 
 
 def raw_row(
@@ -25,7 +25,7 @@ def raw_row(
     names = ["nutrition-table"] * len(bbox) if names is None else names
     return {
         "image_id": image_id,
-        "image": {"bytes": picture() if image is None else image, "path": None},
+        "image": {"bytes": png() if image is None else image, "path": None},
         "width": 40,
         "height": 30,
         "meta": {"barcode": "0000000000017", "off_image_id": "1", "image_url": ""},

@@ -69,7 +69,7 @@ class DetectionRecord(ImageRecord):
     """The labels that are asked for; empty for all. With several, a predicted box's label counts."""
     prompt: str = PROMPT
     answer: AnswerForm = "native"
-    """How boxes are written: in the model family's own form, or as JSON."""
+    """The form of boxes: the model family's own, or JSON."""
     scored_boxes: ScoredBoxes = "first"
     """Whether a sample's IoU is of the box that was annotated first, or of all that are asked for."""
 
@@ -193,7 +193,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Codec:
-    """How one model family writes boxes."""
+    """The form in which one model family writes boxes."""
 
     steps: int | None
     """Steps of the grid on either side of the image; None if a step is a pixel of the resized image."""

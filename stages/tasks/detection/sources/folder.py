@@ -24,7 +24,7 @@ HELD_OUT = 0.2
 HELD_OUT_IMAGES = f"{HELD_OUT:.0%} of the images, held out"
 
 RawSample = tuple[Place, dict[str, Any] | list[str]]
-"""Where a sample was read, and a row for `parse_row`, or every problem that keeps it from being one."""
+"""The place of a sample, and a row for `parse_row`, or every problem that keeps it from being one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,15 +25,15 @@ BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
 BoxUnit = Literal["share", "pixels"]
 
 ROUNDING = {"share": 1e-6, "pixels": 0.5}
-"""How far outside the image a coordinate may lie: in shares of the image, the error of float32 and a division by the
-image size; in pixels, annotations are often rounded to whole ones."""
+"""Distance outside the image at which a coordinate is still valid. In shares: the error of float32 and a division by the
+image size. In pixels: annotations are often rounded to whole ones."""
 MAX_COORDINATE = 1e12
 """More than any coordinate: squares and sums of it are still finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoxForm:
-    """How a dataset writes a box of the upright image, EXIF rotation applied."""
+    """The form in which a dataset writes a box of the upright image, EXIF rotation applied."""
 
     order: BoxOrder = "yxyx"
     unit: BoxUnit = "share"
@@ -98,7 +98,7 @@ class Reader:
     prompt: Text | None = None
     """Question about each image. Null: the task's own, which names the labels."""
     answer: AnswerForm = "native"
-    """How an answer writes boxes: as the model's family does, or as JSON, in thousandths of the image."""
+    """The form of boxes in answers: that of the model's family, or JSON, in thousandths of the image."""
     scored_boxes: ScoredBoxes | None = None
     """Whether an image's IoU is of its first box or of all. Null: the first; with a list of categories all."""
     empty_images: bool = False

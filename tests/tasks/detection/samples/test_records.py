@@ -13,7 +13,7 @@ from stages.kit.data.prepared import to_row
 from stages.tasks.detection.samples import SCHEMA, DetectionRecord
 from stages.tasks.detection.sources.rows import parse_row
 from tests.damage import damaged_bytes, damaged_tree, quick
-from tests.kit.data.pictures import RED, patch_jpeg, picture
+from tests.kit.data.images import RED, patch_jpeg, png
 from tests.tasks.detection.rows import raw_row
 
 
@@ -91,7 +91,7 @@ def test_targets_are_the_nutrition_tables_in_reading_order() -> None:
 @given(data=st.data())
 @quick(150)
 def test_any_damage_to_a_row_gives_a_record_or_problems_in_words(data: st.DataObject) -> None:
-    image = data.draw(st.sampled_from([picture(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (60, 40), orientation=6)]))
+    image = data.draw(st.sampled_from([png(), patch_jpeg((0.2, 0.1, 0.9, 0.5), (60, 40), orientation=6)]))
     row = raw_row(image=image)
     row = data.draw(st.just(row) | damaged_tree(row).filter(lambda tree: isinstance(tree, dict)))
     if isinstance(row.get("image"), dict) and row["image"].get("bytes") == image:

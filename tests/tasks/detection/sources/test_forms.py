@@ -11,7 +11,7 @@ from stages.core.errors import UserError
 from stages.tasks.detection.samples import DetectionRecord, read_split
 from stages.tasks.detection.sources import Reader
 from stages.tasks.detection.sources.folder import split_of
-from tests.kit.data.pictures import patch_jpeg, picture
+from tests.kit.data.images import patch_jpeg, png
 from tests.tasks import prepare
 from tests.tasks.detection.sources.written import CLASSES, COLUMNS, PHOTOS, WRITERS, Photo, Photos, write_voc
 
@@ -67,7 +67,7 @@ def test_a_folder_of_two_forms_or_of_none_is_never_guessed(tmp_path: Path) -> No
     assert "`format` of the dataset's `reader` in params.yaml, yolo or voc" in message
     assert records(tmp_path, "both", format="yolo") == records(tmp_path, "yolo")
     (tmp_path / "none").mkdir()
-    (tmp_path / "none/a.png").write_bytes(picture())
+    (tmp_path / "none/a.png").write_bytes(png())
     message = refusal(tmp_path, "none")
     assert "it holds 1 .png file (a.png). Expected one of:" in message
     assert all(form in message for form in ("COCO", "YOLO", "Pascal VOC", "parquet"))
@@ -79,13 +79,13 @@ def test_what_no_form_may_hold_is_refused_alike(tmp_path: Path, form: str) -> No
     """All of it at once, each by its place: a corrupt picture, a bomb, a box outside or without area, and none."""
     box = (0.1, 0.1, 0.5, 0.5)
     header = b"IHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0"
-    bomb = picture()[:12] + header + zlib.crc32(header).to_bytes(4, "big") + picture()[33:]
+    bomb = png()[:12] + header + zlib.crc32(header).to_bytes(4, "big") + png()[33:]
     wrong = {
         "bomb.png": Photo(name="bomb.png", encoded=bomb, boxes=[(box, "cup")]),
-        "cut.png": Photo(name="cut.png", encoded=picture()[:45], boxes=[(box, "cup")]),
-        "outside.png": Photo(name="outside.png", encoded=picture((1, 2, 3)), boxes=[((0.1, 0.1, 1.2, 0.5), "cup")]),
-        "reversed.png": Photo(name="reversed.png", encoded=picture((1, 2, 4)), boxes=[((0.5, 0.1, 0.5, 0.5), "cup")]),
-        "none.png": Photo(name="none.png", encoded=picture((1, 2, 5))),
+        "cut.png": Photo(name="cut.png", encoded=png()[:45], boxes=[(box, "cup")]),
+        "outside.png": Photo(name="outside.png", encoded=png((1, 2, 3)), boxes=[((0.1, 0.1, 1.2, 0.5), "cup")]),
+        "reversed.png": Photo(name="reversed.png", encoded=png((1, 2, 4)), boxes=[((0.5, 0.1, 0.5, 0.5), "cup")]),
+        "none.png": Photo(name="none.png", encoded=png((1, 2, 5))),
     }
     WRITERS[form](tmp_path / form, {"train": [*PHOTOS["train"], *wrong.values()], "val": PHOTOS["val"]})
     message = refusal(tmp_path, form, empty_images=False)
@@ -226,7 +226,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_without_a_split_a_share_is_held_out(tmp_path: Path) -> None:
-    photos = [Photo(name=f"{n}.png", encoded=picture((n, n, 0)), boxes=[((0, 0, 0.5, 1), "cup")]) for n in range(10)]
+    photos = [Photo(name=f"{n}.png", encoded=png((n, n, 0)), boxes=[((0, 0, 0.5, 1), "cup")]) for n in range(10)]
     write_voc(tmp_path / "voc", {"all": photos})
     found = records(tmp_path, "voc", category="cup", label={})
     assert (len(found["train"]), len(found["val"])) == (8, 2)
@@ -254,7 +254,7 @@ def test_what_nobody_would_be_asked_is_not_passed_over(tmp_path: Path, caplog: p
     )
     assert "'red lit' is not asked for (did you mean 'red lid'?)" in refusal(tmp_path, "coco", label={"red lit": "lid"})
     assert "does not come back out of an answer" in refusal(tmp_path, "coco", label={"cup": "{cup}"}, answer="json")
-    (tmp_path / "coco/train2017/more.png").write_bytes(picture((5, 5, 5)))
+    (tmp_path / "coco/train2017/more.png").write_bytes(png((5, 5, 5)))
     records(tmp_path, "coco")
     assert "not read: train2017/more.png" in caplog.text
     (tmp_path / "coco/annotations/instances_test.json").write_text('{"images": [], "annotations": []}')
@@ -266,11 +266,11 @@ def test_two_annotation_files_of_a_picture_and_two_pictures_of_a_name_are_refuse
     WRITERS["coco"](tmp_path / "coco", PHOTOS)
     annotations = tmp_path / "coco/annotations"
     (annotations / "captions_train2017.json").write_text((annotations / "instances_train2017.json").read_text())
-    (tmp_path / "coco/val2017/a.png").write_bytes(picture())
+    (tmp_path / "coco/val2017/a.png").write_bytes(png())
     message = refusal(tmp_path, "coco")
     assert "a.png is that of annotations/captions_train2017.json image 0 too" in message
     (annotations / "captions_train2017.json").unlink()
     assert records(tmp_path, "coco")["train"][0].image == PHOTOS["train"][0].encoded, "that of its own split"
     (tmp_path / "coco/train2017/b").mkdir()
-    (tmp_path / "coco/train2017/b/a.png").write_bytes(picture())
+    (tmp_path / "coco/train2017/b/a.png").write_bytes(png())
     assert "image 'a.png': 2 images have this name: train2017/a.png, train2017/b/a.png" in refusal(tmp_path, "coco")

@@ -8,14 +8,14 @@ import stages.prepare
 from stages.core.errors import UserError
 from stages.tasks.detection.samples import ForModel, read_split
 from stages.tasks.detection.sources import Reader
-from tests.kit.data.pictures import picture
+from tests.kit.data.images import png
 from tests.tasks import prepare
 from tests.tasks.detection.rows import raw_row, write_dataset
 
 
 def good(number: int) -> dict[str, Any]:
     """A valid row whose picture is unlike that of every other number."""
-    return raw_row(f"{number:013d}_1", image=picture((number, 0, 0)))
+    return raw_row(f"{number:013d}_1", image=png((number, 0, 0)))
 
 
 def bad(number: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def test_prepared_records_are_those_of_the_folder(tmp_path: Path) -> None:
     stats = prepare("detection", f"folder:{source}", out_dir=tmp_path / "prepared", skip_invalid=True)
     train = read_split(tmp_path / "prepared", "train")
     assert [record.image_id for record in train] == ["0000000000001_1", "0000000000003_1"]
-    assert train[0].image == picture((1, 0, 0))
+    assert train[0].image == png((1, 0, 0))
     assert train[0].boxes == ((0.2, 0.1, 0.9, 0.5),)
     figures = stats["splits"]["train"]
     assert (figures["records"], figures["boxes"], figures["boxes_per_image"]) == (2, 2, {"1": 2})
@@ -55,7 +55,7 @@ def test_an_image_in_both_splits_is_refused_naming_both_rows(tmp_path: Path) -> 
 
 def test_another_category_is_asked_for_in_other_words(tmp_path: Path) -> None:
     rows = [
-        raw_row(str(n), image=picture((n, 0, 0)), bbox=[[0.1, 0.2, 0.5, 0.9], [0.6, 0.2, 0.8, 0.9]], names=names)
+        raw_row(str(n), image=png((n, 0, 0)), bbox=[[0.1, 0.2, 0.5, 0.9], [0.6, 0.2, 0.8, 0.9]], names=names)
         for n, names in enumerate([["barcode", "nutrition-table"], ["nutrition-table", "barcode-ean"]])
     ]
     source = write_dataset(tmp_path / "off", train=rows[:1], val=rows[1:])

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from stages.tasks.detection.samples import Box
 from stages.tasks.detection.sources.rows import Columns
-from tests.kit.data.pictures import patch_jpeg, picture
+from tests.kit.data.images import patch_jpeg, png
 
 CLASSES = ("cup", "red lid", "Nährwerte")
 
@@ -45,7 +45,7 @@ Photos = Mapping[str, Sequence[Photo]]
 
 PHOTOS: Photos = {
     "train": [
-        Photo(name="a.png", encoded=picture((9, 0, 0)), boxes=[((0.25, 0.1, 0.5, 0.9), "cup")]),
+        Photo(name="a.png", encoded=png((9, 0, 0)), boxes=[((0.25, 0.1, 0.5, 0.9), "cup")]),
         Photo(
             name="b.jpg",
             encoded=patch_jpeg((0.1, 0.25, 0.5, 0.45), (80, 160), 6),
@@ -55,9 +55,9 @@ PHOTOS: Photos = {
                 ((0.0, 0.0, 1.0, 1.0), "Nährwerte"),
             ],
         ),
-        Photo(name="empty.png", encoded=picture((0, 9, 0))),
+        Photo(name="empty.png", encoded=png((0, 9, 0))),
     ],
-    "val": [Photo(name="c.png", encoded=picture((0, 0, 9)), boxes=[((0.125, 0.5, 0.875, 0.75), "Nährwerte")])],
+    "val": [Photo(name="c.png", encoded=png((0, 0, 9)), boxes=[((0.125, 0.5, 0.875, 0.75), "Nährwerte")])],
 }
 """One is stored turned, one has several boxes of several categories, one has none."""
 

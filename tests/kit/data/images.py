@@ -1,4 +1,4 @@
-"""Small encoded pictures."""
+"""Small encoded images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 WHITE, RED = (255, 255, 255), (220, 20, 20)
 
 
-def picture(colour: tuple[int, int, int] = (90, 120, 200), size: tuple[int, int] = (40, 30)) -> bytes:
+def png(colour: tuple[int, int, int] = (90, 120, 200), size: tuple[int, int] = (40, 30)) -> bytes:
     """A plain PNG."""
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, "PNG")
@@ -21,7 +21,7 @@ def patch_jpeg(box: tuple[float, float, float, float], size: tuple[int, int], or
     upright = Image.new("RGB", size, WHITE)
     x0, y0, x1, y1 = (round(v * s) for v, s in zip(box, size * 2, strict=True))
     ImageDraw.Draw(upright).rectangle((x0, y0, x1 - 1, y1 - 1), fill=RED)
-    # What a camera stores: the inverse of what a viewer does for the orientation (EXIF 2.32, tag 0x0112).
+    # A camera stores the inverse of what a viewer does for the orientation (EXIF 2.32, tag 0x0112).
     stored = {
         1: None,
         3: Image.Transpose.ROTATE_180,
