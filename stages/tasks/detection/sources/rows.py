@@ -25,8 +25,8 @@ BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
 BoxUnit = Literal["share", "pixels"]
 
 ROUNDING = {"share": 1e-6, "pixels": 0.5}
-"""Distance outside the image at which a coordinate is still valid. In shares: the error of float32 and a division by the
-image size. In pixels: annotations are often rounded to whole ones."""
+"""Distance outside the image at which a coordinate is still valid. In shares: the error of float32 and a division by
+the image size. In pixels: annotations are often rounded to whole ones."""
 MAX_COORDINATE = 1e12
 """More than any coordinate: squares and sums of it are still finite."""
 
