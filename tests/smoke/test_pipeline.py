@@ -25,13 +25,12 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_pipeline_ends_with_a_row_for_every_recipe_and_baseline(finished: Path) -> None:
+def test_pipeline_ends_with_a_row_for_every_recipe_and_baseline(finished: Path) -> None:
     table = (finished / "data/report/detection/table.txt").read_text()
     params = YAML(typ="safe").load(ROOT / "params.yaml")
     detection = [
         name for name, run in {**params["recipes"], **params["baselines"]}.items() if run["task"] == "detection"
     ]
-    assert len(detection) == 6
     for name in detection:
         assert name in table
 
