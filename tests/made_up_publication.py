@@ -35,7 +35,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
     with contextlib.chdir(ROOT):
         prepare("detection", source, out_dir=prepared_dir, limit=LimitParams(train=2, val=2))
     base = _model(data_dir / "bases/vlm", "base", "vlm", source=base_source or {"folder": "data/tiny/qwen2-vl"})
-    run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_pictures=2)
+    run_dir = write_made_up_run(data_dir / "runs", RUN, made_up_ious(0.6, 40, seed=1), params=params, num_examples=2)
     for path in run_dir.glob("model_lineage.json"):  # that of a card
         path.unlink()
     trained_dir, merged_dir = run_dir / "trained", run_dir / "merged"
@@ -52,7 +52,7 @@ def made_up_workspace(folder: Path, *, base_source: dict[str, str] | None = None
 
 
 def write_records(folder: Path) -> None:
-    """What the launcher leaves of train, merge and evaluate."""
+    """Write the launcher's records of train, merge and evaluate."""
     run_dir = Path("data/runs") / RUN
     made = {
         "train": ([Path("data/bases/vlm"), run_dir / "plan.yaml"], [run_dir / "trained"]),

@@ -1,4 +1,4 @@
-"""Run folders as evaluation and training leave them, made up, for tests of what reads them."""
+"""Made-up run folders, with the files that training and evaluation leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def project_params() -> Params:
 
 
 def made_up_ious(mean: float, num_samples: int, *, seed: int) -> NDArray[np.float64]:
-    """Scores in 0..1 that share how hard each sample is, as those of real models do; (num_samples,)."""
+    """Scores in 0..1 that share the hardness of each sample, like those of real models; (num_samples,)."""
     hardness = np.random.default_rng(0).normal(0, 0.12, num_samples)
     own = np.random.default_rng(seed).normal(0, 0.05, num_samples)
     return np.clip(mean + hardness + own, 0, 1)
@@ -47,7 +47,7 @@ def write_made_up_run(
     params: Params | None = None,
     image_ids: Sequence[str] | None = None,
     truth: Sequence[float] = (0.2, 0.2, 0.8, 0.8),
-    num_pictures: int = 1,
+    num_examples: int = 1,
     source: dict[str, str] | None = None,
 ) -> Path:
     """An evaluated run; with `params`, also plan and training record of the recipe of that name.
@@ -82,8 +82,8 @@ def write_made_up_run(
         },
     )
     for kind in ("best", "worst", "random"):
-        for rank in range(1, num_pictures + 1):
-            _write_picture(run_dir / "examples" / f"{kind}-{rank}.png")
+        for rank in range(1, num_examples + 1):
+            _write_example(run_dir / "examples" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
     write_model_lineage(run_dir, name, source=source)
@@ -92,16 +92,15 @@ def write_made_up_run(
 
 def made_up_memory(stage: str, name: str, *, gpus: int = 0) -> StageMemory:
     """600 MiB before a model of 100 MiB is loaded, and 300 more for the work; on GPUs nothing before."""
-    held = 0 if gpus else 600 * MIB
-
+    used = 0 if gpus else 600 * MIB
     return StageMemory(
         stage=stage,
         name=name,
         kind="cuda_allocated" if gpus else "cpu_resident",
         gpus=gpus,
-        before_load=made_up_reading(held, held),
-        after_load=made_up_reading(held + 100 * MIB, held + 100 * MIB),
-        end=made_up_reading(held + 50 * MIB, held + 400 * MIB),
+        before_load=made_up_reading(used, used),
+        after_load=made_up_reading(used + 100 * MIB, used + 100 * MIB),
+        end=made_up_reading(used + 50 * MIB, used + 400 * MIB),
     )
 
 
@@ -112,13 +111,13 @@ def write_made_up_memory(data_dir: Path, task: str, memory: StageMemory) -> Path
 
 
 def write_model_lineage(run_dir: Path, name: str, *, source: dict[str, str] | None = None) -> None:
-    """As a card has it of the model that was evaluated."""
+    """The lineage of the evaluated model, under its name in a card."""
     write_lineage(run_dir, kind="base", name=name, source=source)
     (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)
 
 
 def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
-    """What the launcher leaves of `train@NAME` or `baseline@NAME`, of the task detection."""
+    """The launcher's record of `train@NAME` or `baseline@NAME`, of the task detection."""
     trained = stage.startswith("train")
     base = "data/bases/vlm"
     record = replace(
@@ -186,7 +185,7 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     curve.write_text("\n".join(["step\tloss", *lines]) + "\n", encoding="utf-8")
 
 
-def _write_picture(path: Path) -> None:
+def _write_example(path: Path) -> None:
     image = Image.new("RGB", (168, 224), (236, 229, 214))
     draw = ImageDraw.Draw(image)
     draw.rectangle((38, 60, 130, 190), outline=(0, 160, 60), width=3)

@@ -1,3 +1,5 @@
+"""A task's report from made-up runs: terminal, markdown, CSV, JSON and page."""
+
 from __future__ import annotations
 
 import csv
@@ -15,7 +17,6 @@ from ruamel.yaml import YAML
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.core.params.schema import Params
-from stages.kit.reporting.compare import memory_by_stage
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import cards_dir, evaluation_stage
 from stages.kit.reporting.sections import comparison_table
@@ -55,7 +56,7 @@ def write_runs(
 
 
 def run_compare(data_dir: Path, params: Params | None = None) -> str:
-    """What the terminal shows."""
+    """The output on the terminal."""
     console = Console(file=io.StringIO(), width=100, color_system=None)
     compare_task(params or project_params(), "detection", data_dir=data_dir, console=console)
     assert isinstance(console.file, io.StringIO)
@@ -81,7 +82,7 @@ def incomplete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 class Links(HTMLParser):
-    """Collects what a page would load or lead to, and its ids."""
+    """Collects the targets of a page's links, and its ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,8 +107,9 @@ def links(page: str) -> Links:
     return parser
 
 
-def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) -> None:
-    _, shown = complete
+def test_the_terminal_shows_table_headline_and_insights(complete: tuple[Path, str]) -> None:
+    data_dir, shown = complete
+    assert shown.startswith(report(data_dir, "table.txt"))
     heading = next(line for line in shown.splitlines() if "Model" in line)
     assert re.split(r"\s{2,}", heading.strip()) == [
         "Model", "Mean IoU", "Det Rate", "IoU>0.5", "IoU>0.7", "95% interval",
@@ -118,25 +120,12 @@ def test_terminal_shows_table_answer_and_insights(complete: tuple[Path, str]) ->
     assert "Two-stage against LLM-only: no difference shown between the model of r3-two-stage and that of r1-" in shown
     assert "r2-vision-only against its base: the model of r2-vision-only is better than that of base-vlm by" in shown
     assert "r2-vision-only: a stage of r3-two-stage" in shown
-    through_stage1 = "r3-two-stage against its base: the model of r3-two-stage is better than that of base-vlm"
-    assert through_stage1 in shown
+    (differing,) = (line for line in shown.splitlines() if line.startswith("The recipes differ in "))
+    assert "parts.vision" in differing
+    assert "seed" not in differing
 
 
-def test_the_reader_learns_in_what_the_recipes_differ(complete: tuple[Path, str]) -> None:
-    data_dir, text = complete
-    (line,) = (line for line in text.splitlines() if line.startswith("The recipes differ in "))
-    assert "parts.vision" in line
-    assert "seed" not in line
-    assert "settings are the same" in line
-    assert line in report(data_dir, "comparison.md").replace("\\", "")
-
-
-def test_the_terminal_text_is_kept(complete: tuple[Path, str]) -> None:
-    data_dir, shown = complete
-    assert shown.startswith(report(data_dir, "table.txt"))
-
-
-def test_commands_named_to_the_reader_are_stages_of_the_pipeline() -> None:
+def test_commands_for_missing_runs_are_stages_of_the_pipeline() -> None:
     stages = YAML(typ="safe", pure=True).load(PARAMS_PATH.parent / "dvc.yaml")["stages"]
     for trained, subjects in ((True, "${recipes}"), (False, "${baselines}")):
         stage = evaluation_stage("name", trained=trained).partition("@")[0]
@@ -149,6 +138,7 @@ def test_markdown_and_csv_say_the_same_as_the_terminal(complete: tuple[Path, str
     insights = [line.strip() for line in shown.splitlines() if " against " in line]
     assert len(insights) == 9
     assert all(f"- {line}" in written for line in insights)
+    assert next(line for line in shown.splitlines() if line.startswith("The recipes differ in ")) in written
     rows = list(csv.DictReader(io.StringIO(report(data_dir, "comparison.csv"))))
     assert [row["model"] for row in rows] == list(DETECTION_NAMES)
     best = next(row for row in rows if row["role"] == "best")
@@ -166,7 +156,7 @@ def test_json_is_flat_for_dvc(complete: tuple[Path, str]) -> None:
     assert {name.partition(".")[2] for name in costs} == {"predicted_gib", "measured_gib", "train_minutes"}
 
 
-def test_page_stands_alone(complete: tuple[Path, str]) -> None:
+def test_the_page_stands_alone(complete: tuple[Path, str]) -> None:
     page = report(complete[0], "index.html")
     found = links(page)
     assert found.targets
@@ -176,18 +166,12 @@ def test_page_stands_alone(complete: tuple[Path, str]) -> None:
     assert "@import" not in page
     assert not re.search(r"url\((?!#)", page)
     assert "default-src 'none'" in page
-
-
-def test_every_link_within_the_page_leads_somewhere_and_no_id_repeats(complete: tuple[Path, str]) -> None:
-    found = links(report(complete[0], "index.html"))
     assert len(found.ids) == len(set(found.ids))
-    assert {target[1:] for target in found.targets if target.startswith("#")} <= set(found.ids)
-    drawn = re.findall(r"url\(#([^)]+)\)", report(complete[0], "index.html"))
-    assert drawn
-    assert set(drawn) <= set(found.ids)
+    linked = {target[1:] for target in found.targets if target.startswith("#")}
+    assert linked | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(found.ids)
 
 
-def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) -> None:
+def test_the_page_shows_every_part(complete: tuple[Path, str]) -> None:
     page = report(complete[0], "index.html")
     assert page.index("r4-joint is best") < page.index("<table")
     assert "The evidence is enough<" in page
@@ -198,9 +182,7 @@ def test_page_answers_in_words_and_shows_every_part(complete: tuple[Path, str]) 
     assert "prefers-color-scheme: dark" in page
 
 
-def test_memory_is_shown_by_stage_on_the_page_and_in_markdown_and_not_in_the_terminal(
-    complete: tuple[Path, str],
-) -> None:
+def test_memory_by_stage_is_on_the_page_and_in_markdown(complete: tuple[Path, str]) -> None:
     data_dir, shown = complete
     written, page = report(data_dir, "comparison.md"), report(data_dir, "index.html")
     rows = [line.split(" | ")[:2] for line in written.partition("## Memory by stage")[2].splitlines() if "MiB" in line]
@@ -212,38 +194,6 @@ def test_memory_is_shown_by_stage_on_the_page_and_in_markdown_and_not_in_the_ter
     assert table.count("<tr>") == 1 + len(expected)
     assert "1000 MiB" in table
     assert "Memory by stage" not in shown
-
-
-def test_runs_that_left_no_memory_are_reported_without_it(tmp_path: Path) -> None:
-    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1] * 6)
-    run_compare(tmp_path)
-    for name in ("comparison.md", "index.html"):
-        assert "Memory by stage" not in report(tmp_path, name)
-
-
-def test_a_build_is_among_the_stages_of_what_starts_from_it_and_of_nothing_else(tmp_path: Path) -> None:
-    params = project_params()
-    base, recipe = params.baselines["base-vlm"], params.recipes["r1-llm-only"]
-    params = replace(
-        params,
-        baselines={**params.baselines, "base-moe": replace(base, base="builds/moe")},
-        recipes={
-            **params.recipes,
-            "after": replace(recipe, base="builds/moe"),
-            "further": replace(recipe, base="runs/after/merged"),
-        },
-    )
-
-    def stages(name: str) -> dict[str, str]:
-        found = memory_by_stage(params, "detection", name, tmp_path)
-        return {stage: str(path.relative_to(tmp_path / "report/detection/memory")) for stage, path in found.items()}
-
-    assert list(stages("base-moe").items()) == [
-        ("build@moe", "moe/build.json"),
-        ("baseline@base-moe", "base-moe/evaluate.json"),
-    ]
-    assert list(stages("after")) == ["build@moe", "train@after", "merge@after", "evaluate@after"]
-    assert list(stages("further")) == ["train@further", "merge@further", "evaluate@further"]
 
 
 def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:
@@ -286,38 +236,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
     assert not [name for name in links(page).attributes if name.startswith("on")]
 
 
-def test_runs_on_different_samples_are_refused(tmp_path: Path) -> None:
-    write_runs(tmp_path, leave_out=("r4-joint",))
-    write_made_up_run(
-        cards_dir(tmp_path, "detection"), "r4-joint", made_up_ious(0.7, 40, seed=5), params=project_params()
-    )
-    with pytest.raises(UserError, match="different samples") as refusal:
-        run_compare(tmp_path)
-    assert re.search(r"r4-joint: 40 samples", refusal.value.message)
-    assert not (tmp_path / "report/detection/index.html").exists()
-
-
-def test_runs_of_another_profile_are_refused(tmp_path: Path) -> None:
-    write_runs(tmp_path, params=replace(project_params(), profile="qwen2-vl-2b-24gb"))
-    with pytest.raises(UserError, match=r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b-24gb\)"):
-        run_compare(tmp_path)
-
-
-def test_nothing_evaluated_is_a_message_not_an_empty_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no model of task detection has been evaluated; run: dvc repro"):
-        run_compare(tmp_path)
-
-
-def test_one_sample_makes_a_report_that_decides_nothing(tmp_path: Path) -> None:
-    params = project_params()
-    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])
-    write_made_up_run(cards_dir(tmp_path, "detection"), "r1-llm-only", [0.9], params=params, num_pictures=0)
-    shown = run_compare(tmp_path)
-    assert "The model of r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
-    assert "does not single out one model" in report(tmp_path, "index.html")
-
-
-def test_what_the_runs_were_made_of_is_shown_and_what_stands_against_comparing_them(tmp_path: Path) -> None:
+def test_origins_and_their_warnings_are_shown(tmp_path: Path) -> None:
     write_runs(tmp_path)
     run_compare(tmp_path)
     assert "Where it comes from" not in report(tmp_path, "index.html")
@@ -335,3 +254,33 @@ def test_what_the_runs_were_made_of_is_shown_and_what_stands_against_comparing_t
         assert warning in shown
         assert warning in report(tmp_path, "comparison.md").replace("\\", "")
         assert warning in report(tmp_path, "index.html")
+
+
+@pytest.mark.parametrize(
+    ("runs", "problem"),
+    [
+        ([], "no model of task detection has been evaluated; run: dvc repro"),
+        ([("r1-llm-only", 50, "tiny"), ("r4-joint", 40, "tiny")], "(?s)different samples.*r4-joint: 40 samples"),
+        ([("r1-llm-only", 50, "qwen2-vl-2b-24gb")], r"sets profile tiny, .*r1-llm-only \(qwen2-vl-2b-24gb\)"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(
+    tmp_path: Path, runs: list[tuple[str, int, str]], problem: str
+) -> None:
+    for name, num_samples, profile in runs:
+        params = replace(project_params(), profile=profile)
+        ious = made_up_ious(0.5, num_samples, seed=1)
+        write_made_up_run(cards_dir(tmp_path, "detection"), name, ious, params=params)
+    with pytest.raises(UserError, match=problem):
+        run_compare(tmp_path)
+    assert not (tmp_path / "report/detection/index.html").exists()
+
+
+def test_one_sample_without_memory_and_examples_makes_a_report(tmp_path: Path) -> None:
+    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])
+    write_made_up_run(cards_dir(tmp_path, "detection"), "r1-llm-only", [0.9], params=project_params(), num_examples=0)
+    shown = run_compare(tmp_path)
+    assert "The model of r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
+    assert "does not single out one model" in report(tmp_path, "index.html")
+    for name in ("comparison.md", "index.html"):
+        assert "Memory by stage" not in report(tmp_path, name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +30,7 @@ from stages.publish import gather, main, publish_run
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.kit.models.test_prompts import PLAIN_TEMPLATE
-from tests.made_up_publication import RUN, made_up_workspace, write_records
+from tests.made_up_publication import RUN, made_up_workspace
 from tests.tiny_families import template_of
 from tools.verify.__main__ import main as verify
 
@@ -176,7 +174,7 @@ def test_records_of_another_base_or_without_a_stage_break_the_chain(copy: Path) 
     assert f"has no record of evaluate@{RUN}" in problems
 
 
-def test_the_cards_figures_and_verdicts_are_the_reports(workspace: Path) -> None:
+def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:
     card = (publish() / "README.md").read_text()
     compare_task(load_params(), "detection", data_dir=Path("data"), console=Console(quiet=True))
     report = Path("data/report/detection/comparison.md").read_text().partition("\n## ")[0]
@@ -191,14 +189,14 @@ def test_the_cards_figures_and_verdicts_are_the_reports(workspace: Path) -> None
 
 
 def code_of_card(question: Conversation, model_dir: Path) -> str:
-    """The code of a card about the model of this folder, asked this; the card lies there."""
+    """The code of the card of the model in a folder, for this prompt."""
     found = gather(load_params(), RUN)
     write_card(replace(found, question=question, config=read_config(model_dir), adapter=None), model_dir)
     return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, template_of("qwen3")], ids=["plain", "qwen3"])
-def test_the_code_of_a_text_models_card_asks_as_it_was_scored_though_its_template_knows_no_parts(
+def test_the_code_of_a_text_models_card_gives_the_prompt_that_was_scored(
     template: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2", workspace / "text"))
@@ -215,7 +213,7 @@ def test_the_code_of_a_text_models_card_asks_as_it_was_scored_though_its_templat
     assert ran["processor"].decode(ran["inputs"]["input_ids"][0]) == rendered(load_processor(folder, None), question)
 
 
-def test_the_code_of_a_vision_models_card_shows_it_each_picture_upright(
+def test_the_code_of_a_vision_models_card_turns_each_image_upright(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2-vl", workspace / "vision"))
@@ -231,7 +229,7 @@ def test_the_code_of_a_vision_models_card_shows_it_each_picture_upright(
     sizes: list[tuple[int, int]] = []
 
     class Recording:
-        """The processor, by ours: transformers' own needs torchvision."""
+        """Our processor: transformers' own needs torchvision."""
 
         def __init__(self, folder: str) -> None:
             self.processor: Any = load_processor(Path(folder), None)
@@ -250,7 +248,7 @@ def test_the_code_of_a_vision_models_card_shows_it_each_picture_upright(
     assert capsys.readouterr().out.strip()
 
 
-def test_publishing_again_gives_the_same_bytes_but_for_the_signature(workspace: Path) -> None:
+def test_publishing_again_gives_the_same_bytes_apart_from_the_signature(workspace: Path) -> None:
     def files() -> dict[str, bytes]:
         return {path.relative_to(OUT).as_posix(): path.read_bytes() for path in publish().rglob("*") if path.is_file()}
 
@@ -258,10 +256,10 @@ def test_publishing_again_gives_the_same_bytes_but_for_the_signature(workspace: 
     assert {name for name in first if first[name] != second.get(name)} <= {SIGNATURE_FILE}
     assert first.keys() == second.keys()
     key = workspace / ".bakeoff/signing/key.pem"
-    assert key.stat().st_mode & 0o077 == 0, "for its owner alone"
+    assert key.stat().st_mode & 0o077 == 0, "readable by its owner alone"
 
 
-def test_what_is_not_known_is_not_in_the_card(workspace: Path) -> None:
+def test_unknown_licences_are_not_in_the_card(workspace: Path) -> None:
     params = YAML(typ="safe").load(Path("params.yaml"))
     del params["licenses"]
     write_yaml(params, Path("params.yaml"))
@@ -271,9 +269,7 @@ def test_what_is_not_known_is_not_in_the_card(workspace: Path) -> None:
     assert "| base | vlm | folder:data/tiny/qwen2-vl | not known |" in card.text
 
 
-def test_base_and_data_of_the_hub_are_named_as_the_hub_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_and_data_of_the_hub_have_their_names_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = {"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": "a" * 40}
     monkeypatch.chdir(made_up_workspace(tmp_path, base_source=base))
     stats = Path("data/prepared/nutrition-tables/stats.json")
@@ -283,31 +279,6 @@ def test_base_and_data_of_the_hub_are_named_as_the_hub_names_them(
     card = ModelCard.load(publish() / "README.md").data
     assert (card.base_model, card.datasets, card.license) == ([base["hub"]], [dataset], "apache-2.0")
     assert {(each.dataset_type, each.dataset_revision) for each in card.eval_results} == {(dataset, "b" * 40)}
-
-
-def test_a_run_whose_files_are_not_those_of_its_records_is_not_published(workspace: Path) -> None:
-    publish()
-    before = (OUT / SIGNATURE_FILE).read_bytes()
-    record = Path(f"data/provenance/detection/merge@{RUN}.json")
-    content = json.loads(record.read_text())
-    content["outputs"][f"data/runs/{RUN}/merged"] = "0" * 64
-    record.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"(?s){STATEMENT_FILE}: .*merge@{RUN}.*make verify says"):
-        publish()
-    assert (OUT / SIGNATURE_FILE).read_bytes() == before, "what was published before stays"
-    write_records(workspace)
-    flip(WEIGHTS)
-    with pytest.raises(UserError, match=f"rebuild it with: dvc repro -f -s merge@{RUN}"):
-        publish()
-
-
-def test_a_run_that_was_trained_anew_since_it_was_evaluated_is_not_published(workspace: Path) -> None:
-    record = Path(f"data/provenance/detection/evaluate@{RUN}.json")
-    content = json.loads(record.read_text())
-    content["inputs"][f"data/runs/{RUN}/merged"] = "0" * 64  # that of an earlier training
-    record.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"(?s)read another model.*run dvc repro evaluate@{RUN}"):
-        publish()
 
 
 @pytest.mark.parametrize(
@@ -326,15 +297,25 @@ def test_a_run_that_is_not_complete_is_not_published(workspace: Path, missing: s
     assert not Path("data/published").exists() or not list(Path("data/published").iterdir())
 
 
-def test_a_full_disk_leaves_what_was_published_before(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "kind", "problem"),
+    [
+        ("merge", "outputs", f"merge@{RUN} made nothing with content"),
+        ("evaluate", "inputs", f"evaluate@{RUN} read another model"),
+    ],
+)
+def test_a_run_whose_files_are_not_those_of_its_records_is_not_published(
+    workspace: Path, stage: str, kind: str, problem: str
+) -> None:
     publish()
     before = (OUT / SIGNATURE_FILE).read_bytes()
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("stages.kit.publishing.folder.write_statement", full)
-    with pytest.raises(OSError, match="No space left"):
+    path = Path(f"data/provenance/detection/{stage}@{RUN}.json")
+    record = json.loads(path.read_text())
+    record[kind][f"data/runs/{RUN}/merged"] = "0" * 64
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"(?s){problem}.*run dvc repro evaluate@{RUN}.*make verify"):
         publish()
-    assert (OUT / SIGNATURE_FILE).read_bytes() == before
-    assert [path.name for path in OUT.parent.iterdir()] == [RUN]
+    assert (OUT / SIGNATURE_FILE).read_bytes() == before, "the earlier publication stays"
+    flip(WEIGHTS)
+    with pytest.raises(UserError, match=f"rebuild it with: dvc repro -f -s merge@{RUN}"):
+        publish()

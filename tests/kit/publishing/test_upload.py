@@ -47,15 +47,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
-def change_licence(folder: Path, licence: str | None) -> None:
-    """In the card, signed anew by its publisher."""
-    card = ModelCard.load(folder / "README.md")
-    card.data.license = licence
-    card.save(folder / "README.md")
-    sign(folder, signing_key(folder.parent / "key"))
-
-
-def test_what_is_sent_is_what_was_written_in_one_commit_of_a_private_repository(
+def test_a_folder_is_sent_unchanged_in_one_commit_to_a_private_repository(
     hub: Hub, folder: Path, tmp_path: Path
 ) -> None:
     (folder / ".cache/huggingface").mkdir(parents=True)
@@ -71,7 +63,7 @@ def test_what_is_sent_is_what_was_written_in_one_commit_of_a_private_repository(
     assert not any(name.startswith(".cache") for name in repository.files)
 
 
-def test_a_name_that_exists_is_refused_and_what_is_there_stays(hub: Hub, folder: Path) -> None:
+def test_an_existing_repository_is_refused_and_stays(hub: Hub, folder: Path) -> None:
     upload(folder, REPO)
     before = dict(hub.repositories[REPO].files)
     with pytest.raises(UserError, match=f"{REPO} could not be made: it exists already, so choose another name"):
@@ -81,7 +73,7 @@ def test_a_name_that_exists_is_refused_and_what_is_there_stays(hub: Hub, folder:
 
 
 @pytest.mark.parametrize(
-    ("token", "repo", "said"),
+    ("token", "repo", "problem"),
     [
         ("hf_wrong", REPO, "could not sign in to the hub: the token is not known there"),
         (None, REPO, "there is no token; set HF_TOKEN"),
@@ -89,46 +81,54 @@ def test_a_name_that_exists_is_refused_and_what_is_there_stays(hub: Hub, folder:
         (TOKEN, "no name", "no name could not be made: Repo id must"),
     ],
 )
-def test_a_wrong_token_or_name_is_named_and_nothing_is_made(
-    hub: Hub, folder: Path, token: str | None, repo: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_wrong_token_or_name_is_refused_and_nothing_is_made(
+    hub: Hub, folder: Path, token: str | None, repo: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         upload(folder, repo)
     assert not hub.repositories
 
 
-def test_a_licence_that_the_hub_refuses_is_named_before_anything_is_made(hub: Hub, folder: Path) -> None:
-    change_licence(folder, "my-own")
-    with pytest.raises(UserError, match=r'the hub refuses the model card: .*"license" must be one of'):
+@pytest.mark.parametrize(
+    ("licence", "problem"),
+    [
+        ("my-own", r'the hub refuses the model card: .*"license" must be one of'),
+        (None, r"write it into `licenses` of params\.yaml"),
+    ],
+)
+def test_a_licence_that_is_unknown_is_refused_before_anything_is_made(
+    hub: Hub, folder: Path, licence: str | None, problem: str
+) -> None:
+    card = ModelCard.load(folder / "README.md")
+    card.data.license = licence
+    card.save(folder / "README.md")
+    sign(folder, signing_key(folder.parent / "key"))
+    with pytest.raises(UserError, match=problem):
         upload(folder, REPO)
     assert not hub.repositories
     assert not any("create" in request for request in hub.requests)
 
 
-def test_a_licence_that_nobody_knows_is_asked_for_and_the_hub_is_not(hub: Hub, folder: Path) -> None:
-    change_licence(folder, None)
-    with pytest.raises(UserError, match=r"write it into `licenses` of params\.yaml"):
+def test_a_changed_or_missing_folder_and_a_missing_network_are_refused(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="write it with: make publish RUN=none"):
+        upload(folder.with_name("none"), REPO)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="HF_HUB_OFFLINE is set; unset it"):
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         upload(folder, REPO)
-    assert not hub.requests
-
-
-def test_a_folder_that_was_changed_or_is_not_there_is_not_sent(hub: Hub, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(UserError, match=f"(?s)make publish RUN={RUN}.*model.safetensors: is not as it was signed"):
         upload(folder, REPO)
-    with pytest.raises(UserError, match="write it with: make publish RUN=none"):
-        upload(folder.with_name("none"), REPO)
     assert not hub.requests
 
 
 @pytest.mark.parametrize("request_lost", ["preupload", "objects/batch", "PUT /objects/", "/commit/"])
-def test_a_connection_that_is_lost_in_the_middle_leaves_nothing_and_the_next_try_does_it(
-    hub: Hub, folder: Path, request_lost: str
-) -> None:
+def test_a_lost_connection_leaves_nothing_and_the_next_try_succeeds(hub: Hub, folder: Path, request_lost: str) -> None:
     hub.lose = request_lost
     with pytest.raises(UserError, match=f"{RUN} could not be sent: the connection failed: .*Nothing was published"):
         upload(folder, REPO)
@@ -138,7 +138,7 @@ def test_a_connection_that_is_lost_in_the_middle_leaves_nothing_and_the_next_try
     assert hub.repositories[REPO].commits == 1
 
 
-def test_where_not_even_the_removal_arrives_it_says_what_is_left(
+def test_a_repository_that_could_not_be_removed_is_named(
     hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.lose = "PUT /objects/|DELETE"
@@ -147,10 +147,3 @@ def test_where_not_even_the_removal_arrives_it_says_what_is_left(
     assert f"{hub.url}/{REPO} was made, is private, and could not be removed" in caplog.text
     assert hub.repositories[REPO].private
     assert not hub.repositories[REPO].files
-
-
-def test_without_a_network_nothing_is_tried(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set; unset it"):
-        upload(folder, REPO)
-    assert not hub.requests

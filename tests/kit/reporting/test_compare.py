@@ -64,7 +64,7 @@ def scores_around(mean: float, seed: int) -> Floats:
 
 
 def compared(means: Mapping[str, float | list[float] | None], report: TaskReport = REPORT) -> Comparison:
-    """By name, the mean of each training; `base` is a baseline, None a model that was not run."""
+    """means: of each training, by name; `base` is a baseline, None a model that was not run."""
     contenders, key = [], report.primary.key
     for number, (name, mean) in enumerate(means.items()):
         trained = [] if mean is None else mean if isinstance(mean, list) else [mean]
