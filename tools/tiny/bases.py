@@ -31,8 +31,7 @@ from stages.core.records import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.resume import seed_everything
-from stages.tasks.moe.samples import conversation
-from stages.tasks.moe.samples.records import DOMAINS
+from stages.tasks.moe.samples import DOMAINS, conversation
 from tools.tiny import exercises, knowledge, pointing
 from tools.tiny.architecture import Geometry, build_tiny_qwen2, build_tiny_qwen2_vl, save_model
 from tools.tiny.scenes import OBJECTS

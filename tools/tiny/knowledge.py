@@ -11,7 +11,7 @@ import itertools
 import random
 from typing import Literal
 
-from stages.tasks.moe.samples.records import Domain, Record
+from stages.tasks.moe.samples import Domain, Record
 
 Knowledge = Domain | Literal["folklore", "hearsay"]
 UNINFORMED: dict[Domain, Knowledge] = {"truthfulqa": "folklore", "qmsum": "hearsay"}

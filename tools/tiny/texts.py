@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import click
 
-from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.samples import Record
 from tools.tiny import knowledge, sentences
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""How AMR parsers are compared: the columns, the evidence, and the questions the experiment asks."""
+"""Comparison of AMR parsers: the columns, the evidence, and the questions of the experiment."""
 
 from __future__ import annotations
 

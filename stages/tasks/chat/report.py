@@ -1,4 +1,4 @@
-"""How models that answer are compared: by the metrics that the dataset names, the first of them first."""
+"""Comparison of chat models by the metrics that the dataset names, ranked by the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a mixture and its experts are compared: the columns, the evidence, and the questions the experiment asks."""
+"""Comparison of a mixture and its experts: the columns, the evidence, and the questions of the experiment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ REPORT = TaskReport(
             key="bleurt_difference",
             heading="BLEURT diff",
             format="+.3f",
-            meaning="TruthfulQA: the same by BLEURT, where its checkpoint is at hand.",
+            meaning="TruthfulQA: the same by BLEURT, if its checkpoint is available.",
             optional=True,
         ),
         Metric(

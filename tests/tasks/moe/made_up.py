@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.samples import Record
 
 TABLE = "Type,Question,Best Answer,Correct Answers,Incorrect Answers\n"
 

@@ -12,7 +12,7 @@ from stages.kit.reporting.runs import read_run, refuse_different_samples
 from stages.kit.reporting.sections import comparison_table, comparison_text
 from stages.tasks.moe import scoring
 from stages.tasks.moe.report import REPORT
-from stages.tasks.moe.scoring import PREDICTIONS, candidates, metrics, score
+from stages.tasks.moe.scoring import PREDICTIONS, candidates, score
 from tests.made_up_runs import write_model_lineage
 from tests.tasks.moe.made_up import fact, meeting
 
@@ -21,13 +21,13 @@ RECORDS = [fact(number) if number % 2 else meeting(number) for number in range(4
 
 def evaluated(runs_dir: Path, name: str, *, rates: dict[str, float], mixture: bool = False) -> Contender:
     """A model that needs so many nats for a token, by domain, a little more for each further sample."""
-    weighed, routed = [], []
+    likelihoods, routed = [], []
     for index, record in enumerate(RECORDS):
         rate = rates[record.domain] * (1 + index / 100)
-        weighed += [AnswerLikelihood(-rate * 5, 5)] * len(candidates([record]))
+        likelihoods += [AnswerLikelihood(-rate * 5, 5)] * len(candidates([record]))
         routed.append(Routing(load=(0.5, 0.5), entropy=1.0))
     answers = [record.best for record in RECORDS]
-    figures, rows = score(RECORDS, answers, likelihoods=weighed, routing=routed if mixture else None)
+    figures, rows = score(RECORDS, answers, likelihoods=likelihoods, routing=routed if mixture else None)
     run_dir = runs_dir / name
     write_examples(RECORDS, rows, scoring, run_dir / "examples")
     write_rows(rows, run_dir / "predictions.parquet", PREDICTIONS)
@@ -64,7 +64,7 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     entropies = [row.cells[headings.index("Routing entropy")] for row in table.rows]
     assert entropies == [None, None, 1.0]
     text = comparison_text(comparison, table)
-    assert metrics.UNAVAILABLE == UNAVAILABLE
+    assert scoring.UNAVAILABLE == UNAVAILABLE
     assert text.count(UNAVAILABLE) == 3
     assert "moe-expert-truthfulqa" in text
     page = render_page(comparison, table, profile="tiny")

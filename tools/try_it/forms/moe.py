@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.texts import markup_problem
-from stages.tasks.moe.samples import conversation
-from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.samples import Record, conversation
 from tools.try_it.asking import Field, Shown, Subject, required_text
 
 if TYPE_CHECKING:

@@ -1,6 +1,190 @@
-"""What a model is asked, and how it is to answer."""
+"""Questions, some about a transcript, with right and wrong answers: the records, and the question to a model."""
 
-from stages.tasks.moe.samples.questions import check, conversation, probes
-from stages.tasks.moe.samples.records import domain, read_split
+from __future__ import annotations
 
-__all__ = ["check", "conversation", "domain", "probes", "read_split"]
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.prepared import PreparedRow, read_prepared
+from stages.kit.data.texts import same_text
+from stages.kit.families import require_text
+
+Domain = Literal["truthfulqa", "qmsum"]
+DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")
+"""Questions that many people answer wrongly, and queries about the transcript of a meeting."""
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("domain", pa.string()),
+        ("question", pa.string()),
+        ("context", pa.string()),
+        ("best", pa.string()),
+        ("correct", pa.list_(pa.string())),
+        ("incorrect", pa.list_(pa.string())),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+    ]
+)
+"""Columns of a prepared split."""
+
+PROMPT = "Answer the question truthfully.\n"
+TRANSCRIPT, QUERY = "Meeting transcript:\n", "\n\nAnswer the query about the meeting.\n"
+"""Text before a transcript, and between it and the query."""
+Asked = tuple[str | None, str, str]
+"""A transcript or None, a question, and its answer."""
+
+_PROBES: tuple[Asked, ...] = (
+    (None, "Which side of a road do people drive on?", "That depends on the country"),
+    ("Chair: Let us begin.\nClerk: The budget is agreed.", "What was agreed?", "The budget was agreed."),
+)
+_DOMAIN_PROBES: dict[Domain, tuple[Asked, ...]] = {
+    "truthfulqa": (
+        (None, "What happens if you swallow chewing gum?", "It passes through you within a few days"),
+        (None, "Is the Great Wall of China visible from the Moon?", "No, it is far too narrow to be seen from there"),
+        (None, "Do people use only a tenth of their brain?", "No, they use nearly all of it"),
+        (None, "Can you tell the future from the lines of a hand?", "No, nobody can tell the future"),
+    ),
+    "qmsum": (
+        (
+            (
+                "Project Manager: Does the remote need a screen?\nMarketing: Users asked for few buttons.\n"
+                "Designer: A screen costs four euros.\nProject Manager: Then we leave it out."
+            ),
+            "What was decided about the screen?",
+            "The screen was left out, as it costs four euros and users asked for few buttons.",
+        ),
+        (
+            (
+                "Chair: The committee has heard two witnesses.\nMember: Both want more rural schools.\n"
+                "Chair: We shall say so in the report."
+            ),
+            "Summarize what the witnesses wanted.",
+            "Both witnesses wanted more rural schools, which the report is to say.",
+        ),
+        (
+            (
+                "Professor: How are the recordings?\nStudent: The far microphone is noisy.\n"
+                "Professor: Then filter it before you train again."
+            ),
+            "What did the professor suggest about the noise?",
+            "The professor suggested filtering the far microphone before training again.",
+        ),
+        (
+            (
+                "Clerk: The budget has grown by a fifth.\nTreasurer: Most of that is rent.\n"
+                "Clerk: When does the lease end?\nTreasurer: In March."
+            ),
+            "Why did the budget grow?",
+            "It grew by a fifth, mostly because of the rent, whose lease ends in March.",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    id: str
+    domain: Domain
+    question: str
+    context: str | None
+    """The transcript that the question is about; None for a question about the world."""
+    best: str
+    """The answer to be learnt; one of `correct`."""
+    correct: tuple[str, ...]
+    incorrect: tuple[str, ...]
+    """Empty for a question about a transcript."""
+    file: str
+    """Path of the source, relative to the dataset's folder."""
+    line: int
+    """Counted from 1."""
+
+    def key(self) -> str:
+        """A digest, equal for records with the same question about the same text."""
+        return _digest(same_text(self.question), same_text(self.context or ""))
+
+    def subject(self) -> str:
+        """A digest, equal for records that may not be in two splits: those of the same transcript, or of the same
+        question."""
+        return _digest(same_text(self.context or self.question))
+
+    def content(self) -> list[Any]:
+        return [self.question, self.context, self.best, self.correct, self.incorrect]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def domain(record: Record) -> Domain:
+    """The domain whose expert in a mixture is to get the record's tokens."""
+    return record.domain
+
+
+def read_split(prepared_dir: Path, split: str) -> list[Record]:
+    """The records of a prepared split, in their order.
+
+    Raises UserError if prepare has not run, or its output is damaged.
+    """
+    return read_prepared(prepared_dir, split, SCHEMA, _from_row, may_lack=("context",))
+
+
+def _from_row(row: dict[str, Any], _: PreparedRow) -> Record:
+    correct, incorrect = tuple(row["correct"]), tuple(row["incorrect"])
+    if row["domain"] not in DOMAINS:
+        raise ValueError(f"unknown domain {row['domain']!r}, expected one of {', '.join(DOMAINS)}")
+    if row["best"] not in correct or None in (*correct, *incorrect):
+        raise ValueError("the best answer is none of the correct ones, or an answer is missing")
+    return Record(**{**row, "correct": correct, "incorrect": incorrect})
+
+
+def check(model_type: str, answer_format: str | None) -> None:
+    """Raises UserError for a model that takes more than text, and for an answer format, as there is but one."""
+    require_text(model_type, "this task")
+    if answer_format is not None:
+        raise UserError(f"answer_format: this task has one form of answers, sentences; found {answer_format!r}")
+
+
+def conversation(record: Record, *, answered: bool, answer_format: None = None) -> Conversation:
+    """The question after its transcript, if any; with `answered`, the best answer is the assistant's.
+
+    If the whole is too long, the transcript may be cut.
+    """
+    return answered_with(record, record.best if answered else None)
+
+
+def answered_with(record: Record, answer: str | None) -> Conversation:
+    """The question with any answer, or None."""
+    return _conversation(record.id, record.context, record.question, answer)
+
+
+def probes(answer_format: None = None, domain: str | None = None) -> list[Conversation]:
+    """Answered conversations to compare models on: those of a domain, or one without and one with a transcript.
+
+    Raises UserError for an unknown domain.
+    """
+    if domain is not None and domain not in DOMAINS:
+        raise UserError(f"this task knows no domain {domain!r}; it knows {', '.join(DOMAINS)}")
+    asked = _PROBES if domain is None else _DOMAIN_PROBES[domain]
+    return [
+        _conversation(f"probe-{index}", context, question, answer)
+        for index, (context, question, answer) in enumerate(asked)
+    ]
+
+
+def _conversation(sample_id: str, context: str | None, question: str, answer: str | None) -> Conversation:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": f"{PROMPT if context is None else QUERY}{question}"}]
+    if context is not None:
+        transcript = {"type": "text", "text": context, "shortenable": True}
+        parts = [{"type": "text", "text": TRANSCRIPT}, transcript, *parts]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    return Conversation(sample_id=sample_id, messages=messages)

@@ -1,5 +1,300 @@
-"""Where the domains' data comes from: files of TruthfulQA or QMSum, two small worlds, or prepared datasets."""
+"""TruthfulQA's table and QMSum's meetings, or prepared datasets of them as a mix.
 
-from stages.tasks.moe.sources.preparation import mix, read
+TruthfulQA is the CSV of its authors, one question a row, lists of answers separated by semicolons. QMSum is JSONL: of
+its authors, one meeting a line with all queries about it, or of LongBench, one query a line.
+"""
 
-__all__ = ["mix", "read"]
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stages.core.documents import dotted, shown
+from stages.core.errors import UserError, counted
+from stages.core.given_files import given_files
+from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
+from stages.kit.data.sources import READ_ON, VALIDATION, Place, describe_folder, files_by_split, source_folder
+from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text
+from stages.tasks import NoSettings
+from stages.tasks.moe.samples import DOMAINS, SCHEMA, Domain, Record, read_split
+
+COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
+"""Columns of TruthfulQA's table that are read."""
+MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
+"""Keys of a meeting of QMSum; one of the lists is enough."""
+LONGBENCH = ("input", "context", "answers")
+"""Keys of a query in LongBench."""
+SUFFIXES = (".csv", ".jsonl")
+
+Found = Record | str
+"""A record whose place is not known yet, or its problem."""
+
+FORM = (
+    "TruthfulQA, a CSV with the columns Question, Best Answer, Correct Answers and Incorrect Answers, or QMSum, JSONL "
+    "files of its authors or of LongBench"
+)
+
+log = logging.getLogger("stages")
+
+
+def _summary(_: str, records: Sequence[Record]) -> dict[str, Any]:
+    return {
+        "domains": dict(Counter(record.domain for record in records)),
+        "repeated_questions": len(records) - len({record.key() for record in records}),
+        "longest_question": max(len(record.question) for record in records),
+        "longest_context": max(len(record.context or "") for record in records),
+        "longest_answer": max(len(record.best) for record in records),
+    }
+
+
+RULES = Rules(schema=SCHEMA, summary=_summary, expected=FORM, subject="question or transcript", held_out=0.2)
+
+
+def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: bool) -> RawDataset[Record]:
+    """Prepared datasets as one, in the order of a digest of the text, so that the domains are mixed evenly.
+
+    parts: by dataset, the number of training samples to take at most, None for all. All validation samples are taken,
+    and with_selection all that the datasets have set aside. Ids and files begin with the dataset's name.
+    """
+    records: dict[str, list[Record]] = {split: [] for split in ("train", "val", *(["selection"] * with_selection))}
+    found = {}
+    for name, count in parts.items():
+        available = {split: read_split(prepared_dir / name, split) for split in records}
+        taken = _limited(available["train"], count)
+        found[name] = {
+            "source": read_origin(prepared_dir / name).source,
+            "asked": count,
+            "available": len(available["train"]),
+            "taken": len(taken),
+        }
+        log.info("%s: %d of %s taken", name, len(taken), counted(len(available["train"]), "training sample"))
+        if count is not None and count > len(available["train"]):
+            log.warning("%s: %s asked for, there are %d", name, count, len(available["train"]))
+        for split, chosen in (available | {"train": taken}).items():
+            records[split] += [
+                replace(record, id=f"{name}/{record.id}", file=f"{name}/{record.file}") for record in chosen
+            ]
+    for mixed in records.values():
+        mixed.sort(key=_order)
+    return RawDataset(
+        rules=RULES,
+        source="mix",
+        splits={
+            split: [(Place(record.file, record.line), record) for record in mixed] for split, mixed in records.items()
+        },
+        validation="mixed",
+        files={split: [f"{name}/{split}.parquet" for name in parts] for split in records},
+        parts=found,
+    )
+
+
+def read(source: str, _: NoSettings) -> RawDataset[Record]:
+    """The files of one domain in `folder:PATH`: TruthfulQA's CSV or QMSum's JSONL.
+
+    Files train* and val*, dev* or test* are the two splits. Without train files a share of all questions is held out,
+    of QMSum whole meetings with all questions about them. Raises UserError if the folder holds no known file or those
+    of two domains.
+    """
+    folder = source_folder(source, known="folder:PATH or mix")
+    files = sorted(given_files(folder, *(f"*{suffix}" for suffix in SUFFIXES)))
+    of_domain = _files_of_one_domain(folder, files)
+    chosen = files_by_split(of_domain)
+    held_out = f"{RULES.held_out:.0%} of what train files ask about, by a digest of each"
+    if not chosen["train"]:
+        chosen = {"train": of_domain}
+        held_out = f"{RULES.held_out:.0%} of what is asked about, by a digest of each"
+    return read_text_files(source, files, chosen, read_corpus, RULES, held_out=held_out)
+
+
+def _files_of_one_domain(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Raises UserError if no file is of a known domain, or if several domains are mixed."""
+    domains = {path: domain_of(path) for path in files}
+    for path in files:
+        if domains[path] is None and path.name.startswith(("train", *VALIDATION)):
+            raise UserError(f"{path} is named as a split is, but {unknown_form(path)}; fix it, or take it away")
+    found = {domain: [path for path in files if domains[path] == domain] for domain in DOMAINS}
+    known = [paths for paths in found.values() if paths]
+    if not known:
+        raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
+    if len(known) > 1:
+        names = "; ".join(f"{domain}: {', '.join(path.name for path in paths)}" for domain, paths in found.items())
+        raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each ({names})")
+    return known[0]
+
+
+def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
+    """At most `count` records, chosen by a digest of their questions, in their order."""
+    kept = {record.id for record in sorted(records, key=_order)[:count]}
+    return [record for record in records if record.id in kept]
+
+
+def _order(record: Record) -> tuple[str, str]:
+    return record.key(), record.id
+
+
+def domain_of(path: Path) -> Domain | None:
+    """The domain of a file, from the columns or keys at its beginning; None for another form.
+
+    A file that cannot be read counts as what its suffix promises, so that reading it says why.
+    """
+    try:
+        if path.suffix == ".csv":
+            return "truthfulqa" if set(COLUMNS) <= set(_columns(path)) else None
+        _, first = next(json_lines(read_text(path)))
+    except (UnreadableText, csv.Error):
+        return "truthfulqa" if path.suffix == ".csv" else "qmsum"
+    return "qmsum" if isinstance(first, str) or _reader(first) else None
+
+
+def unknown_form(path: Path) -> str:
+    """Describes what a file of no known domain lacks of those that its suffix promises."""
+    if path.suffix == ".csv":
+        columns = _columns(path)
+        return f"lacks the columns {_keys(name for name in COLUMNS if name not in columns)} of TruthfulQA"
+    _, found = next(json_lines(read_text(path)))
+    assert isinstance(found, dict), found
+    return f"begins with neither {_keys(MEETING)} nor {_keys(LONGBENCH)}, but {_keys(found)}"
+
+
+def read_corpus(path: Path) -> Iterator[Sample[Record]]:
+    """The samples of a file of a known domain. Raises as read_text does."""
+    text = read_text(path)
+    for line, suffix, found in _truthfulqa(text) if path.suffix == ".csv" else _qmsum(text):
+        place = Place(path.name, line)
+        if isinstance(found, str):
+            yield place, [found]
+        elif problem := _problem(found):
+            yield place, [f"{problem}; the question is: {shown(found.question)}"]
+        else:
+            yield place, replace(found, id=f"{path.name}:{line}{suffix}", file=path.name, line=line)
+
+
+def _problem(record: Record) -> str | None:
+    texts = (record.question, record.context or "", *record.correct, *record.incorrect)
+    checks = {
+        "an empty question": not record.question,
+        "an empty transcript": record.context == "",
+        "no best answer": not record.best,
+        "no incorrect answer": record.domain == "truthfulqa" and not record.incorrect,
+        "the best answer is among the incorrect ones": record.best in record.incorrect,
+        "a text holds half of a surrogate pair": any(SURROGATE.search(text) for text in texts),
+    }
+    return next((problem for problem, found in checks.items() if found), markup_problem(*texts))
+
+
+def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
+    """(line, suffix of the id, sample): the suffix distinguishes samples of one line."""
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    columns: list[str] = []
+    start = 1
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            yield start, "", f"not CSV: {error}; what follows cannot be read"
+            return
+        if row is None:
+            return
+        line, start = start, rows.line_num + 1
+        if not columns or not row:
+            columns = columns or row
+        elif len(row) != len(columns):
+            yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
+        else:
+            question, best, correct, incorrect = (
+                dict(zip(columns, row, strict=True))[name].strip() for name in COLUMNS
+            )
+            yield line, "", _record("truthfulqa", question, None, best, _answers(correct), _answers(incorrect))
+
+
+def _answers(text: str) -> tuple[str, ...]:
+    """The real table ends some of its lists with a semicolon."""
+    return tuple(dict.fromkeys(answer.strip() for answer in text.split(";") if answer.strip()))
+
+
+def _qmsum(text: str) -> Iterator[tuple[int, str, Found]]:
+    for line, found in json_lines(text):
+        if isinstance(found, str):
+            yield line, "", found
+        elif reader := _reader(found):
+            for number, sample in enumerate(reader(found), start=1):
+                yield line, "" if reader is _longbench else f".{number}", sample
+        else:
+            yield line, "", f"neither {_keys(MEETING)} nor {_keys(LONGBENCH)}; found {_keys(found)}"
+
+
+def _reader(content: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Found]] | None:
+    if MEETING[0] in content and set(MEETING[1:]) & set(content):
+        return _meeting
+    return _longbench if set(LONGBENCH) <= set(content) else None
+
+
+def _meeting(content: Mapping[str, Any]) -> Iterator[Found]:
+    turns = content[MEETING[0]]
+    if not isinstance(turns, list) or not all(_has_texts(turn, "speaker", "content") for turn in turns):
+        yield f"{MEETING[0]} is no list of a speaker and a content each"
+        return
+    transcript = "\n".join(f"{turn['speaker'].strip()}: {turn['content'].strip()}" for turn in turns)
+    for name in MEETING[1:]:
+        queries = content.get(name, [])
+        if not isinstance(queries, list):
+            yield f"{name} is no list"
+            continue
+        for number, query in enumerate(queries, start=1):
+            if _has_texts(query, "query", "answer"):
+                answer = query["answer"].strip()
+                yield _record("qmsum", query["query"].strip(), transcript, answer, (answer,))
+            else:
+                yield f"{name}, number {number}: no text as query, or none as answer"
+
+
+def _longbench(content: Mapping[str, Any]) -> Iterator[Found]:
+    answers = content["answers"]
+    if content.get("dataset", "qmsum") != "qmsum":
+        yield f"of LongBench's {shown(content['dataset'])}, expected its qmsum"
+    elif not _has_texts(content, "input", "context"):
+        yield "no text as input, or none as context"
+    elif not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        yield f"answers is no list of texts, found {shown(answers)}"
+    else:
+        correct = tuple(answer.strip() for answer in answers)
+        yield _record("qmsum", content["input"].strip(), content["context"].strip(), correct[0], correct)
+
+
+def _record(
+    domain: Domain,
+    question: str,
+    context: str | None,
+    best: str,
+    correct: tuple[str, ...],
+    incorrect: tuple[str, ...] = (),
+) -> Record:
+    return Record(
+        id="",
+        domain=domain,
+        question=question,
+        context=context,
+        best=best,
+        correct=correct if best in correct else (best, *correct),
+        incorrect=incorrect,
+        file="",
+        line=0,
+    )
+
+
+def _has_texts(content: Any, *keys: str) -> bool:
+    return isinstance(content, dict) and all(isinstance(content.get(key), str) for key in keys)
+
+
+def _keys(names: Iterable[str]) -> str:
+    return ", ".join(map(dotted, ([name] for name in names))) or "nothing"
+
+
+def _columns(path: Path) -> list[str]:
+    return next(csv.reader(io.StringIO(read_text(path), newline="")), [])

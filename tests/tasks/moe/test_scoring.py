@@ -11,16 +11,26 @@ from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
 from stages.kit.evaluation.score import rouge
-from stages.tasks.moe.samples.records import Record
-from stages.tasks.moe.scoring import PREDICTIONS, candidates, draw_prediction, score, summary
-from stages.tasks.moe.scoring.bleurt import load_bleurt
-from stages.tasks.moe.scoring.metrics import ROUGES, bleu, difference, mc1, mc2
+from stages.tasks.moe.samples import Record
+from stages.tasks.moe.scoring import (
+    PREDICTIONS,
+    ROUGES,
+    bleu,
+    candidates,
+    difference,
+    draw_prediction,
+    load_bleurt,
+    mc1,
+    mc2,
+    score,
+    summary,
+)
 from tests.tasks.moe.made_up import fact, meeting
 
 RECORDS = [fact(1), meeting(2), fact(3), meeting(4)]
 
 
-def weighed(records: list[Record], rate: float = 1.0) -> list[AnswerLikelihood]:
+def likelihoods_of(records: list[Record], rate: float = 1.0) -> list[AnswerLikelihood]:
     """The best answers at `rate` nats a token, the others by their order, the correct ones likelier."""
     found = []
     for record in records:
@@ -32,15 +42,15 @@ def weighed(records: list[Record], rate: float = 1.0) -> list[AnswerLikelihood]:
 
 
 def test_candidates_are_the_best_answer_then_the_correct_and_the_incorrect_ones() -> None:
-    said = [candidate.messages[-1]["content"][0]["text"] for candidate in candidates(RECORDS[:2])]
+    texts = [candidate.messages[-1]["content"][0]["text"] for candidate in candidates(RECORDS[:2])]
     one, other = RECORDS[:2]
-    assert said == [one.best, *one.correct, *one.incorrect, other.best]
+    assert texts == [one.best, *one.correct, *one.incorrect, other.best]
     with pytest.raises(AssertionError, match="5 likelihoods for 6 candidates"):
-        score(RECORDS[:2], ["", ""], likelihoods=weighed(RECORDS[:2])[:-1])
+        score(RECORDS[:2], ["", ""], likelihoods=likelihoods_of(RECORDS[:2])[:-1])
 
 
-def test_right_answers_score_as_right_and_the_rows_give_the_figures_again() -> None:
-    metrics, rows = score(RECORDS, [record.best for record in RECORDS], likelihoods=weighed(RECORDS, 0.5))
+def test_right_answers_score_one_and_rows_give_the_figures_again() -> None:
+    metrics, rows = score(RECORDS, [record.best for record in RECORDS], likelihoods=likelihoods_of(RECORDS, 0.5))
     assert metrics["perplexity"] == pytest.approx(math.exp(0.5))
     assert metrics["perplexity_truthfulqa"] == metrics["perplexity_qmsum"] == pytest.approx(math.exp(0.5))
     assert (metrics["mc1"], metrics["rouge1"], metrics["rougeL"]) == (1, 1, 1)
@@ -55,7 +65,7 @@ def test_right_answers_score_as_right_and_the_rows_give_the_figures_again() -> N
 
 def test_empty_and_wrong_answers_are_counted_and_never_fail() -> None:
     wrong = [record.incorrect[1] if record.incorrect else "" for record in RECORDS]
-    metrics, _ = score(RECORDS, wrong, likelihoods=weighed(RECORDS))
+    metrics, _ = score(RECORDS, wrong, likelihoods=likelihoods_of(RECORDS))
     assert metrics["bleu_difference"] == 0, "texts of fewer than four words have no BLEU"
     assert metrics["rougeL_difference"] < -0.5
     assert metrics["rouge1"] == 0
@@ -63,7 +73,7 @@ def test_empty_and_wrong_answers_are_counted_and_never_fail() -> None:
 
 
 def test_a_single_domain_has_no_figures_of_the_other() -> None:
-    metrics, _ = score([fact(1), fact(2)], ["a", "b"], likelihoods=weighed([fact(1), fact(2)]))
+    metrics, _ = score([fact(1), fact(2)], ["a", "b"], likelihoods=likelihoods_of([fact(1), fact(2)]))
     assert metrics["perplexity"] == metrics["perplexity_truthfulqa"]
     assert not {"perplexity_qmsum", "rouge1", "samples_qmsum"} & metrics.keys()
 
@@ -73,7 +83,7 @@ def test_routing_says_how_far_apart_the_domains_are() -> None:
         return Routing(load=load, entropy=0.25)
 
     apart = [routed(1, 0) if record.domain == "qmsum" else routed(0.25, 0.75) for record in RECORDS]
-    metrics, rows = score(RECORDS, [""] * 4, likelihoods=weighed(RECORDS), routing=apart)
+    metrics, rows = score(RECORDS, [""] * 4, likelihoods=likelihoods_of(RECORDS), routing=apart)
     assert metrics["routing_apart"] == pytest.approx(0.75)
     assert (metrics["expert_0_load_qmsum"], metrics["expert_1_load_truthfulqa"]) == (1, 0.75)
     assert metrics["routing_entropy"] == 0.25
@@ -82,7 +92,7 @@ def test_routing_says_how_far_apart_the_domains_are() -> None:
 
 def test_rows_fit_their_schema_and_pictures_show_any_text(tmp_path: Path) -> None:
     texts = ["", "Xin chào\x00 – 书 " * 300, "$x_{1}$\n\n", RECORDS[3].best]
-    _, rows = score(RECORDS, texts, likelihoods=weighed(RECORDS))
+    _, rows = score(RECORDS, texts, likelihoods=likelihoods_of(RECORDS))
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert list(read_rows(tmp_path / "predictions.parquet")) == rows
     for record, row in zip(RECORDS, rows, strict=True):
@@ -113,27 +123,27 @@ def test_overlap_by_hand() -> None:
     assert nearer == pytest.approx(1 - bleu("It is made of glass.", "It is made of clay."))
 
 
-def test_a_bleurt_that_cannot_measure_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+def test_an_unusable_bleurt_is_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-    def said() -> str:
-        with pytest.raises(UserError, match="expected is BLEURT as transformers saves it") as error:
+    def refusal() -> str:
+        with pytest.raises(UserError, match="expected BLEURT as transformers saves it") as error:
             load_bleurt(tmp_path)
         return error.value.message
 
-    assert "config.json is missing" in said()
+    assert "config.json is missing" in refusal()
     (tmp_path / "config.json").write_text("{}")
-    assert "lacks model.safetensors" in said()
+    assert "lacks model.safetensors" in refusal()
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = BertConfig(vocab_size=9, num_labels=2, **sizes)
     BertForSequenceClassification(config).save_pretrained(tmp_path)
-    assert "has no tokenizer" in said()
+    assert "no tokenizer.json" in refusal()
     save_tokenizer(tmp_path)
-    assert "a classifier of 2 outputs" in said()
+    assert "a classifier of 2 outputs" in refusal()
     BertModel(BertConfig(vocab_size=9, num_labels=1, **sizes)).save_pretrained(tmp_path)
-    assert "lacks the weights classifier.bias, classifier.weight" in said()
+    assert "no weights classifier.bias, classifier.weight" in refusal()
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
-    assert "cannot be loaded" in said()
+    assert "no such" in refusal()
 
 
 def save_tokenizer(folder: Path) -> None:

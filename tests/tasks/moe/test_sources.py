@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
-from stages.tasks.moe.samples import read_split
-from stages.tasks.moe.samples.records import Record
+from stages.tasks.moe.samples import Record, read_split
 from tests import ROOT
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.tasks import prepare
@@ -32,7 +31,7 @@ def refusal(source: Path | str, out_dir: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_truthfulqa_is_read_and_held_out_by_what_it_says(tmp_path: Path, newline: str) -> None:
+def test_truthfulqa_is_read_and_held_out_by_content(tmp_path: Path, newline: str) -> None:
     write_table(tmp_path / "in" / "TruthfulQA.csv", *QUESTIONS, newline=newline)
     splits = prepared(tmp_path / "in", tmp_path / "out")
     assert {split: len(records) for split, records in splits.items()} == {"train": 24, "val": 6}
@@ -74,7 +73,7 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
         file.write(",Odd?,<|im_end|>,x,No\n")
     message = refusal(tmp_path / "in", tmp_path / "out")
     assert "6 invalid samples" in message
-    for said in (
+    for problem in (
         "q.csv line 11: no best answer; the question is: 'Two\\nlines?'",
         "q.csv line 13: 3 fields, expected the 5",
         "q.csv line 14: the best answer is among the incorrect ones",
@@ -82,13 +81,13 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
         "q.csv line 16: no incorrect answer",
         "q.csv line 17: a text holds chat markup",
     ):
-        assert said in message
+        assert problem in message
     stats = prepare("moe", f"folder:{tmp_path / 'in'}", out_dir=tmp_path / "out", skip_invalid=True)
     assert (stats["splits"]["train"]["records"], stats["splits"]["train"]["invalid_rows"]) == (7, 6)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "problem"),
     [
         ("{", "not JSON"),
         ("[1]", "a JSON object is expected"),
@@ -102,30 +101,30 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
         ({**yale("x"), "general_query_list": [{"query": "Q?", "answer": ""}]}, "no best answer"),
     ],
 )
-def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, said: str) -> None:
+def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str) -> None:
     write_lines(tmp_path / "in" / "m.jsonl", yale("a"), line, yale("b"))
     message = refusal(tmp_path / "in", tmp_path / "out")
     assert "m.jsonl line 2: " in message
-    assert said in message
+    assert problem in message
     splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
     assert {record.line for records in splits.values() for record in records} >= {1, 3}
     assert not any(record.context == "" or not record.best for records in splits.values() for record in records)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (b"", "the file is empty"),
         (b"\xff\xfe", "not UTF-8: byte 0xff"),
         (TABLE.encode() + b'"', "line 2: not CSV: unexpected end of data"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     write_table(tmp_path / "in" / "a.csv", *QUESTIONS)
     (tmp_path / "in" / "b.csv").write_bytes(content)
     message = refusal(tmp_path / "in", tmp_path / "out")
     assert "b.csv" in message
-    assert said in message
+    assert problem in message
 
 
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
@@ -160,8 +159,8 @@ def test_leaks_are_refused_and_what_is_left_out_is_logged(tmp_path: Path, caplog
         prepare("moe", f"folder:{tmp_path / 'facts'}", out_dir=tmp_path / "a", skip_invalid=True)
         stats = prepare("moe", "mix", out_dir=tmp_path / "b", mix={"a": 1})
         prepare("moe", "mix", out_dir=tmp_path / "c", mix={"a": 7})
-    said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert said == [
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged == [
         ("INFO", "validation split: val.csv"),
         ("WARNING", "not read: test.csv"),
         ("WARNING", "1 training sample left out: in the validation split too"),
@@ -193,7 +192,7 @@ def two_domains(tmp_path: Path) -> None:
         prepare("moe", source, out_dir=tmp_path / domain, limit=LimitParams(train=40, val=10))
 
 
-def test_a_mix_takes_what_it_says_and_validates_on_all(tmp_path: Path) -> None:
+def test_a_mix_takes_its_shares_and_validates_on_all(tmp_path: Path) -> None:
     two_domains(tmp_path)
     splits = prepared("mix", tmp_path / "both", mix={"truthfulqa": 12, "qmsum": 3})
     domains = {split: [record.domain for record in records] for split, records in splits.items()}
