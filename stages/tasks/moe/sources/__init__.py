@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.core.documents import dotted, shown
-from stages.core.errors import UserError, counted
+from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files
+from stages.core.records import dotted, shown
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
 from stages.kit.data.sources import READ_ON, VALIDATION, Place, describe_folder, files_by_split, source_folder
 from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text
@@ -73,7 +73,7 @@ def mix(parts: Mapping[str, int | None], prepared_dir: Path, *, with_selection: 
             "available": len(available["train"]),
             "taken": len(taken),
         }
-        log.info("%s: %d of %s taken", name, len(taken), counted(len(available["train"]), "training sample"))
+        log.info("%s: %d of %s taken", name, len(taken), pluralize(len(available["train"]), "training sample"))
         if count is not None and count > len(available["train"]):
             log.warning("%s: %s asked for, there are %d", name, count, len(available["train"]))
         for split, chosen in (available | {"train": taken}).items():
