@@ -62,7 +62,7 @@ class DeviceParams:
     count: Annotated[int, Field(ge=1, le=256)] = 1
     """Devices of one machine that a training run uses."""
     nodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Machines, each with `count` devices (docs/cluster.md)."""
+    """Machines, each with `count` devices (docs/servers.md)."""
     memory_gb: Rate | None = None
     """Memory of one device in GB. Null on a CPU: this machine's memory, which its processes share."""
 
