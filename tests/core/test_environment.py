@@ -1,3 +1,8 @@
+"""The variables that reach a stage, the instructions that it computes by, and work in threads."""
+
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -5,8 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core.environment import AVX2, SET, container_environment, job_environment, stage_environment
+from stages.core import environment
+from stages.core.environment import (
+    AVX2,
+    OFFLINE,
+    SET,
+    arithmetic,
+    container_environment,
+    instruction_set,
+    job_environment,
+    map_largest_first,
+    pinned_instructions,
+    stage_environment,
+)
 from stages.kit.launcher.process import STAGES
+from tests import ROOT
 
 SECRETS = {
     "HF_TOKEN": "hf_secret",
@@ -19,6 +37,8 @@ SECRETS = {
     "SSH_AUTH_SOCK": "/run/agent",
 }
 
+Environment = Callable[..., dict[str, str]]
+
 
 def on_machine(
     stage: str, caller: Mapping[str, str], *, network: bool = False, terminal: bool = True
@@ -26,121 +46,144 @@ def on_machine(
     return stage_environment(stage, caller, network=network, terminal=terminal)
 
 
-def in_container(stage: str, caller: Mapping[str, str], *, network: bool = False) -> dict[str, str]:
-    passed, given = container_environment(stage, caller, network=network, terminal=True)
+def in_container(stage: str, caller: Mapping[str, str], *, network: bool = False, num_nodes: int = 1) -> dict[str, str]:
+    passed, given = container_environment(stage, caller, network=network, terminal=True, num_nodes=num_nodes)
     return {name: caller[name] for name in passed} | given
 
 
 @pytest.mark.parametrize("network", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_secret_reaches_only_what_it_is_for(stage: str, network: bool) -> None:
+def test_a_secret_reaches_only_the_stages_that_need_it(stage: str, network: bool) -> None:
     expected = {"HF_TOKEN", "HTTPS_PROXY"} if network else set()
-    reached = {
-        name for name, value in in_container(stage, SECRETS, network=network).items() if value in SECRETS.values()
-    }
-    assert reached == expected
+    contained = in_container(stage, SECRETS, network=network)
+    assert {name for name, value in contained.items() if value in SECRETS.values()} == expected
     if stage == "train":
         expected = expected | {"WANDB_API_KEY"}
     assert SECRETS.keys() & on_machine(stage, SECRETS, network=network).keys() == expected
 
 
-def test_a_job_gets_what_its_stage_may_get_and_nothing_of_the_machine_that_it_was_submitted_from() -> None:
-    caller = {
-        **SECRETS,
-        "PATH": "/bin",
-        "DVC_STAGE": "train@r1",
-        "BAKEOFF_ENGINE": "docker",
-        "SBATCH_PARTITION": "gpu",
-        "TMPDIR": "/tmp/me",
-        "CUDA_VISIBLE_DEVICES": "3",
-        "BAKEOFF_PLACE": "slurm",
-        "SLURM_JOB_ID": "1",
-        "SBATCH_WAIT": "1",
-    }
-    passed = {"PATH", "DVC_STAGE", "BAKEOFF_ENGINE", "SBATCH_PARTITION"}
-    assert job_environment("plan", caller, network=False).keys() == passed
-    assert job_environment("train", caller, network=False).keys() == passed | {"WANDB_API_KEY"}
-    assert job_environment("base", caller, network=True).keys() == passed | {"HF_TOKEN", "HTTPS_PROXY"}
+@given(st.dictionaries(st.text(), st.text()), st.sampled_from(STAGES))
+def test_unlisted_names_stay_outside(caller: dict[str, str], stage: str) -> None:
+    unlisted = {f"X_{name}": value for name, value in caller.items()}
+    assert on_machine(stage, unlisted).keys() <= SET.keys() | AVX2.keys() | OFFLINE.keys()
 
 
 @pytest.mark.parametrize("environment", [on_machine, in_container])
-def test_what_fetches_nothing_may_not_use_the_hub(environment: Callable[..., dict[str, str]]) -> None:
+def test_a_stage_without_a_network_is_offline_and_repeatable(environment: Environment) -> None:
     for network in (True, False):
-        names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-        found = environment("base", {"HF_HUB_OFFLINE": "0"}, network=network)
-        assert all(found.get(name) == "1" for name in names) != network
+        found = environment("base", {"HF_HUB_OFFLINE": "0", "PYTHONHASHSEED": "7"}, network=network)
+        assert all(found.get(name) == "1" for name in OFFLINE) != network
+        assert found["PYTHONHASHSEED"] == "0"
 
 
-def test_a_fetching_stage_can_be_kept_offline() -> None:
+def test_the_machine_reaches_a_process_and_not_a_container() -> None:
+    machine = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "HF_HOME": "/hf", "CC": "/opt/gcc/bin/gcc"}
+    both = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "DVC_EXP_NAME": "loud-fox"}
+    caller = {**machine, **both, "HOME": "/home/me", "TRITON_CACHE_DIR": "/shared/by/all"}
+    process, container = on_machine("train", caller), in_container("train", caller)
+    assert (machine | both).items() <= process.items()
+    assert both.items() <= container.items()
+    assert (process["HOME"], container["HOME"]) == ("/home/me", "/tmp")
+    assert not machine.keys() & container.keys()
+    assert "TRITON_CACHE_DIR" not in process.keys() | container.keys()
+
+
+def test_a_caller_may_stay_offline_and_a_container_has_its_own_proxies_and_interface() -> None:
     assert on_machine("base", {"HF_HUB_OFFLINE": "1"}, network=True)["HF_HUB_OFFLINE"] == "1"
-
-
-def test_a_container_has_a_home_of_its_own_and_nothing_of_the_machine() -> None:
-    caller = {"PATH": "/bin", "HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "1", "HF_HOME": "/hf", "OMP_NUM_THREADS": "1"}
-    found = in_container("train", caller)
-    assert found["HOME"] == "/tmp"
-    assert not {"PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME"} & found.keys()
-    assert found["OMP_NUM_THREADS"] == "1"
-
-
-def test_a_process_compiles_with_the_callers_compiler_but_not_into_the_callers_cache() -> None:
-    caller = {"CC": "/opt/gcc/bin/gcc", "TRITON_CACHE_DIR": "/shared/by/all"}
-    assert {name: on_machine("train", caller).get(name) for name in caller} == {**caller, "TRITON_CACHE_DIR": None}
-    assert not caller.keys() & in_container("train", caller).keys()
-
-
-def test_the_proxies_that_docker_would_add_by_itself_are_empty_without_a_network() -> None:
-    assert in_container("train", {})["HTTPS_PROXY"] == ""
+    assert in_container("train", {})["HTTPS_PROXY"] == "", "docker would add the proxies of its own configuration"
     assert "HTTPS_PROXY" not in in_container("base", {}, network=True)
+    caller = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert in_container("train", caller)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert in_container("train", caller, num_nodes=2)["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert "TQDM_DISABLE" not in on_machine("train", {})
+    assert on_machine("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
 
 
-def test_what_makes_runs_repeatable_cannot_be_overridden() -> None:
-    environment = on_machine("train", {"PYTHONHASHSEED": "7", "CUBLAS_WORKSPACE_CONFIG": ":16:8"})
-    assert (environment["PYTHONHASHSEED"], environment["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":4096:8")
+def test_a_job_gets_what_its_stage_may_get_and_nothing_of_the_submitting_machine() -> None:
+    passed = {"PATH": "/bin", "DVC_STAGE": "train@r1", "BAKEOFF_ENGINE": "docker", "SBATCH_PARTITION": "gpu"}
+    machine = {"TMPDIR": "/tmp/me", "CUDA_VISIBLE_DEVICES": "3", "BAKEOFF_PLACE": "slurm", "SLURM_JOB_ID": "1"}
+    caller = {**SECRETS, **passed, **machine, "SBATCH_WAIT": "1"}
+    assert job_environment("plan", caller, network=False).keys() == passed.keys()
+    assert job_environment("train", caller, network=False).keys() == passed.keys() | {"WANDB_API_KEY"}
+    assert job_environment("base", caller, network=True).keys() == passed.keys() | {"HF_TOKEN", "HTTPS_PROXY"}
+
+
+@pytest.fixture
+def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr("stages.core.environment.CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(
+        "vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: fma avx avx2\n" * 2
+    )
+    return tmp_path / "cpuinfo"
 
 
 @pytest.mark.parametrize("environment", [on_machine, in_container])
-def test_a_stage_computes_by_avx2_whatever_its_caller_asks_of_newer_instructions(
-    environment: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr("stages.core.environment.CPUINFO", cpuinfo)
-    cpuinfo.write_text("flags\t\t: fma avx avx2 avx512f\n")
+def test_a_stage_computes_by_avx2_if_the_cpu_has_it(environment: Environment, cpuinfo: Path) -> None:
     assert environment("train", {"ATEN_CPU_CAPABILITY": "avx512"}).items() >= AVX2.items()
     cpuinfo.write_text("flags\t\t: fma avx\n")
     assert not environment("train", {}).keys() & AVX2.keys()
 
 
-def test_machine_and_experiment_reach_the_stage() -> None:
-    caller = {
-        "PATH": "/bin",
-        "HOME": "/home/me",
-        "LC_ALL": "C.UTF-8",
-        "CUDA_VISIBLE_DEVICES": "1",
-        "OMP_NUM_THREADS": "1",
-        "DVC_EXP_NAME": "loud-fox",
-    }
-    assert caller.items() <= on_machine("train", caller).items()
+def test_arithmetic_differs_by_instructions_maker_and_mkls_setting(cpuinfo: Path) -> None:
+    pinned = pinned_instructions({})
+    assert (pinned, instruction_set(pinned), arithmetic(pinned)) == (AVX2, "avx2", "AuthenticAMD avx2")
+    for name in AVX2:
+        assert arithmetic({**pinned, name: "AUTO"}) != arithmetic(pinned), name
+    assert arithmetic({}) == "AMD EPYC"
+    compatible = pinned_instructions({"MKL_CBWR": "COMPATIBLE"})
+    assert arithmetic(compatible) == "AuthenticAMD avx2, MKL_CBWR=COMPATIBLE"
+    cpuinfo.write_text("vendor_id\t: GenuineIntel\nflags\t\t: fma avx2\n")
+    assert arithmetic(compatible) == "GenuineIntel avx2, MKL_CBWR=COMPATIBLE", "MKL's square roots differ"
 
 
-@given(st.dictionaries(st.text(), st.text()), st.sampled_from(STAGES))
-def test_names_nobody_listed_stay_outside(caller: dict[str, str], stage: str) -> None:
-    unlisted = {f"X_{name}": value for name, value in caller.items()}
-    assert on_machine(stage, unlisted).keys() <= SET.keys() | AVX2.keys() | {
-        "HF_HUB_OFFLINE",
-        "HF_DATASETS_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
-    }
+TRAINING = """
+import hashlib, sys
+import numpy as np
+import torch
+torch.set_num_threads(int(sys.argv[1]))
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(300, 700), torch.nn.GELU(), torch.nn.RMSNorm(700), torch.nn.Linear(700, 50), torch.nn.LogSoftmax(-1)
+)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(3):
+    model(torch.randn(900, 300)).square().mean().backward()
+    optimizer.step()
+weights = [parameter.detach().numpy() for parameter in model.parameters()]
+weights.append(np.exp(np.random.default_rng(0).standard_normal(1000)))
+print(hashlib.sha256(b"".join(part.tobytes() for part in weights)).hexdigest(), torch.backends.cpu.get_cpu_capability())
+"""
 
 
-def test_progress_bars_are_for_terminals() -> None:
-    assert "TQDM_DISABLE" not in on_machine("train", {})
-    assert on_machine("train", {}, terminal=False)["TQDM_DISABLE"] == "1"
+def test_torch_computes_by_the_pinned_instructions_and_threads_change_no_bit() -> None:
+    pinned = pinned_instructions({})
+    if not pinned:
+        pytest.skip("this CPU has no AVX2")
+    variables = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", **pinned}
+    results = set()
+    for threads in ("1", "3"):
+        command = [sys.executable, "-c", TRAINING, threads]
+        results.add(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
+    (result,) = results
+    assert result.split()[1] == "AVX2"
 
 
-def test_processes_meet_in_their_container_alone_unless_they_are_on_several_nodes() -> None:
-    caller = {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert in_container("train", caller)["GLOO_SOCKET_IFNAME"] == "lo"
-    passed, given = container_environment("train", caller, network=False, terminal=True, num_nodes=2)
-    assert "GLOO_SOCKET_IFNAME" in passed
-    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & given.keys()
+def test_threads_give_each_item_its_result_in_order_and_raise_its_error() -> None:
+    sizes = {f"file {number}": number % 5 for number in range(40)}
+    assert list(map_largest_first(str.upper, sizes).items()) == [(name, name.upper()) for name in sizes]
+    with pytest.raises(ZeroDivisionError):
+        map_largest_first(lambda number: 1 // number, {0: 1, 1: 2})
+
+
+def test_large_items_start_first_and_others_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
+    begun, small_done = [], threading.Event()
+
+    def work(name: str) -> bool:
+        begun.append(name)
+        if name == "small":
+            small_done.set()
+        return small_done.wait(timeout=60)
+
+    assert map_largest_first(work, {"small": 1, "large": 9}) == {"small": True, "large": True}
+    assert begun == ["large", "small"]

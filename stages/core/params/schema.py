@@ -144,7 +144,7 @@ class EvaluationParams:
     max_samples: Positive | None = None
     """Score only the first max_samples validation samples; null for all."""
     max_length: Positive | None = None
-    """Generates the completions; vLLM only with a certificate that they equal our own code's (docs/serving.md)."""
+    """Largest number of tokens of a sample with its answer, if the task allows to cut its texts. Null: no cut."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Generates the completions; vLLM only if its first completions equal our code's (docs/serving.md)."""
     quantization_samples: Positive = 32

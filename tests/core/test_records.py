@@ -1,0 +1,176 @@
+"""Files of stages and people: read as dataclasses or refused in a line, and written whole or not at all."""
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.numpy import save_file
+
+from stages.core.errors import UserError
+from stages.core.records import Record, Unreadable, dotted, problems, publish_text, published, read_yaml
+from tests.damage import TEXTS, VALUES, damaged_bytes, quick
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records") / "file"
+
+
+def read(content: str | bytes, path: Path) -> Any:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return read_yaml(cast("type[Any]", Any), path)
+
+
+YAML_PIECES = [
+    *("a", "b: ", "- ", "? ", ": ", "\n", "\n  ", " ", "\t", "[", "]", "{", "}", ",", "#", "|", ">"),
+    *("&a ", "*a", "<<: ", "!x ", "!!int ", "!!set ", "!!binary ", "%YAML 1.2\n", "%YAML 1.9999999999\n", "---\n"),
+    *("...\n", "'", '"', "\\", "\\UFFFFFFFF", "\\0", "\\ud800", "~", "1e5", "0x", "1_", "+.inf", ".nan", "2020-99-01"),
+    *("\0", "\x85", "é", "@", "=", "true", "\r\n", "\N{BYTE ORDER MARK}", "9" * 5000, "0x" + "f" * 5000),
+]
+
+
+@given(content=st.lists(st.sampled_from(YAML_PIECES), max_size=20).map("".join) | st.text() | st.binary())
+@example(content="[" * 1000)
+@example(content="a: &a [*a, *a]")
+@example(content="a: !!bool tiny")
+@quick(400)
+def test_any_yaml_is_read_or_refused_on_one_line(content: str | bytes, path: Path) -> None:
+    try:
+        json.dumps(read(content, path))
+    except Unreadable as error:
+        assert "\n" not in str(error)
+    except ValidationError as error:
+        assert all("\n" not in f"{where}{problem}" for where, problem in problems(error, Any).items())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [", "line 2, column 1"),
+        ("a: b\n\tc: d", "line 2, column 1"),
+        ("a: *b", "line 1: the anchor 'b'"),
+        ("a: 1\nb: &c [*c]", "line 2: the anchor 'c'"),
+        ("a: 1\na: 2", "line 2, column 1: found duplicate key"),
+        ("a: 1\n---\nb: 2\n", "another document"),
+        ("a: !x y", "line 1, column 4"),
+        ("[" * 1000 + "]" * 1000, "nested too deep"),
+        (b"a: \xe9", "at position 3"),
+    ],
+)
+def test_a_refused_yaml_names_the_place(text: str | bytes, reason: str, path: Path) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        read(text, path)
+
+
+def test_merges_dates_and_numbers_are_those_of_yaml_1_2_and_json(path: Path) -> None:
+    assert read("{<<: [{x: 1, y: 1}, {x: 2, z: 2}], y: 3}", path) == {"x": 1, "y": 3, "z": 2}
+    value = read("[2020-99-01, 1e-05, 1e5, 0x10, 0o10, yes, 1_000, .5, 'x']", path)
+    assert value == ["2020-99-01", 1e-5, 1e5, 16, 8, "yes", 1000, 0.5, "x"]
+
+
+@dataclass(frozen=True)
+class Written(Record):
+    number: int
+    inner: dict[str, float]
+    words: tuple[str, ...] = ()
+
+    @staticmethod
+    def fix(path: Path) -> str:
+        return f"dvc repro {path.stem}"
+
+    def faults(self, path: Path) -> dict[str, str]:
+        return {} if self.number < 100 else {"number": f"{self.number} in {path.name}"}
+
+
+@given(
+    record=st.builds(
+        Written,
+        number=st.integers(max_value=99),
+        inner=st.dictionaries(TEXTS, st.floats(allow_nan=False, allow_infinity=False)),
+        words=st.lists(TEXTS).map(tuple),
+    ),
+    suffix=st.sampled_from([".json", ".yaml"]),
+)
+@quick(60)
+def test_a_written_record_is_read_back_equal(record: Written, suffix: str, path: Path) -> None:
+    record.write(path.with_suffix(suffix))
+    assert Written.read(path.with_suffix(suffix)) == record
+
+
+@given(
+    content=VALUES.map(lambda value: json.dumps(value).encode()) | damaged_bytes(b'{"number": 3, "inner": {"a": 0.5}}')
+)
+@example(content=b"[" * 10_000)
+@example(content=b'{"number": ' + b"9" * 5000 + b"}")
+@example(content=b'{"number": 100, "inner": {}}')
+@quick(150)
+def test_a_damaged_record_is_refused_on_one_line_with_the_command(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+    try:
+        Written.read(path)
+    except UserError as error:
+        assert re.fullmatch(rf"{re.escape(str(path))} is damaged: .*; rebuild it with: dvc repro file", error.message)
+
+
+def test_a_missing_record_or_a_folder_gives_the_command(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"x\.json is missing; rebuild it with: dvc repro x"):
+        Written.read(tmp_path / "x.json")
+    with pytest.raises(UserError, match=r"cannot be read: Is a directory; rebuild it with: dvc repro"):
+        Written.read(tmp_path)
+
+
+@given(steps=st.lists(TEXTS | st.text() | st.integers(), max_size=4))
+@quick(60)
+def test_a_dotted_path_is_on_one_line(steps: list[str | int]) -> None:
+    assert dotted(steps).isprintable()
+
+
+def test_a_folder_appears_whole_in_place_of_the_old_one_or_of_a_killed_runs(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/half").write_text("half")
+    for content in ("one", "two"):
+        with published(tmp_path / "out") as folder:
+            (folder / content).write_text(content)
+            assert not (tmp_path / "out" / content).exists()
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [content]
+    with pytest.raises(KeyboardInterrupt), published(tmp_path / "out") as folder:
+        (folder / "new").write_text("new")
+        raise KeyboardInterrupt
+    with published(tmp_path / "out", keep=False) as folder:
+        (folder / "of another process").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "two"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_published_files_have_the_umasks_mode(tmp_path: Path, umask: int, mode: int) -> None:
+    cached = tmp_path / "cached"
+    cached.write_text("read-only")
+    cached.chmod(0o444)
+    before = os.umask(umask)
+    try:
+        with published(tmp_path / "out") as folder:
+            (folder / "adapter").mkdir()
+            save_file({"w": np.zeros(1)}, folder / "adapter/weights.safetensors")
+            assert stat.S_IMODE((folder / "adapter/weights.safetensors").stat().st_mode) == 0o600, "as safetensors does"
+            os.link(cached, folder / "linked")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out/adapter/weights.safetensors").stat().st_mode) == mode
+    assert stat.S_IMODE(cached.stat().st_mode) == 0o444, "of the hub's cache"
+
+
+def test_a_file_that_is_linked_from_the_cache_is_replaced_not_written_into(tmp_path: Path) -> None:
+    cached = tmp_path / "cached"
+    cached.write_text("old")
+    os.link(cached, tmp_path / "metrics.json")
+    publish_text("new", tmp_path / "metrics.json")
+    assert (cached.read_text(), (tmp_path / "metrics.json").read_text()) == ("old", "new")
