@@ -1,0 +1,296 @@
+"""params.yaml: the shipped file, and every mistake refused under its path."""
+
+import copy
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.core.params import load_params
+from stages.core.params.schema import Params, made_by
+from stages.kit.planning.plan import resolve_plan
+from tests import ROOT
+from tests.damage import at, damaged_text, damaged_tree, quick
+
+SHIPPED = ROOT / "params.yaml"
+RAW: dict[str, Any] = YAML(typ="safe").load(SHIPPED)
+R1, R2, TINY = "recipes.r1-llm-only", "recipes.r2-vision-only", "profiles.tiny"
+DATASETS, MIXTURE = f"{TINY}.datasets", "builds.mixture"
+
+
+def load(raw: Any, tmp_path: Path) -> Params:
+    path = tmp_path / "params.yaml"
+    path.write_text(json.dumps(raw), encoding="utf-8")  # JSON is YAML too
+    return load_params(path)
+
+
+def refusal(raw: Any, tmp_path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load(raw, tmp_path)
+    return error.value.message
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """The shipped file with other values at dotted paths, and with more entries: two datasets and their mix; a build of
+    two recipes, a recipe and a baseline that start from it; a recipe that labels its routers, and one after that."""
+    raw: dict[str, Any] = copy.deepcopy(RAW)
+    datasets = raw["profiles"]["tiny"]["datasets"]
+    datasets |= {name: {"task": "moe", "source": f"folder:{name}"} for name in ("one", "other")}
+    datasets["both"] = {"task": "moe", "source": "mix", "mix": {"one": 4, "other": None}}
+    experts = [{"recipe": "r1-llm-only", "domain": "tables"}, {"recipe": "r2-vision-only", "domain": "prices"}]
+    raw["builds"]["mixture"] = {"task": "detection", "base": "bases/vlm", "experts": experts}
+    r1 = raw["recipes"]["r1-llm-only"]
+    gate = {**r1, "parts": {"llm": "full"}, "full_targets": {"llm": ["mlp.gate"]}, "lora": None, "quantization": "none"}
+    raw["recipes"] |= {
+        "after": {**copy.deepcopy(r1), "base": "builds/mixture"},
+        "labels": {**copy.deepcopy(gate), "base": "builds/mixture", "loss": "router-labels"},
+        "gate": {**gate, "base": "runs/labels/merged"},
+    }
+    raw["baselines"]["base-mixture"] = {**raw["baselines"]["base-vlm"], "base": "builds/mixture"}
+    for path, value in changes.items():
+        *above, key = path.split(".")
+        at(raw, tuple(int(step) if step.isdigit() else step for step in above))[key] = value
+    return raw
+
+
+def test_the_original_experiments_numbers_are_kept() -> None:
+    params = load_params(SHIPPED)
+    recipe = params.recipe("r4-joint")
+    assert recipe.lora is not None
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (64, 128, 0.1)
+    assert (recipe.learning_rate, recipe.effective_batch, recipe.epochs, params.seed) == (1e-4, 16, 3, 42)
+
+
+def test_every_shipped_hub_source_is_pinned_and_licensed_and_every_profile_is_documented() -> None:
+    params, page = load_params(SHIPPED), (ROOT / "docs/servers.md").read_text()
+    sources = [source for profile in params.profiles.values() for source in profile.bases.values()]
+    sources += [dataset.source for profile in params.profiles.values() for dataset in profile.datasets.values()]
+    hub = [source for source in sources if source.startswith("hub:")]
+    assert [source for source in hub if not re.fullmatch(r"hub:[^@]+@[0-9a-f]{8,40}", source)] == []
+    known = [*hub, "folder:data/tiny/qwen2-vl"]
+    assert [source for source in known if params.license_of(source.partition("@")[0]) is None] == []
+    assert [name for name in params.profiles if f"| `{name}` |" not in page] == []
+
+
+def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
+    text = SHIPPED.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 1e-05")
+    (tmp_path / "params.yaml").write_text(text)
+    assert load_params(tmp_path / "params.yaml").recipe("r1-llm-only").learning_rate == 1e-5
+
+
+def test_what_recipes_and_builds_are_made_of_is_found(tmp_path: Path) -> None:
+    params = load(changed({}), tmp_path)
+    bases = [params.recipe(name).base for name in ("after", "gate", "r1-llm-only")]
+    assert [made_by(base) for base in bases] == ["build@mixture", "merge@labels", "base@vlm"]
+    assert params.subject("base-mixture").base == params.root("after") == params.root("gate") == "builds/mixture"
+    assert (params.recipe("after").base_build(), params.recipe("after").base_recipe()) == ("mixture", None)
+    assert params.recipe("r3-two-stage").base_build() is None
+    assert params.domains("labels") == params.domains("gate") == ("tables", "prices")
+    assert params.domains("r1-llm-only") == ()
+    assert resolve_plan(params, "labels", train_samples=16).domains == ("tables", "prices")
+    assert resolve_plan(params, "gate", train_samples=16).domains == ()
+
+
+@pytest.mark.parametrize(
+    ("find", "problem"),
+    [
+        (lambda params: params.recipe("r1-llm"), r"no recipe is called 'r1-llm' \(did you mean 'r1-llm-only'"),
+        (lambda params: params.build("mo"), r"no build is called 'mo' \(did you mean 'moe'"),
+        (lambda params: params.base_source("text"), "no base of profile tiny is called 'text'"),
+        (lambda params: params.prediction("x"), "no entry of predictions is called 'x'; there are: example-sentences"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(find: Callable[[Params], object], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        find(load_params(SHIPPED))
+
+
+WRONG_ALONE = {
+    "tracking.wandb": "yes",
+    "more": {},
+    f"{R1}.lora.rank": 0,
+    f"{R1}.epoch": 3,
+    f"{R2}.learning_rate": "fast",
+    "recipes.r3-two-stage.base": "runs/r2-vision-only",
+    "recipes.moe-gate-labels.full_targets.llm": [],
+    "builds.moe.experts.0.domian": "c",
+    "builds.moe.top_k": 1,
+    f"{DATASETS}.both-domains.mix.qmsum": -1,
+    f"{TINY}.memory.precision": "fp8",
+    "predictions.example-sentences.inputs": "data/../x.txt",
+}
+
+
+def test_all_values_that_are_wrong_alone_are_reported_at_once_with_the_nearest_key(tmp_path: Path) -> None:
+    message = refusal(changed(WRONG_ALONE), tmp_path)
+    assert [path for path in WRONG_ALONE if f"\n  {path}: " not in message] == []
+    assert f"{R1}.epoch: unknown key (did you mean 'epochs'?)" in message
+
+
+@pytest.mark.parametrize("inputs", ["/srv/x.txt", "https://x.org/x.txt", "data/https://x.org/x.txt", "data", ""])
+def test_inputs_lie_in_data(inputs: str, tmp_path: Path) -> None:
+    assert "example-sentences.inputs: " in refusal(changed({"predictions.example-sentences.inputs": inputs}), tmp_path)
+
+
+NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
+SHARDED = {f"{TINY}.memory.placement": "sharded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"profile": "tinny"}, "profile: no profile is called 'tinny' (did you mean 'tiny'?)"),
+        ({"scored": "selection"}, "scored: "),
+        ({f"{R1}.base": "bases/vml"}, f"{R1}.base: no profile has a base 'vml' (did you mean 'vlm'?)"),
+        ({f"{R1}.base": "runs/r1-lm/merged"}, f"{R1}.base: no recipe is called 'r1-lm'"),
+        ({f"{R1}.base": "builds/mixtur"}, f"{R1}.base: no build is called 'mixtur' (did you mean 'mixture'?)"),
+        ({"baselines.base-vlm.base": "bases/other"}, "baselines.base-vlm.base: "),
+        ({f"{MIXTURE}.base": "bases/vml"}, f"{MIXTURE}.base: "),
+        ({f"{R1}.data": "tables"}, f"{R1}.data: no profile has a dataset 'tables'"),
+        ({f"{R1}.base": "runs/r1-llm-only/merged"}, f"{R1}.base: forms a cycle: r1-llm-only -> r1-llm-only"),
+        (
+            {f"{R2}.base": "runs/r3-two-stage/merged"},
+            f"{R2}.base: forms a cycle: r2-vision-only -> r3-two-stage -> r2-vision-only",
+        ),
+        ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x "),
+        ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x "),
+        # Recipes
+        ({f"{R1}.parts": {}}, f"{R1}.parts: "),
+        ({f"{R1}.lora": None}, f"{R1}.lora: missing"),
+        ({f"{R1}.parts.vision": "lora"}, f"{R1}.lora.targets.vision: missing"),
+        ({"recipes.r4-joint.parts.vision": "frozen"}, "recipes.r4-joint.lora.targets.vision: set"),
+        ({f"{R2}.quantization": "nf4"}, f"{R2}.quantization: "),
+        ({f"{R1}.part_learning_rates": {"vision": 1.0}}, f"{R1}.part_learning_rates.vision: set"),
+        ({"recipes.gate.full_targets.vision": ["attn"]}, "recipes.gate.full_targets.vision: set"),
+        # Profiles
+        ({f"{TINY}.memory.attn": "flash_attention_2"}, f"{TINY}.memory: "),
+        ({f"{TINY}.memory.placement": "balanced"}, f"{TINY}.memory.placement: "),
+        ({f"{TINY}.device.count": 2}, f"{TINY}.memory.placement: single with device.count 2"),
+        ({**SHARDED, f"{TINY}.memory.optimizer": "paged_adamw_8bit"}, f"{TINY}.memory.optimizer: "),
+        ({**SHARDED, f"{TINY}.memory.quantization": None}, f"{TINY}.memory.quantization: "),
+        ({f"{TINY}.images.min_pixels": 10**9}, f"{TINY}.images.min_pixels: "),
+        ({f"{TINY}.evaluation.max_length": 1}, f"{TINY}.evaluation.max_length: "),
+        (
+            {f"{TINY}.evaluation.batch_size": "auto", f"{TINY}.device.kind": "cuda"},
+            f"{TINY}.evaluation.batch_size: auto needs device.memory_gb",
+        ),
+        ({f"{TINY}.evaluation.engine": "vllm", "models": {"keep_merged": False}}, f"{TINY}.evaluation.engine: "),
+        # Mixes
+        ({f"{DATASETS}.both.mix": None}, f"{DATASETS}.both.mix: missing"),
+        ({f"{DATASETS}.both.source": "folder:x"}, f"{DATASETS}.both.mix: set"),
+        ({f"{DATASETS}.both.limit": {"train": 3}}, f"{DATASETS}.both.limit: set"),
+        ({f"{DATASETS}.both.mix": {"one": 0}}, f"{DATASETS}.both.mix: takes no training sample"),
+        ({f"{DATASETS}.both.mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean"),
+        ({f"{DATASETS}.both.mix": {"both": 3}}, "both.mix.both: is a mix itself"),
+        ({f"{DATASETS}.both.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
+        # Builds
+        ({f"{MIXTURE}.experts.1.recipe": "r1"}, f"{MIXTURE}.experts: no recipe is called 'r1'"),
+        ({f"{MIXTURE}.experts.1.recipe": "r1-llm-only"}, "experts: r1-llm-only is named more than once"),
+        ({f"{MIXTURE}.experts.1.domain": "tables"}, f"{MIXTURE}.experts: tables is named more than once"),
+        ({f"{MIXTURE}.experts.1.domain": None}, f"{MIXTURE}.experts: some have a `domain`"),
+        ({f"{MIXTURE}.experts.1.recipe": "after"}, "after comes from builds/mixture, not from bases/vlm"),
+        ({f"{MIXTURE}.experts.1.recipe": "after"}, "after.base: forms a cycle: after -> builds/mixture -> after"),
+        ({f"{MIXTURE}.top_k": 3}, f"{MIXTURE}.top_k: 3, though there are 2 experts"),
+        ({f"{MIXTURE}.task": "amr"}, f"{MIXTURE}.experts: r1-llm-only has the task detection, not amr"),
+        # Router labels
+        ({f"{MIXTURE}.experts": NO_DOMAINS}, "recipes.labels.base: goes back to builds/mixture"),
+        ({"recipes.labels.base": "runs/r1-llm-only/merged"}, "recipes.labels.base: goes back to bases/vlm"),
+        ({"recipes.labels.full_targets": {}}, "recipes.labels.full_targets: "),
+        ({"recipes.labels.full_targets.llm": ["mlp.gate", "norm"]}, "recipes.labels.full_targets: "),
+        # Predictions
+        ({"predictions.example-sentences.recipe": "amr-prt"}, "sentences.recipe: no recipe is called 'amr-prt'"),
+        ({"predictions.example-sentences.recipe": "r1-llm-only"}, "example-sentences.task: amr"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem in refusal(changed(changes), tmp_path)
+
+
+def test_a_cycle_through_several_builds_is_found(tmp_path: Path) -> None:
+    other = {"task": "detection", "base": "bases/vlm", "experts": [{"recipe": "after"}, {"recipe": "r1-llm-only"}]}
+    message = refusal(changed({"builds.other": other, f"{R2}.base": "builds/other"}), tmp_path)
+    assert "recipes.after.base: forms a cycle: after -> builds/mixture -> r2-vision-only -> builds/other" in message
+
+
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "leads out of"),
+        (lambda path: path.symlink_to(path), "leads out of|cannot be read"),
+        (os.mkfifo, "is no plain file"),
+        (lambda path: None, "is missing; run from the top"),
+    ],
+)
+def test_a_file_from_elsewhere_is_not_read(tmp_path: Path, put: Callable[[Path], None], problem: str) -> None:
+    put(tmp_path / "params.yaml")
+    with pytest.raises(UserError, match=problem):
+        load_params(tmp_path / "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("profile: other", r"is not plain YAML: line \d+, column 1: found duplicate key .profile."),
+        ("[a, b]: x", "is not plain YAML: "),
+        ("more: &a [*a]", r"is not plain YAML: line \d+: the anchor 'a' is refused"),
+        ("more: " + "[" * 1000 + "]" * 1000, "is not plain YAML: "),
+        ("2024: x", "2024: unknown key"),
+        ("more: 2024-13-01", "more: unknown key"),
+    ],
+)
+def test_yaml_that_is_no_json_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(SHIPPED.read_text(encoding="utf-8").replace("profile: tiny\n", f"profile: tiny\n{text}\n", 1))
+    with pytest.raises(UserError, match=problem):
+        load_params(path)
+
+
+CHAINED = ("r1-llm-only", "r2-vision-only", "r3-two-stage")
+SMALL = {
+    **RAW,
+    "baselines": {"base-moe": RAW["baselines"]["base-moe"]},
+    "recipes": {
+        name: RAW["recipes"][name]
+        for name in (*CHAINED, "amr-ptr", "moe-gate-labels", "moe-expert-truthfulqa", "moe-expert-qmsum")
+    },
+    "profiles": {"tiny": RAW["profiles"]["tiny"], "two-gpus": RAW["profiles"]["qwen2-vl-7b-2x48gb"]},
+}
+"""Every kind of entry, read ten times as fast as the shipped file."""
+SMALL_TEXT = io.StringIO()
+YAML().dump(SMALL, SMALL_TEXT)
+STEP = r"""(?:[\w/@+-]+|['"].*)"""
+A_REFUSAL = re.compile(
+    r"\S+ is not plain YAML: .+|"
+    rf"\S+ has \d+ problems?:(\n  (the file|{STEP}(\.{STEP})*): .+)+"
+)
+"""Every line but the first is a problem with its path."""
+
+
+@given(
+    content=damaged_tree(SMALL).map(lambda tree: json.dumps(tree).replace("NaN", ".nan").replace("Infinity", ".inf"))
+    | damaged_text(
+        SMALL_TEXT.getvalue(),
+        [*"\t\n:-&*[]{}'\"#", "\n  ", "<<: ", "- ", "*a", "&a ", "~", "1e9", "9" * 400, "\0", "\\ud800"],
+    )
+)
+@quick(80)
+def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(content: str, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    path.write_text(content, encoding="utf-8")
+    try:
+        params = load_params(path)
+    except UserError as error:
+        assert A_REFUSAL.fullmatch(error.message)
+        return
+    for name in params.recipes:
+        with suppress(UserError):
+            assert resolve_plan(params, name, train_samples=7).schedule.num_steps
