@@ -45,9 +45,9 @@ def main(task: str) -> None:
 
 
 def compare_task(params: Params, task: str, *, data_dir: Path, console: Console) -> Comparison:
-    """Read the runs, compare them, write and print the answer.
+    """Read the runs, compare them, write and print the report.
 
-    Raises UserError where nothing was run, or where the runs do not compare.
+    Raises UserError if nothing was run, or if the runs cannot be compared.
     """
     report = load_report(params, task)
     comparison = compare(report, read_contenders(params, task, report, [data_dir]))
@@ -56,7 +56,7 @@ def compare_task(params: Params, task: str, *, data_dir: Path, console: Console)
 
 
 def load_report(params: Params, task: str) -> TaskReport:
-    """What the task says about itself. Raises UserError where no recipe has it."""
+    """The report of a task. Raises UserError if no recipe has the task."""
     tasks = dict.fromkeys(recipe.task for recipe in params.recipes.values())
     if task not in tasks:
         raise UserError(f"no recipe of params.yaml has the task {task!r}; there are: {', '.join(tasks)}")
@@ -66,7 +66,7 @@ def load_report(params: Params, task: str) -> TaskReport:
 
 
 def write_report(comparison: Comparison, report_dir: Path, *, profile: str, console: Console) -> None:
-    """Into its files, and to the terminal."""
+    """Write the files of a report, and print its table."""
     table = comparison_table(comparison)
     written = {
         "table.txt": comparison_text(comparison, table),

@@ -55,7 +55,7 @@ class Candidate:
     """A recipe with some values of the varied settings."""
 
     settings: Mapping[str, str]
-    """By dotted path in params.yaml; also of what the recipe is made from."""
+    """Values by dotted path in params.yaml, also of what the recipe is made from."""
     score: Score
 
 
@@ -170,7 +170,7 @@ def false_claims(scores: Floats, report: TaskReport, *, size: int, deals: int) -
 def candidates(
     experiments: Sequence[Experiment], params: Params, report: TaskReport, pattern: str
 ) -> dict[str, list[Candidate]]:
-    """By recipe, its candidates with different settings, the best one first. A recipe with a single one is left out.
+    """The candidates of each recipe, the best one first. A recipe with a single one is left out.
 
     pattern: of the varied settings, with * for any name.
     Raises UserError if none was scored on the selection split, or not all on the same samples.

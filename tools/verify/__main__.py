@@ -113,8 +113,9 @@ def verify() -> int:
         click.echo(printable(line))
     if absent:
         click.echo(f"not checked, as they are not here: {pluralize(absent, 'output')} of dvc.lock")
+    present = sum(Path(output).exists() for output in findings.makers)
     checked = (
-        f"{pluralize(len(findings.makers) - absent, 'output')}, {pluralize(objects, 'cached object')}, "
+        f"{pluralize(present, 'output')}, {pluralize(objects, 'cached object')}, "
         f"{pluralize(len(lineages), 'model folder')}, {pluralize(len(records), 'record')} "
         f"in {time.monotonic() - started:.1f} s"
     )
@@ -176,7 +177,8 @@ def check_outputs(
         problem = "differs from dvc.lock" + (f" in {join_truncated(files)}" if files else "")
         fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
         if any(record.stage == stage for record in unlocked):
-            problem, fix = "is newer than dvc.lock: dvc ended before it recorded it", f"dvc repro {stage}"
+            problem = "is newer than dvc.lock: dvc ended before it recorded it"
+            fix = f"dvc repro {stage}  # or, to keep it, if its inputs were not changed since: dvc commit -f {stage}"
         findings.add(output, problem, fix=fix)
     for output in dict.fromkeys(findings.output_of(path.rstrip("/")) for path in status.get("not_in_cache", [])):
         if output and cached and output not in absent and output not in changed:

@@ -243,7 +243,7 @@ def upload(folder: Path, repo_id: str) -> str:
                 for path in sorted(folder.rglob("*"))
                 if path.is_file() and path.relative_to(folder).parts[0] not in left_out
             ]
-            # Not upload_folder: that commits in several steps.
+            # upload_folder would commit in several steps.
             api.create_commit(repo_id, operations, commit_message=f"Publish {folder.name}")
     except BaseException:
         try:

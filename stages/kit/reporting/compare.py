@@ -120,7 +120,7 @@ class Contender:
     runs: tuple[Run, ...] = ()
     """Its trainings, each under a seed of its own; empty if it was not evaluated."""
     scores: Mapping[str, Score | None] = field(default_factory=dict)
-    """By key of the metrics with evidence; None if no sample counts for the metric."""
+    """Score by metric key, for metrics with evidence; None if no sample counts for the metric."""
     primary: str
     """Key of the metric by which it is ranked."""
     left_out: str = ""
@@ -240,7 +240,7 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     by_name = {contender.name: contender for contender in contenders}
     insights = [_insight(report, question, by_name) for question in _questions(report, by_name)]
     of_best = [_insight(report, Question("the best", best.name, rival.name), by_name) for rival in rivals]
-    # To be best is one more question: to be better than every other. The one with the least evidence answers it.
+    # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
     corrected = _corrected([*insights, *sorted(of_best, key=_p_value)[-1:]])
     over_rival = next(iter(corrected[len(insights) :]), None)
     return Comparison(

@@ -480,7 +480,7 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
         differs = any(len(of_stage) > 1 for of_stage in codes.values())
         code = "and so does the code that made them" if differs else "though the code that made them is the same"
         warnings.append(f"The commits of the runs differ, {code}: {commits}.")
-    # By stage: a model may well be trained on other devices than it is evaluated on.
+    # Compared by stage: a model may well be trained on other devices than it is evaluated on.
     for done in dict.fromkeys(_DONE.values()):
         alike = [each for each in records if _DONE.get(_stage(each[1])) == done]
         if devices := _groups(alike, lambda record: record.device):

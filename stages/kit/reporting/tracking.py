@@ -1,6 +1,6 @@
-"""Results in Weights & Biases: figures, pictures and the model's digest of an evaluation; the table of a comparison.
+"""Results in Weights & Biases: figures, examples and the model's digest of an evaluation; the table of a comparison.
 
-Offline they are in .bakeoff/tracking, to be read there, or sent by `wandb sync`. No weights are ever sent.
+Offline runs are in .bakeoff/tracking, for reading there or for `wandb sync`. No weights are ever sent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def track_evaluation(
     model: Lineage,
     model_dir: Path,
 ) -> None:
-    """Nothing where tracking is off.
+    """Send an evaluation, if tracking is on.
 
-    metrics: of metrics.json, which become the run's summary and, as they are, its table `metrics`. The model is an
-    artifact with its digest and its lineage, without its weights.
+    metrics: of metrics.json; they become the run's summary, and its table `metrics`. The model is an artifact with its
+    digest and its lineage, without its weights.
     """
     if not tracking.wandb:
         return
@@ -40,15 +40,15 @@ def track_evaluation(
         import wandb
 
         run.summary.update(dict(metrics))
-        pictures = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
-        run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **pictures})
+        examples = {f"examples/{path.stem}": wandb.Image(str(path)) for path in sorted(examples_dir.glob("*.png"))}
+        run.log({"metrics": _table(["figure", "value"], [list(item) for item in metrics.items()]), **examples})
         artifact = wandb.Artifact(name, type="model", metadata={"digest": model.digest})
         artifact.add_file(str(model_dir / LINEAGE_FILE))
         run.log_artifact(artifact)
 
 
 def track_comparison(tracking: TrackingParams, task: str, table: Table) -> None:
-    """The table of comparison.csv, as it is. Nothing where tracking is off."""
+    """Send the table of comparison.csv, if tracking is on."""
     if not tracking.wandb:
         return
     with _tracked_run(tracking, f"{task}-comparison", job_type="compare", group=task) as run:
@@ -58,7 +58,7 @@ def track_comparison(tracking: TrackingParams, task: str, table: Table) -> None:
 
 @contextmanager
 def _tracked_run(tracking: TrackingParams, name: str, *, job_type: str, group: str) -> Iterator[wandb.Run]:
-    """Raises UserError where wandb cannot send, or will not without a key."""
+    """Raises UserError if wandb cannot send, or has no key."""
     import wandb  # a third of a second
 
     set_tracking_environment(tracking)
