@@ -56,7 +56,7 @@ def main(name: str) -> None:
     )
     write_stage_memory(memory.finish("build", name), task=build.task)
     for expert, domain in certificate.domains.items():
-        weights = zip(build.recipes, domain.routing.weight, strict=True)
+        weights = zip(build.recipes, domain.routing.load, strict=True)
         shares = ", ".join(f"{other} {share:.0%}" for other, share in weights)
         log.info("on %s: routed to %s; the expert alone off by %.1e", expert, shares, domain.forced_deviation)
     log.info(

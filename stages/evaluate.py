@@ -70,7 +70,7 @@ def main(name: str, attempt: int) -> None:
     answerer = load_answerer(model_dir, profile, samples, questions, answer_format=answer_format, attempt=attempt)
     if engine and completions:
         certificate, answers = engine.certify(completions, answerer)
-    scored = score_answers(answerer, records, questions, scoring, answer_format=answer_format, answers=answers)
+    scored = score_answers(answerer, records, questions, scoring, answers=answers)
     metrics = scored.metrics
     metrics |= {
         "samples_per_second": round(len(records) / (completions.seconds if completions else scored.answer_s), 3),

@@ -83,14 +83,22 @@ def main(recipe: str, attempt: int) -> None:
         if quantization != "none":
             settings = params.active.evaluation
             records = samples.read_split(Path(plan.data_dir), "val")[: settings.quantization_samples]
-            form: dict[str, Any] = {"answer_format": plan.answer_format}
-            questions = [samples.conversation(record, answered=False, **form) for record in records]
+            questions = [
+                samples.conversation(record, answered=False, answer_format=plan.answer_format) for record in records
+            ]
             batch_size = batch_size_for(questions, base_dir, params.active, attempt=attempt)
-            limits: dict[str, Any] = {"batch_size": batch_size, "settings": settings, "memory": memory}
 
             def answer(model: PreTrainedModel) -> tuple[list[str], dict[str, Any]]:
-                answerer = Answerer.of(model, processor, samples, **form, **limits)
-                scored = score_answers(answerer, records, questions, scoring, **form)
+                answerer = Answerer(
+                    model=model,
+                    processor=processor,
+                    samples=samples,
+                    answer_format=plan.answer_format,
+                    batch_size=batch_size,
+                    settings=settings,
+                    memory=memory,
+                )
+                scored = score_answers(answerer, records, questions, scoring)
                 return scored.answers, scored.metrics
 
             ours = (logits, *answer(merged))
@@ -102,11 +110,7 @@ def main(recipe: str, attempt: int) -> None:
             log.info("merged into unquantized ones: %s; %s", scoring.summary(cost.merged), cost)
     certificate.write(run_dir / "merge.json")
     write_stage_memory(memory.finish("merge", recipe), task=plan.task)
-    log.info(
-        "merged %s, content %s: %d modules changed, logits off by %.1e of what training changed (tolerance %g)",
-        *(recipe, short(lineage.digest), certificate.changed_modules, certificate.logit_deviation),
-        certificate.tolerance,
-    )
+    log.info("merged %s, content %s: %s", recipe, short(lineage.digest), certificate)
 
 
 if __name__ == "__main__":

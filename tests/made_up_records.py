@@ -2,7 +2,7 @@
 
 from stages.core.provenance import Machine, Provenance
 from stages.kit.memory_use import MemoryReading
-from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, RoutingByLayer
+from stages.kit.mixture.certificate import BuildCertificate, Change, Domain, Routing
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.training.records import TrainingRecord
 
@@ -55,7 +55,7 @@ CERTIFICATE = MergeCertificate(
     trained_quantization="none",
 )
 
-ROUTING = RoutingByLayer(tokens=1, weight_by_layer=[], entropy_by_layer=[], weight=[], entropy=0.0)
+ROUTING = Routing(load=(1.0,), entropy=0.0)
 BUILD_CERTIFICATE = BuildCertificate(
     build="moe",
     built_digest="0" * 64,

@@ -114,7 +114,7 @@ def test_a_build_is_certified_and_has_its_lineage(built: Path) -> None:
     for name in EXPERTS:
         assert certificate["changes"][name]["outside"] == 0 < certificate["changes"][name]["mlp"]
         assert certificate["domains"][name]["forced_deviation"] < 1e-5
-        assert sum(certificate["domains"][name]["routing"]["weight"]) == pytest.approx(1)
+        assert sum(certificate["domains"][name]["routing"]["load"]) == pytest.approx(1)
     held = json.loads((built / "data/report/amr/memory/moe/build.json").read_text())
     assert (held["stage"], held["name"]) == ("build", "moe")
     assert 0 < held["after_load"]["used_bytes"] <= held["end"]["peak_bytes"]

@@ -44,39 +44,23 @@ class Answerer:
 
     model: PreTrainedModel
     processor: Processor
-    samples: Any
-    """The task's samples for this model (`samples_for`)."""
-    complete: Callable[[str], bool] | None
-    """Whether an answer so far is complete; None if only the end of the turn ends it."""
+    samples: ModuleType
+    """Module of the task."""
+    answer_format: str | None
     batch_size: int
     """Generation batch size, from `batch_size_for`."""
     settings: EvaluationParams
     memory: MemoryLog
 
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        processor: Processor,
-        samples: ModuleType,
-        *,
-        answer_format: str | None,
-        batch_size: int,
-        settings: EvaluationParams,
-        memory: MemoryLog,
-    ) -> Answerer:
-        """samples: of the task. Raises UserError for a model or an answer format that the task does not have."""
-        model_type = model.config.model_type
-        samples.check(model_type, answer_format)
-        return cls(
-            model=model,
-            processor=processor,
-            samples=samples_for(samples, model_type, processor),
-            complete=completion_of(samples, answer_format),
-            batch_size=batch_size,
-            settings=settings,
-            memory=memory,
-        )
+    @property
+    def model_samples(self) -> Any:
+        """The task's samples for this model."""
+        return samples_for(self.samples, self.model.config.model_type, self.processor)
+
+    @property
+    def complete(self) -> Callable[[str], bool] | None:
+        """Whether an answer so far is complete; None if only the end of the turn ends it."""
+        return completion_of(self.samples, self.answer_format)
 
     def answers(self, questions: Sequence[Conversation]) -> list[str]:
         """The answer to each of these unanswered conversations, in order."""
@@ -155,10 +139,11 @@ def load_answerer(
     memory_params = profile.memory
     model = load_certified(model_dir, device=device, precision=memory_params.precision, attn=memory_params.attn).eval()
     memory.loaded()
-    return Answerer.of(
-        model,
-        load_processor(model_dir, profile.images),
-        samples,
+    samples.check(model.config.model_type, answer_format)
+    return Answerer(
+        model=model,
+        processor=load_processor(model_dir, profile.images),
+        samples=samples,
         answer_format=answer_format,
         batch_size=batch_size,
         settings=settings,

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import longest_first, prepared_ahead
-from stages.kit.mixture.routing import RouterOutput, outputs_of, router_entropies, router_loads, routers_of
+from stages.kit.mixture.certificate import Routing
+from stages.kit.mixture.routing import outputs_of, routers_of, routing_by_row
 from stages.kit.models.prompts import Processor, encode
 
 log = logging.getLogger(__name__)
@@ -75,17 +76,6 @@ def _sums(model: PreTrainedModel, inputs: dict[str, torch.Tensor], in_answer: to
     return sums.tolist()
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Routing of one conversation, averaged over its tokens and the layers with a router."""
-
-    load: tuple[float, ...]
-    """Share of the routing weight by expert; they add up to 1. A token's weight goes to its top-k experts only."""
-    entropy: float
-    """Mean entropy of the routers' probabilities over all experts, divided by its maximum: 0 for a router that is sure
-    of one expert, 1 for one that rates all alike."""
-
-
 @torch.inference_mode()
 def routing(
     model: PreTrainedModel,
@@ -112,18 +102,5 @@ def routing(
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with outputs_of(routers) as outputs:
             model.base_model(**inputs, use_cache=False)
-        found |= zip(indices, _by_row(outputs, inputs["attention_mask"]), strict=True)
+        found |= zip(indices, routing_by_row(outputs, inputs["attention_mask"]), strict=True)
     return [found[index] for index in range(len(conversations))]
-
-
-def _by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[Routing]:
-    """mask: (B, T)."""
-    loads = router_loads(outputs).unflatten(1, mask.shape)
-    entropies = router_entropies(outputs).unflatten(1, mask.shape)
-    return [
-        Routing(
-            load=tuple(loads[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
-            entropy=entropies[:, row, is_text].double().mean().item(),
-        )
-        for row, is_text in enumerate(mask.bool())
-    ]

@@ -57,7 +57,6 @@ def score_answers(
     questions: Sequence[Conversation],
     scoring: ModuleType,
     *,
-    answer_format: str | None,
     answers: list[str] | None = None,
 ) -> Scored:
     """Have the model answer the questions of a task's records, and score its answers.
@@ -69,8 +68,9 @@ def score_answers(
         answers = answerer.answers(questions)
     answer_s = time.monotonic() - started
     options: dict[str, Any] = {}
-    if hasattr(answerer.samples, "score_options"):
-        options = answerer.samples.score_options(records)
+    samples, answer_format = answerer.model_samples, answerer.answer_format
+    if hasattr(samples, "score_options"):
+        options = samples.score_options(records)
     if hasattr(scoring, "candidates"):  # given answers, whose likelihood under the model counts
         from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
 
@@ -80,10 +80,8 @@ def score_answers(
         }
         candidates = scoring.candidates(records, answer_format=answer_format)
         options["likelihoods"] = answer_log_likelihoods(answerer.model, answerer.processor, candidates, **limits)
-        if hasattr(answerer.samples, "domain"):  # a mixture has an expert for each
-            answered = [
-                answerer.samples.conversation(record, answered=True, answer_format=answer_format) for record in records
-            ]
+        if hasattr(samples, "domain"):  # a mixture has an expert for each
+            answered = [samples.conversation(record, answered=True, answer_format=answer_format) for record in records]
             options["routing"] = routing(answerer.model, answerer.processor, answered, **limits)
     metrics, rows = scoring.score(records, answers, answer_format=answer_format, **options)
     return Scored(answers=answers, metrics=metrics, rows=rows, answer_s=answer_s)

@@ -212,15 +212,12 @@ class Checkpoint:
                         if part.get_dtype() not in DTYPES:
                             raise UserError(f"{path} holds {name} as {part.get_dtype()}, expected {', '.join(DTYPES)}")
                         self.dtypes.add(DTYPES[part.get_dtype()])
-        if missing := sorted(wanted.keys() - found.keys()):
-            raise UserError(f"{folder} lacks {len(missing)} weights of a Qwen2, among them {', '.join(missing[:3])}")
-        if surplus := sorted(name for name in found.keys() - wanted.keys() if not _NOT_NEEDED.fullmatch(name)):
-            raise UserError(
-                f"{folder} holds {len(surplus)} weights that Qwen2 does not have, among them {', '.join(surplus[:3])}"
+        names = wanted.keys() | {name for name in found if not _NOT_NEEDED.fullmatch(name)}
+        if wrong := sorted(name for name in names if wanted.get(name) != found.get(name)):
+            shown = "; ".join(
+                f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'none')}" for name in wrong[:3]
             )
-        for name, shape in wanted.items():
-            if found[name] != shape:
-                raise UserError(f"{folder} holds {name} as {found[name]}, its config.json says {shape}")
+            raise UserError(f"{folder} has {len(wrong)} weights that its config.json does not say: {shown}")
 
     def piece(self, name: str, rows: slice) -> torch.Tensor:
         """(rows, ...) of a tensor, in its own dtype.

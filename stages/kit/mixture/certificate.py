@@ -22,17 +22,14 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingByLayer:
-    """Routing of one domain's tokens by expert: layer by layer, and over all layers."""
+class Routing:
+    """Routing of some tokens, averaged over tokens and the layers with a router."""
 
-    tokens: int
-    weight_by_layer: list[list[float]]
-    """(layers, experts): mean weight of the expert's output, 0 for tokens without it among their top k."""
-    entropy_by_layer: list[float]
-    """(layers,): mean over tokens of the entropy of the router's probabilities, divided by its maximum: 0 for a router
-    that is sure of one expert, 1 for one that rates all alike."""
-    weight: list[float]
+    load: tuple[float, ...]
+    """Share of the routing weight by expert; they add up to 1. A token's weight goes to its top-k experts only."""
     entropy: float
+    """Mean entropy of the routers' probabilities over all experts, divided by its maximum: 0 for a router that is sure
+    of one expert, 1 for one that rates all alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class Domain:
     """The mixture against the base and each expert, by name."""
     forced_deviation: float
     """The mixture with all tokens sent to this expert, against the expert: 0 if nothing was lost."""
-    routing: RoutingByLayer
+    routing: Routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from stages.kit.data.conversation import Conversation
-from stages.kit.mixture.certificate import Domain, RoutingByLayer
+from stages.kit.mixture.certificate import Domain, Routing
 from stages.kit.models.merge import probe_inputs, probe_logits, root_mean_square
 from stages.kit.models.prompts import Processor
 
@@ -46,23 +46,26 @@ def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         yield outputs
 
 
-def router_loads(outputs: Sequence[RouterOutput]) -> torch.Tensor:
-    """(layers, tokens, experts): each expert's share of a token's routing weight, 0 outside its top k."""
+def routing_by_row(outputs: Sequence[RouterOutput], mask: torch.Tensor) -> list[Routing]:
+    """Routing of each row of a batch. outputs: of the routers, layer by layer. mask: (B, T), 0 for padding."""
     logits, weights, chosen = (torch.stack(part) for part in zip(*outputs, strict=True))
-    weights = weights.float()
-    loads = torch.zeros(logits.shape, device=logits.device)
-    return loads.scatter(-1, chosen, weights / weights.sum(dim=-1, keepdim=True))
-
-
-def router_entropies(outputs: Sequence[RouterOutput]) -> torch.Tensor:
-    """(layers, tokens): entropy of a router's probabilities over all experts, divided by its maximum, 0 to 1."""
-    logits = torch.stack([output[0].float() for output in outputs])
-    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1) / math.log(logits.shape[-1])
+    weights, logits = weights.float(), logits.float()
+    shares = weights / weights.sum(dim=-1, keepdim=True)
+    loads = torch.zeros(logits.shape, device=logits.device).scatter(-1, chosen, shares).unflatten(1, mask.shape)
+    entropies = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1) / math.log(logits.shape[-1])
+    entropies = entropies.unflatten(1, mask.shape)  # (layers, B, T)
+    return [
+        Routing(
+            load=tuple(loads[:, row, is_text].double().mean(dim=(0, 1)).tolist()),
+            entropy=entropies[:, row, is_text].double().mean().item(),
+        )
+        for row, is_text in enumerate(mask.bool())
+    ]
 
 
 @torch.inference_mode()
-def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequence[Conversation]) -> RoutingByLayer:
-    """Routing of the tokens of these conversations, answers and chat format included, by a Qwen2Moe."""
+def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequence[Conversation]) -> Routing:
+    """Routing of all tokens of these conversations, answers and chat format included, by a Qwen2Moe."""
     each: list[list[RouterOutput]] = []
     for inputs in probe_inputs(model, processor, probes):
         with outputs_of(routers_of(model)) as outputs:
@@ -71,14 +74,8 @@ def measure_routing(model: PreTrainedModel, processor: Processor, probes: Sequen
     layers: list[Any] = [
         [torch.cat(part).cpu() for part in zip(*of_layer, strict=True)] for of_layer in zip(*each, strict=True)
     ]
-    weight, entropy = router_loads(layers).mean(1), router_entropies(layers).mean(1)
-    return RoutingByLayer(
-        tokens=len(layers[0][0]),
-        weight_by_layer=weight.tolist(),
-        entropy_by_layer=entropy.tolist(),
-        weight=weight.mean(0).tolist(),
-        entropy=entropy.mean().item(),
-    )
+    (found,) = routing_by_row(layers, torch.ones(1, len(layers[0][0])))
+    return found
 
 
 @contextmanager

@@ -80,6 +80,10 @@ class MergeCertificate(Record):
     def fix(path: Path) -> str:
         return f"dvc repro merge@{path.parent.name}"
 
+    def __str__(self) -> str:
+        deviation = f"logits off by {self.logit_deviation:.1e} of what training changed (tolerance {self.tolerance:g})"
+        return f"{self.changed_modules} modules changed, {deviation}"
+
     def problems(self) -> list[str]:
         found = []
         if not self.logit_deviation <= self.tolerance:  # a NaN is a problem too

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from stages.kit.data.parquet import write_rows
-from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
+from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import write_examples
+from stages.kit.mixture.certificate import Routing
 from stages.kit.reporting.compare import UNAVAILABLE, Contender, compare, score_contender
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import read_run, refuse_different_samples

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
-from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
+from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import rouge
+from stages.kit.mixture.certificate import Routing
 from stages.tasks.moe.samples import Record
 from stages.tasks.moe.scoring import (
     PREDICTIONS,

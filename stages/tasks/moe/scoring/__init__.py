@@ -24,7 +24,8 @@ from stages.kit.statistics import figures, perplexity
 from stages.tasks.moe.samples import DOMAINS, Record, answered_with
 
 if TYPE_CHECKING:
-    from stages.kit.evaluation.likelihood import AnswerLikelihood, Routing
+    from stages.kit.evaluation.likelihood import AnswerLikelihood
+    from stages.kit.mixture.certificate import Routing
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 MEANS = {
