@@ -7,7 +7,7 @@ from ruamel.yaml import YAML
 from stages.core.params.schema import DataParams, DatasetParams
 from stages.prepare import prepare
 from tests import ROOT
-from tests.tasks.detection.sources.written import PHOTOS, WRITERS
+from tests.tasks.detection.written import PHOTOS, WRITERS
 from tools.data.__main__ import chosen_examples, main
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_shown_is_refused_in_words(workspace: Path) -> None:
 
 
 def test_the_examples_are_the_same_again_and_have_every_label() -> None:
-    from tests.tasks.detection.scoring.test_several import FAR, LEFT, sample
+    from tests.tasks.detection.test_scoring import FAR, LEFT, sample
 
     cups = [sample((LEFT, "cup"), image_id=str(n), sha256=f"{n:02}") for n in range(20)]
     rare = [sample((FAR, "lid"), sha256="98"), sample(sha256="99")]
