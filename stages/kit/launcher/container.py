@@ -208,7 +208,7 @@ def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> li
     # The stage reports a missing input.
     inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
     found = [Mount(path, path) for path in inputs]
-    found += links_into_cache(inputs, cache_dir(workspace_dir))
+    found += _links_into_cache(inputs, cache_dir(workspace_dir))
     if stage_run.source_dir is not None and stage_run.source_dir.exists():
         found += [
             Mount(stage_run.source_dir, stage_run.source_dir),
@@ -248,7 +248,7 @@ def make_places(found: list[Mount], outputs: Outputs) -> list[Path]:
     return places
 
 
-def links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
+def _links_into_cache(inputs: Iterable[Path], cache: Path) -> list[Mount]:
     """The workspace's DVC cache, if DVC links outputs to it (cache.type symlink). Any other link is refused."""
     found = set()
     for link in (link for path in inputs for link in _links(path)):

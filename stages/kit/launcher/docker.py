@@ -136,7 +136,7 @@ class ContainerEngine:
             # Processes that train together look each other up by this name, also without a network.
             *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
             *("--workdir", str(stage_run.workspace_dir)),
-            *self.account_and_gpus(stage_run.gpus),
+            *self._account_and_gpus(stage_run.gpus),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
             *(self.image_id, *INSIDE, *stage_run.command),
@@ -153,19 +153,14 @@ class ContainerEngine:
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
 
-    def account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
+    def _account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
         """Options for a container with the caller's account and these GPUs (UUIDs), and no other."""
-        return _podman_options(gpus) if self.client.is_podman else self._docker_options(gpus)
-
-    def _docker_options(self, gpus: tuple[str, ...]) -> list[str]:
+        if self.client.is_podman:
+            # By default it adds writable folders (/run, /var/tmp), and the caller's proxies.
+            plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
+            devices = [option for uuid in gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
+            return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
         # In a rootless Docker, root inside is the caller outside.
         rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
         return [*user, *(("--gpus", f'"device={",".join(gpus)}"') if gpus else ())]
-
-
-def _podman_options(gpus: tuple[str, ...]) -> list[str]:
-    # It would add writable folders (/run, /var/tmp), and the caller's proxies.
-    plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
-    devices = [option for uuid in gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
-    return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
