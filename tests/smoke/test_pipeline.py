@@ -105,7 +105,7 @@ def test_queued_experiments_run_in_containers(finished: Path, tmp_path: Path) ->
 
 def test_two_processes_train_together_without_a_network(finished: Path, tmp_path: Path) -> None:
     workspace = copy_of(finished, tmp_path)
-    ddp = ("profiles.tiny.device.count=2", "profiles.tiny.memory.placement=ddp", "recipes.r1-llm-only.max_steps=1")
+    ddp = ("++profiles.tiny.device.count=2", "++profiles.tiny.memory.placement=ddp", "recipes.r1-llm-only.max_steps=1")
     dvc(workspace, "exp", "run", *(option for change in ddp for option in ("-S", change)), "train@r1-llm-only")
     training = json.loads((workspace / "data/runs/r1-llm-only/training/training.json").read_text())
     assert training["num_steps"] == 1
