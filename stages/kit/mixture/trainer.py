@@ -54,7 +54,7 @@ class LoadBalance:
         return any(router.top_k < router.num_experts for router in self.routers)
 
     def count(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each expert is taken, (experts,), and tokens times layers, by a forward pass without gradients."""
+        """Times that each expert is taken, (experts,), and tokens times layers; a forward pass without gradients."""
         router = self.routers[0]
         taken = torch.zeros(router.num_experts, device=router.weight.device)
         rows = taken.new_zeros(())

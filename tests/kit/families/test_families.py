@@ -1,8 +1,9 @@
-"""What the descriptions of families say is so, on tiny models of each."""
+"""The entries of families are true of a tiny model of each, and the docs have the same table."""
 
 import copy
 import json
 import pickle
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from stages.kit.models.prompts import (
 )
 from stages.kit.training.batches import ConversationCollator, packed
 from stages.tasks.detection.samples import ForModel, codec, decode_boxes
+from tests import ROOT
 from tests.tiny_families import ENDS, TEMPLATES, TEMPLATES_DIR, config_for, save_tiny_family, template_of
 from tests.tiny_families import processor_for as built_processor
 
@@ -264,3 +266,17 @@ def test_a_processor_survives_saving_copying_and_workers(name: str, tmp_path: Pa
     for other in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):  # noqa: S301 - our own bytes
         assert type(other) is type(processor)
         assert other.to_dict() == processor.to_dict()
+
+
+def test_the_table_in_the_docs_is_that_of_the_families() -> None:
+    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    _, *rows = re.findall(
+        r"^\| ([^|]+) \| `(\w+)` \| ([^|]+) \| ([^|]*)\| ([^|]+) \| ([^|]+) \|", page, flags=re.MULTILINE
+    )
+    assert {model_type: name for name, model_type, *_ in rows} == {key: each.name for key, each in FAMILIES.items()}
+    for _, model_type, tasks, boxes, without_padding, fused in rows:
+        family = FAMILIES[model_type]
+        assert tasks.startswith("images") == (family.vision is not None), model_type
+        assert bool(boxes.strip()) == bool(family.vision and family.vision.boxes), model_type
+        assert without_padding.startswith("yes") == family.same_without_padding, model_type
+        assert fused.startswith("yes") == (family.fused_like is not None), model_type

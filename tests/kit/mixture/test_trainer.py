@@ -62,7 +62,7 @@ def labels_plan(*, micro_batch: int = 8, **changes: Any) -> Plan:
 
 
 def tokens_plan(**changes: Any) -> Plan:
-    """The same step with the loss of the next token."""
+    """A plan of the same step with the loss of the next token."""
     return labels_plan(loss="assistant-only", domains=(), **changes)
 
 

@@ -88,7 +88,7 @@ def step(model_type: str, *, fused: bool) -> dict[str, torch.Tensor]:
 
 
 def differences(model_type: str) -> dict[str, float]:
-    """By the loss and by part, the largest difference of a tensor, relative to its largest number."""
+    """Largest difference of a tensor relative to its largest number, for the loss and by part."""
     ours, plain = (step(model_type, fused=fused) for fused in (True, False))
     assert ours.keys() == plain.keys()
     found: dict[str, float] = {}
@@ -112,7 +112,7 @@ def memory(model_type: str) -> tuple[int, int]:
 
 
 def refusals() -> list[str]:
-    """What a training says of right kernels, and of a norm without its weight."""
+    """Error messages of the comparison before a training: for right kernels, and for a wrong norm."""
     found = []
     right = rms_norm.LigerRMSNormFunction.apply
     for apply in (right, lambda hidden, weight, *rest: right(hidden, 2 * weight, *rest)):

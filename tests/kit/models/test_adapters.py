@@ -29,7 +29,7 @@ GEOMETRIES = {
     "data/tiny/qwen2-vl": "data/tiny/qwen2-vl",
     **{repository: f"stages/kit/models/geometries/{name}" for repository, name in PUBLISHED.items()},
 }
-"""Where the real configuration of each base lies in the repository."""
+"""Folder with the real configuration of each base."""
 
 
 def meta(base: str, build: BuildParams | None = None) -> torch.nn.Module:

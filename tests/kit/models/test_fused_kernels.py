@@ -25,7 +25,7 @@ FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_l
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    """What interpreted.py found."""
+    """The output of interpreted.py."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed: it is for Linux")
     result = subprocess.run(

@@ -147,7 +147,7 @@ def states(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same attention with a block mask: (1, L, H, D)."""
+    """Attention of the row with a block mask: (1, L, H, D)."""
     sample = (POSITIONS == 0).cumsum(1)
     mask = (sample == sample.T) & torch.ones(len(sample[0]), len(sample[0]), dtype=torch.bool).tril()
     return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, scale=0.3).transpose(1, 2)

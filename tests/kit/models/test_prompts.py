@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.tiny import SMALLEST_TEXT
 from tools.tiny.architecture import build_tiny_qwen2
 
-# As Qwen2.5-7B-Instruct's tokenizer_config.json renders a message: it adds its content to a text.
+# Qwen2.5-7B-Instruct's template renders a message like this: it adds its content to a text.
 PLAIN_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
