@@ -10,6 +10,7 @@ import sys
 
 from tests import ROOT
 
+TASKS = sorted(path.parent.name for path in (ROOT / "stages/tasks").glob("*/report.py"))
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 FAST = (
@@ -29,11 +30,7 @@ FAST = (
             "models/folders",
         )
     ),
-    *(
-        f"stages/tasks/{task}/{module}"
-        for task in ("detection", "amr", "moe", "chat")
-        for module in ("samples", "sources", "scoring", "report")
-    ),
+    *(f"stages/tasks/{task}/{module}" for task in TASKS for module in ("samples", "sources", "scoring", "report")),
     "stages/tasks/amr/predictions",
     "tools/api",
     "tools/plan",

@@ -1,6 +1,5 @@
 import io
 import re
-import subprocess
 import zlib
 from typing import Any
 
@@ -41,6 +40,7 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         ({"image": None}, "no image"),
         ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
         ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
+        ({"image": {"bytes": saved("EPS")}}, "cannot identify image"),  # Pillow would start Ghostscript
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
         ({"image": {"bytes": png(size=(160, 120))[:-30]}}, "unreadable image"),
         ({"image": {"bytes": png(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
@@ -50,19 +50,19 @@ def test_an_upright_image_keeps_its_bytes() -> None:
         ({"image": {"bytes": saved("TIFF", mode="F")}}, "greyscale pixels of more than 8 bits"),
     ],
 )
-def test_a_row_without_a_whole_picture_is_reported(row: dict[str, Any], problem: str) -> None:
+def test_a_row_without_a_whole_image_is_reported(row: dict[str, Any], problem: str) -> None:
     (found,) = problems(row)
     assert re.search(problem, found)
 
 
-def test_the_longest_picture_taken_is_the_longest_that_the_processor_takes() -> None:
+def test_the_longest_valid_image_is_the_longest_that_the_processor_takes() -> None:
     assert problems({"image": {"bytes": png(size=(800, 4))}}) == []
     smart_resize(4, 800)
     with pytest.raises(ValueError, match="aspect ratio"):
         smart_resize(4, 801)
 
 
-def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PNG of a few kilobytes can be one of gigabytes."""
     row = {"image": {"bytes": png(size=(40, 30))}}
     assert problems(row, 1200) == []
@@ -77,20 +77,12 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatc
     ]
 
 
-def test_a_picture_that_another_program_would_be_started_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow has Ghostscript draw EPS, which is a program of its own."""
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
-    assert problems({"image": {"bytes": saved("EPS")}}) == [
-        "unreadable image: cannot identify image as JPEG, PNG, WEBP, GIF, BMP, TIFF"
-    ]
-
-
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])
 def test_photographs_of_every_usual_form_are_read(form: str) -> None:
     assert parsed(saved(form)).open_image().size == (40, 30)
 
 
-def test_the_same_picture_with_other_metadata_is_the_same_subject() -> None:
+def test_the_same_image_with_other_metadata_is_the_same_subject() -> None:
     plain, with_metadata = saved("PNG"), saved("PNG", dpi=(300, 300))
     assert plain != with_metadata
     assert parsed(plain).subject() == parsed(with_metadata).subject()
