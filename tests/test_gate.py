@@ -131,7 +131,7 @@ def test_what_a_gate_takes_is_foreseen_and_how_well_it_chooses_is_recorded(finis
 @pytest.mark.parametrize(
     ("domains", "problem"),
     [
-        (("truthfulqa", "meetings"), "both has training samples of the domain qmsum, 6 of 14"),
+        (("truthfulqa", "meetings"), "both has 6 of 14 training samples of the domain qmsum"),
         (("truthfulqa", "qmsum", "more"), "both has no training sample of the domain more"),
     ],
 )
