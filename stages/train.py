@@ -2,7 +2,7 @@
 
 Reads   data/runs/RECIPE/plan.yaml, the base it names, the prepared data
 Writes  data/runs/RECIPE/trained/   an adapter, the weights of parts trained in full, or both; lineage.json
-        data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves in DVCLive's form
+        data/runs/RECIPE/training/  training.json (totals), trace.csv (every step), and curves (plots/)
         data/report/TASK/memory/RECIPE/train.json  memory that the process used
 Keeps   .bakeoff/checkpoints/RECIPE/, until the result is merged; the same command resumes from there
         .bakeoff/features/, of images by frozen vision towers, for later trainings
@@ -22,7 +22,7 @@ import click
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from stages.core.errors import UserError, configure_logging
+from stages.core.errors import configure_logging
 from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
@@ -32,18 +32,18 @@ from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_sta
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
 from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import balanced_gpus, gpus_in_use, load_config, load_model, process_mesh, see_only, shard
+from stages.kit.models.load import gpus_in_use, load_base, process_mesh, see_only, shard
 from stages.kit.models.prompts import load_processor
-from stages.kit.planning.ladder import lowered, settings
-from stages.kit.planning.plan import DATA_PARALLEL, Plan, read_plan
+from stages.kit.planning.ladder import planned, settings
+from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.features import frozen_features
 from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.processes import is_first_process, is_worker, run_workers
-from stages.kit.training.progress import Curves, progress_callback
 from stages.kit.training.records import TrainingRecord, tracking_arguments, write_trace
 from stages.kit.training.resume import identity_of, seed_everything, train_to_the_end
+from stages.kit.training.trainer import Curves, progress_callback
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -54,17 +54,15 @@ log = logging.getLogger("stages")
 @click.option("--attempt", type=click.IntRange(min=0), default=0, help="Rungs of the ladder to take.  [default: 0]")
 @recognised_out_of_memory()
 def main(recipe: str, attempt: int) -> None:
-    plan = lowered(read_plan(recipe), attempt)
-    if plan is None:
-        raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to give up")
-    if plan.placement in DATA_PARALLEL and not is_worker():
+    plan = planned(recipe, attempt)
+    if plan.is_data_parallel and not is_worker():
         run_workers(plan.device, ["stages.train", recipe, "--attempt", str(attempt)])
         return
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
     if attempt:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
     see_only(plan.device)
-    if plan.expandable_segments and plan.device.kind == "cuda":
+    if plan.expandable_segments and plan.on_gpu:
         expand_segments()
     seed_everything(plan.seed)
     train(plan, attempt)
@@ -77,7 +75,7 @@ def train(plan: Plan, attempt: int) -> None:
     repository, run_dir = Path(os.environ.get("DVC_ROOT", ".")), Path("data/runs") / plan.recipe
     base = read_base(plan.base_dir)
     tracking = tracking_arguments(params.tracking, plan.recipe)
-    # What a person may have to fix is checked before the weights, which can take minutes to load.
+    # Check what a person may have to fix before the weights, which can take minutes to load.
     processor = load_processor(Path(plan.base_dir), plan.images)
     samples = load_task(plan.task, "samples")
     records = samples.read_split(Path(plan.data_dir), "train")
@@ -123,22 +121,9 @@ def train(plan: Plan, attempt: int) -> None:
 def load(plan: Plan) -> PreTrainedModel | PeftModel:
     """The base with the recipe's adapters on it, placed as planned."""
     model = apply_recipe(load_base(plan), plan.parts, plan.lora, plan.full_targets)
-    if plan.placement == "sharded":
+    if plan.is_sharded:
         shard(model, plan, process_mesh(plan))
     return model
-
-
-def load_base(plan: Plan) -> PreTrainedModel:
-    return load_model(
-        Path(plan.base_dir),
-        device=plan.device,
-        precision=plan.precision,
-        quantization=plan.quantization,
-        attn=plan.attn,
-        padding_free=plan.padding_free,
-        placement=plan.placement,
-        gpus=balanced_gpus(plan, load_config(Path(plan.base_dir))),
-    )
 
 
 def read_base(base_dir: str) -> Lineage:

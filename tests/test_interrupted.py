@@ -128,7 +128,7 @@ def test_killed_and_signalled_it_ends_with_the_bytes_of_one_that_ran_through(pre
     assert signalled.returncode == 128 + signal.SIGUSR1
     step = saved(repository)[-1]
     assert f"resuming from step {after_the_kill}/9" in log
-    assert f"SIGUSR1: saved at step {step}/9" in log
+    assert f"SIGUSR1: stopped at step {step}/9, saved at step {step}" in log
     assert not list((second / "data/runs" / RECIPE).glob(".*"))
 
     assert f"resuming from step {step}/9" in finish(launched(third, repository))

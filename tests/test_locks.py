@@ -61,7 +61,7 @@ def test_the_locks_agree_where_they_name_the_same_package() -> None:
 
 
 def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
-    # nvidia-ml-py only asks the driver, in 100 KB; DVCLive wants it. Of bitsandbytes a prediction of memory runs the
+    # nvidia-ml-py only asks the driver, in 100 KB. Of bitsandbytes a prediction of memory runs the
     # layers and optimizers; its own kernels find no CUDA there.
     cuda = re.compile(r"nvidia|cuda|triton|torch$")
     assert [package for package in locked("cpu") if cuda.match(package)] == ["nvidia-ml-py"]

@@ -41,7 +41,7 @@ from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import lora_config
 from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import load_config
+from stages.kit.models.load import load_base, load_config
 from stages.kit.models.prompts import load_processor, samples_for
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.batches import ConversationCollator
@@ -50,7 +50,7 @@ from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.resume import seed_everything
 from stages.prepare import prepare
 from stages.tasks import load_task
-from stages.train import load, load_base
+from stages.train import load
 from tools.gpu.device import device_to_measure
 
 TURNS = 2

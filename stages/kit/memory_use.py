@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from traceback import walk_tb
 from typing import Annotated, Literal
 
@@ -39,7 +39,7 @@ class MemoryReading:
     """Memory at one moment, summed over GPUs; their peaks need not be at one moment."""
 
     used_bytes: Amount
-    """By this process: tensors on a GPU; on a CPU all resident memory, Python and its libraries included."""
+    """Tensors of this process on a GPU; on a CPU all its resident memory, Python and its libraries included."""
     reserved_bytes: Amount
     """Taken from the GPU by torch for its tensors; on a CPU equal to used_bytes."""
     peak_bytes: Amount
@@ -82,14 +82,14 @@ class MemoryLog:
         self._gpus = gpus
         self._before = self._read()
         self._after: MemoryReading | None = None
-        log.info("memory before loading: %s; %s free", *self._described(self._before))
+        self._log("before loading", self._before)
 
     def loaded(self) -> None:
         """Take the reading after loading; of several models the one that used most counts."""
         now = self._read()
         if self._after is None or now.used_bytes > self._after.used_bytes:
             self._after = now
-            log.info("memory after loading: %s; %s left for the work", *self._described(now))
+            self._log("after loading", now)
 
     def finish(self, stage: str, name: str) -> StageMemory:
         """Take the last reading. name: recipe, baseline or build."""
@@ -116,9 +116,13 @@ class MemoryLog:
     def _read(self) -> MemoryReading:
         return gpu_reading(self._gpus) if self._gpus else cpu_reading()
 
-    def _described(self, reading: MemoryReading) -> tuple[str, str]:
-        free = f"{reading.free_bytes / GIB:.2f} of {reading.total_bytes / GIB:.2f} GiB"
-        return self._amount(reading.used_bytes, reading.reserved_bytes), free
+    def _log(self, when: str, reading: MemoryReading) -> None:
+        amount, free, total = (
+            self._amount(reading.used_bytes, reading.reserved_bytes),
+            reading.free_bytes,
+            reading.total_bytes,
+        )
+        log.info("memory %s: %s; %.2f of %.2f GiB free", when, amount, free / GIB, total / GIB)
 
     def _amount(self, used_bytes: int, reserved_bytes: int) -> str:
         if not self._gpus:
@@ -158,14 +162,12 @@ def gpu_reading(gpus: Sequence[int]) -> MemoryReading:
 def resident_bytes() -> tuple[int, int]:
     """(now, peak so far) of this process, without its children."""
     status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        if "VmHWM" in lines:  # getrusage's peak starts with the peak of the parent process
-            now, peak = (1024 * int(lines[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-            return now, peak
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
     now = psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return now, max(now, peak if sys.platform == "darwin" else 1024 * peak)
+    # getrusage's peak starts with the peak of the parent process; it is in bytes on macOS, else in KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else unit * getrusage(RUSAGE_SELF).ru_maxrss
+    return now, max(now, peak)
 
 
 # Mount point of the memory control group, and by version the names of its limit, its use, and the file cache within

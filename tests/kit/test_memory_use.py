@@ -99,7 +99,7 @@ def test_the_largest_of_several_models_counts(gpus: Gpus, caplog: pytest.LogCapt
     assert (memory.after_load.used_bytes, memory.after_load.free_bytes) == (5 * GIB, 14 * GIB)
     assert memory.end.used_bytes == 0
     assert len(caplog.records) == 4
-    assert "5.00 GiB in tensors on the GPU, 10.00 reserved; 14.00 of 24.00 GiB left" in caplog.text
+    assert "5.00 GiB in tensors on the GPU, 10.00 reserved; 14.00 of 24.00 GiB free" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,21 @@ def load_model(
     return model
 
 
+def load_base(plan: Plan) -> PreTrainedModel:
+    """The base of a recipe, placed as planned."""
+    base_dir = Path(plan.base_dir)
+    return load_model(
+        base_dir,
+        device=plan.device,
+        precision=plan.precision,
+        quantization=plan.quantization,
+        attn=plan.attn,
+        padding_free=plan.padding_free,
+        placement=plan.placement,
+        gpus=balanced_gpus(plan, load_config(base_dir)),
+    )
+
+
 def nf4_config(precision: str) -> BitsAndBytesConfig:
     """Frozen weights in 4 bits with double quantization. precision: of the arithmetic."""
     return BitsAndBytesConfig(

@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Literal
 
+from stages.core.errors import UserError
 from stages.core.params.schema import OPTIMIZERS
-from stages.kit.planning.plan import Plan
+from stages.kit.planning.plan import Plan, read_plan
 
 MAX_BATCH_SIZE = 128
 """Largest generation batch if evaluation.batch_size is auto. A step of it reads more keys and values than weights, so
@@ -53,6 +54,14 @@ def assumed_time(plan: Plan) -> float:
 def rung_changes(plan: Plan) -> list[str]:
     """The changes of each rung, e.g. "micro_batch 2 -> 1, grad_accumulation 8 -> 16"."""
     return [", ".join(changes_between(above, below)) for above, below in pairwise(rungs(plan))]
+
+
+def planned(recipe: str, attempt: int) -> Plan:
+    """The plan of a recipe so many rungs down. Raises UserError if it is missing, damaged, or has fewer rungs."""
+    plan = lowered(read_plan(recipe), attempt)
+    if plan is None:
+        raise UserError(f"the plan of {recipe} has fewer than {attempt} settings to lower")
+    return plan
 
 
 def lowered(plan: Plan, attempt: int) -> Plan | None:

@@ -37,7 +37,7 @@ EXAMPLES_DIR = "examples"
 EXAMPLE_KINDS = ("best", "worst", "random")
 """Example images are named KIND-anything.png."""
 LOSS_CURVE = "training/plots/metrics/train/loss.tsv"
-"""The curve that DVCLive writes."""
+"""Written while training (training/trainer.py, Curves)."""
 CARD_FILES = (
     "merge.json",
     "metrics.json",
@@ -242,7 +242,7 @@ def _numbers(rows: pa.Table, name: str, path: Path, fix: str) -> Floats:
 
 
 def _read_curve(path: Path, fix: str) -> Curve | None:
-    """A DVCLive curve: tab-separated, a `step` column and one with the name of the metric (`train/loss`)."""
+    """A curve: tab-separated, a column `step` and one with the name of the metric."""
     if not path.is_file():
         return None
     try:

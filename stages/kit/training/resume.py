@@ -71,14 +71,10 @@ def train_to_the_end(trainer: ResumableTrainer, checkpoints: Checkpoints, params
         trainer.train(resume_from_checkpoint=str(checkpoints.at(newest)) if newest else None)
     ended = trainer.state.global_step
     if saving.ended_by:
-        name = signal.Signals(saving.ended_by).name
-        if trainer.saved_step == ended:
-            log.info("%s: saved at step %d/%d; run the same command to resume", name, ended, num_steps)
-        else:
-            log.info(
-                "%s: step %d/%d could not be saved; the same command resumes from %s",
-                *(name, ended, num_steps, f"step {trainer.saved_step}" if trainer.saved_step else "the start"),
-            )
+        log.info(
+            "%s: stopped at step %d/%d, saved at step %d; run the same command to resume",
+            *(signal.Signals(saving.ended_by).name, ended, num_steps, trainer.saved_step or 0),
+        )
         raise SystemExit(128 + saving.ended_by)
     if ended != num_steps:
         raise UserError(f"training stopped at step {ended}/{num_steps}")

@@ -1,19 +1,23 @@
 """A recipe's training step: TRL's SFTTrainer, resumable, with a learning rate for each part of the model.
 
 In order: the trainer and its arguments, the order of a step's samples, the start contract before and after the first
-backward pass, and the rehearsal, which sends the largest batch through after the first step.
+backward pass, the rehearsal, which sends the largest batch through after the first step, and progress and curves.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
+import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import SFTConfig, SFTTrainer
 
 from stages.core.errors import UserError
@@ -35,9 +39,11 @@ from stages.kit.internals.trl_internals import metric_sums, set_metric_sums, set
 from stages.kit.models.adapters import count_trainable, part_of
 from stages.kit.models.load import check_placement, local, whole
 from stages.kit.models.prompts import Processor
-from stages.kit.planning.plan import Plan, Schedule
+from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, IGNORED
 from stages.kit.training.resume import ResumableTrainer, random_state, set_random_state
+
+log = logging.getLogger(__name__)
 
 
 class RecipeTrainer(ResumableTrainer):
@@ -53,7 +59,7 @@ class RecipeTrainer(ResumableTrainer):
     ) -> None:
         """arguments: more of SFTConfig."""
         self.plan = plan
-        self.rehearsal = Rehearsal(self, plan.schedule)
+        self.rehearsal = Rehearsal(self)
         # SFTTrainer and Trainer make the outputs of all input embeddings require gradients under checkpointing. Only
         # its reentrant form needs that; with ours it would send a backward pass through a frozen vision tower.
         base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -159,7 +165,7 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
         optim=plan.optimizer,
         seed=plan.seed,
         data_seed=plan.seed,
-        use_cpu=plan.device.kind == "cpu",
+        use_cpu=not plan.on_gpu,
         bf16=plan.precision == "bf16",
         fp16=plan.precision == "fp16",
         router_aux_loss_coef=0.0,  # of SFTTrainer's own loss for mixtures, the mean over micro-batches
@@ -172,13 +178,13 @@ def training_arguments(plan: Plan, output_dir: str, **more: Any) -> SFTConfig:
             # The order of the samples is drawn from (data_seed, epoch), whatever else draws random numbers.
             "use_seedable_sampler": True,
             # Else a sharded model's gradients would be kept whole, in fp32, until the step's last micro-batch.
-            "gradient_accumulation_kwargs": {"sync_each_batch": plan.placement == "sharded"},
+            "gradient_accumulation_kwargs": {"sync_each_batch": plan.is_sharded},
         },
         dataloader_num_workers=plan.dataloader_workers,
-        dataloader_pin_memory=plan.device.kind == "cuda",
+        dataloader_pin_memory=plan.on_gpu,
         logging_steps=max(1, min(10, schedule.num_steps // 20)),
         save_strategy="no",
-        disable_tqdm=True,  # progress.py shows it
+        disable_tqdm=True,  # progress_callback shows it
         **more,
     )
 
@@ -211,6 +217,9 @@ class SortedInSteps(Sampler[int]):
 class ContractBreach(UserError):
     """The run does not do what its recipe says."""
 
+    def __init__(self, plan: Plan, breach: str) -> None:
+        super().__init__(f"recipe {plan.recipe}: {breach}")
+
 
 def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     """Trainable counts by part as planned, trained weights in fp32, everything on the planned kind of device; under
@@ -219,27 +228,20 @@ def check_start(model: nn.Module, plan: Plan, *, devices_in_use: int) -> None:
     devices_in_use: the devices that this process would split a batch over; more than one means DataParallel.
     """
     if isinstance(model, nn.DataParallel) or devices_in_use > 1:
-        raise ContractBreach(
-            f"recipe {plan.recipe} would run under DataParallel; use placement single, ddp, sharded or balanced"
-        )
+        raise ContractBreach(plan, "it would run under DataParallel; use placement single, ddp, sharded or balanced")
     check_placement(model, plan.device)
     found = asdict(count_trainable(model))
     for part, expected in plan.trainable.items():
         if found[part] != expected:
-            raise ContractBreach(
-                f"recipe {plan.recipe}: {part} has {found[part]:,} parameters to train, but the plan says {expected:,}"
-                if part != "all"
-                else f"recipe {plan.recipe}: the model has {found[part]:,} parameters, but the plan says {expected:,}"
-            )
+            count = "the model has" if part == "all" else f"{part} trains"
+            raise ContractBreach(plan, f"{count} {found[part]:,} parameters, but the plan says {expected:,}")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise ContractBreach(
-                f"recipe {plan.recipe}: {name} is to be trained, but is {parameter.dtype}, not float32"
-            )
+            raise ContractBreach(plan, f"{name} is to be trained, but is {parameter.dtype}, not float32")
     if plan.precision == "fp16":
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.dtype == torch.bfloat16:
-                raise ContractBreach(f"recipe {plan.recipe}: precision is fp16, but {name} is bfloat16")
+                raise ContractBreach(plan, f"precision is fp16, but {name} is bfloat16")
 
 
 def check_gradients(model: nn.Module, plan: Plan) -> None:
@@ -249,18 +251,17 @@ def check_gradients(model: nn.Module, plan: Plan) -> None:
     """
     nonzero: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
-        part = part_of(name)
-        if parameter.requires_grad and parameter.grad is None:
-            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but {name} got no gradient")
-        if not parameter.requires_grad and parameter.grad is not None:
-            raise ContractBreach(f"recipe {plan.recipe}: {part} is frozen there, but {name} got a gradient")
-        if parameter.grad is not None:
-            if not whole(torch.isfinite(parameter.grad).all()):
-                raise ContractBreach(f"recipe {plan.recipe}: the gradient of {name} ({part}) is not finite")
-            nonzero[part] = nonzero.get(part, False) or bool(whole(parameter.grad.any()))
+        part, gradient = part_of(name), parameter.grad
+        if (gradient is not None) != parameter.requires_grad:
+            state, fault = ("trained", "no gradient") if parameter.requires_grad else ("frozen there", "a gradient")
+            raise ContractBreach(plan, f"{part} is {state}, but {name} got {fault}")
+        if gradient is not None:
+            if not whole(torch.isfinite(gradient).all()):
+                raise ContractBreach(plan, f"the gradient of {name} ({part}) is not finite")
+            nonzero[part] = nonzero.get(part, False) or bool(whole(gradient.any()))
     for part in plan.parts.trained():
         if not nonzero.get(part):
-            raise ContractBreach(f"recipe {plan.recipe}: {part} is trained, but all its gradients are zero")
+            raise ContractBreach(plan, f"{part} is trained, but all its gradients are zero")
 
 
 MAX_OVERFLOWS = 16
@@ -304,9 +305,8 @@ class Rehearsal(TrainerCallback):
     there. Trained weights stay the same, bit for bit. Under ddp and sharded each process sends the same samples.
     """
 
-    def __init__(self, trainer: RecipeTrainer, schedule: Schedule) -> None:
+    def __init__(self, trainer: RecipeTrainer) -> None:
         self.trainer = trainer
-        self.schedule = schedule
         self.done = False
         self.cpu_peak_bytes = 0
         """Peak of tensors on a CPU; 0 on a GPU, whose allocator keeps the account."""
@@ -317,7 +317,7 @@ class Rehearsal(TrainerCallback):
             self.done = True
 
     def rehearse(self) -> int:
-        trainer, schedule = self.trainer, self.schedule
+        trainer, schedule = self.trainer, self.trainer.plan.schedule
         on_cpu = trainer.args.device.type == "cpu"
         inputs = trainer.data_collator.largest_batch(schedule.micro_batch)
         measured = cpu_peak((*inputs.values(), *lasting_tensors(trainer))) if on_cpu else nullcontext()
@@ -352,3 +352,52 @@ def unchanged(trainer: SFTTrainer) -> Iterator[None]:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+def progress_callback() -> TrainerCallback:
+    """transformers' bar on a terminal, lines elsewhere; training arguments say disable_tqdm, or it would show twice."""
+    return ProgressCallback() if sys.stderr.isatty() else LineProgress()
+
+
+class LineProgress(TrainerCallback):
+    """One line a logging interval, for logs and pipes."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.started, self.first = time.monotonic(), state.global_step
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
+    ) -> None:
+        if "loss" in logs and state.is_world_process_zero:
+            rate = (state.global_step - self.first) / (time.monotonic() - self.started)
+            left = (state.max_steps - state.global_step) / rate
+            log.info(
+                "step %d/%d  loss %.4f  %.2f steps/s  %d:%02d left",
+                *(state.global_step, state.max_steps, logs["loss"], rate, left // 60, left % 60),
+            )
+
+
+class Curves(TrainerCallback):
+    """Writes each metric of the log to a file plots/metrics/train/NAME.tsv, for `dvc plots` and the report."""
+
+    METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "router_accuracy")
+
+    def __init__(self, training_dir: Path) -> None:
+        self.folder = training_dir / "plots/metrics/train"
+        self.folder.mkdir(parents=True)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        for logs in state.log_history:  # from before the checkpoint that this training resumes from
+            self._write(int(logs["step"]), logs)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
+    ) -> None:
+        self._write(state.global_step, logs)
+
+    def _write(self, step: int, logs: dict[str, float]) -> None:
+        for name in self.METRICS:
+            if "loss" in logs and name in logs:
+                with (self.folder / f"{name}.tsv").open("a", encoding="utf-8") as curve:
+                    heading = f"step\t{name}\n" if curve.tell() == 0 else ""
+                    curve.write(f"{heading}{step}\t{float(logs[name])}\n")

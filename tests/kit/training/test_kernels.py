@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -158,58 +159,32 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.driver_problem() == "Triton cannot start (libcuda.so cannot found! Please make sure GPU is set up)"
 
 
-FAILS = """#!/bin/sh
-echo 'In file included from x:' >&2
-echo 'probe.c:2:10: fatal error: Python.h: No such file or directory' >&2
-exit 1
-"""
-WORKS = "#!/bin/sh\nexit 0\n"
-
-
 @pytest.mark.parametrize(
     ("programs", "caller", "problem"),
     [
-        ({}, None, "no C compiler"),
-        ({"gcc": FAILS, "clang": WORKS}, None, "gcc cannot compile for PYTHON (probe.c:2:10: fatal error: Python.h"),
-        ({"clang": WORKS}, None, None),
-        ({"gcc": WORKS, "mine": FAILS}, "mine", "mine cannot compile"),
-        ({"gcc": WORKS}, "absent", "cannot be started (No such file or directory)"),
+        ([], None, "no C compiler gcc"),
+        (["clang"], None, None),
+        (["gcc"], "absent", "no C compiler absent"),
+        (["gcc"], "no headers", "Python.h"),
     ],
 )
-def test_the_compiler_that_triton_takes_has_to_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], caller: str | None, problem: str | None
+def test_the_compiler_that_triton_takes_and_pythons_headers_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: list[str], caller: str | None, problem: str | None
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
-    if caller:
-        monkeypatch.setenv("CC", str(tmp_path / caller))
-    for name, script in programs.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if "gcc" in programs else str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path / ("no" if caller == "no headers" else "")))
+    if caller == "absent":
+        monkeypatch.setenv("CC", caller)
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     found = compiler_problem()
     if problem is None:
         assert found is None
     else:
-        assert problem.replace("PYTHON", sys.executable) in str(found)
+        assert problem in str(found)
         assert "apt install gcc libc6-dev python3-dev" in str(found)
-        assert "\n" not in str(found)
-
-
-@needs_triton
-@pytest.mark.parametrize("changes", [{}, {"CC": "/bin/false"}, {"CC": "no such"}, {"PATH": "/nowhere"}])
-def test_triton_itself_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
-    from triton.runtime.build import _build
-
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "probe.c").write_text("#include <Python.h>\n")
-    try:
-        _build("probe", str(tmp_path / "probe.c"), str(tmp_path), [], [], [], [])
-    except (RuntimeError, OSError, subprocess.CalledProcessError):
-        works = False
-    else:
-        works = True
-    assert (compiler_problem() is None) == works
 
 
 @compiles_here

@@ -41,7 +41,6 @@ from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import resume
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import Checkpoints, digest_of, kept_checkpoints
-from stages.kit.training.progress import Curves
 from stages.kit.training.records import Trace
 from stages.kit.training.resume import (
     SaveInTime,
@@ -51,7 +50,7 @@ from stages.kit.training.resume import (
     seed_everything,
     train_to_the_end,
 )
-from stages.kit.training.trainer import RecipeTrainer
+from stages.kit.training.trainer import Curves, RecipeTrainer
 from tests.kit.mixture.dense import conversation, save_base, save_expert, set_routers
 from tests.kit.training import two_processes
 from tests.kit.training.small import At, log_of, plan_for, weights
@@ -242,7 +241,8 @@ def test_the_order_of_samples_depends_on_seed_and_epoch_alone(text_dir: Path, tm
 
     def order(seed: int, at: At | None = None) -> list[int]:
         taken.clear()
-        Workplace(build, tmp_path / str(seed)).train(replace(FULL, seed=seed), ON_SIGNALS, at=at)
+        folder = tmp_path / f"{seed}, {'disturbed' if at else 'calm'}"
+        Workplace(build, folder).train(replace(FULL, seed=seed), ON_SIGNALS, at=at)
         return [*taken]
 
     plain = order(1)
@@ -264,7 +264,7 @@ def test_on_a_signal_it_saves_after_the_step_and_fails(
     with pytest.raises(SystemExit) as end:
         workplace.train(FULL, ON_SIGNALS, at=At(3, request_end))
     assert end.value.code == 128 + signal.SIGTERM
-    assert "SIGTERM: saved at step 3/4" in caplog.text
+    assert "SIGTERM: stopped at step 3/4, saved at step 3" in caplog.text
     assert workplace.steps == [3]
     assert not (workplace.checkpoints.folder / on_disk.FINISHED).exists()
     workplace.train(FULL, ON_SIGNALS).assert_same(undisturbed)
@@ -378,7 +378,7 @@ def test_on_a_signal_with_a_full_disk_it_names_the_step_to_resume_from(
     with pytest.raises(SystemExit) as end:
         workplace.train(FULL, ON_SIGNALS, at=At(3, request_end))
     assert end.value.code == 128 + signal.SIGTERM
-    assert "step 3/4 could not be saved; the same command resumes from step 2" in caplog.text
+    assert "SIGTERM: stopped at step 3/4, saved at step 2" in caplog.text
 
 
 @pytest.mark.timeout(1200)  # both wait for each other, on a busy machine for their turns too

@@ -267,9 +267,9 @@ def buffer_in_bf16(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("spoil", "changes", "problem"),
     [
-        (also_train("model.language_model.norm.weight"), {}, r"llm has [\d,]+ parameters to train, but"),
-        (also_train("model.visual.patch_embed.proj.weight"), {}, r"vision has [\d,]+ parameters to train, but"),
-        (also_train("model.visual.merger.ln_q.weight"), {}, r"projector has [\d,]+ parameters to train, but"),
+        (also_train("model.language_model.norm.weight"), {}, r"llm trains [\d,]+ parameters, but"),
+        (also_train("model.visual.patch_embed.proj.weight"), {}, r"vision trains [\d,]+ parameters, but"),
+        (also_train("model.visual.merger.ln_q.weight"), {}, r"projector trains [\d,]+ parameters, but"),
         (lambda model: in_bf16(model, trained=True), {}, r"lora_A.* is to be trained, but is torch.bfloat16"),
         (lambda model: in_bf16(model, trained=False), {"precision": "fp16"}, r"precision is fp16, but .* is bfloat16"),
         (buffer_in_bf16, {"precision": "fp16"}, r"precision is fp16, but .* is bfloat16"),
@@ -354,7 +354,7 @@ def test_the_first_steps_of_fp16_may_overflow_but_not_forever(started: Started, 
 
 
 def test_the_trainer_keeps_the_contract(build: Build) -> None:
-    with pytest.raises(ContractBreach, match="llm has"):
+    with pytest.raises(ContractBreach, match="llm trains"):
         build(plan_for("r1-llm-only"), llm=7)
     trainer = build(plan_for("r2-vision-only"))
     trainer.model.model.visual.merger.register_forward_hook(lambda *_: _[-1].detach())
