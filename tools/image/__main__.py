@@ -113,7 +113,7 @@ def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
     paths = [shutil.which(client.program), *(shutil.which(client.program, path=path) for path in os.get_exec_path())]
     candidates = [Client(path) for path in dict.fromkeys(filter(None, paths))]
     for candidate in candidates:
-        if candidate.answers("buildx", "version"):
+        if candidate.succeeds("buildx", "version"):
             return candidate, ("buildx", "build", "--load")
         if int(candidate.ask("version", "--format", "{{.Client.Version}}").stdout.partition(".")[0]) < 23:
             return candidate, ("build",)

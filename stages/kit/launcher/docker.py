@@ -66,7 +66,7 @@ class Client:
         """Run one of its commands with its output shown; returns whether it succeeded."""
         return subprocess.run([self.program, *args], env=os.environ | environment, check=False).returncode == 0
 
-    def answers(self, *args: str) -> bool:
+    def succeeds(self, *args: str) -> bool:
         """Whether one of its commands succeeds."""
         return self.ask(*args).returncode == 0
 
@@ -143,11 +143,11 @@ class ContainerEngine:
         ]
 
         def send(number: int, _client: object) -> bool:
-            return self.client.answers("kill", "--signal", str(int(number)), name)
+            return self.client.succeeds("kill", "--signal", str(int(number)), name)
 
         def end(code: int) -> int:
             # The client may end before its container: killed, or with its terminal.
-            if self.client.answers("kill", "--signal", "TERM", name):
+            if self.client.succeeds("kill", "--signal", "TERM", name):
                 self.client.ask("wait", name)
             return code
 
@@ -156,7 +156,7 @@ class ContainerEngine:
     def _account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
         """Options for a container with the caller's account and these GPUs (UUIDs), and no other."""
         if self.client.is_podman:
-            # By default it adds writable folders (/run, /var/tmp), and the caller's proxies.
+            # podman would add writable folders (/run, /var/tmp), and the caller's proxies.
             plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
             devices = [option for uuid in gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
             return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]

@@ -81,7 +81,11 @@ def test_stages_of_two_clones_share_the_leases_of_their_repository(workspace: Pa
         )
         for clone in clones
     ]
-    assert [process.wait(timeout=60) for process in running] == [0, 0]
+    try:
+        assert [process.wait(timeout=60) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.terminate()
     assert set(notes(workspace)) == {"GPU-0", "GPU-1"}
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tools.image import __main__ as build
 from tools.image import sif
 
 # Responds like docker: has the images named in `images`, pulls only if PULLS is set, notes its arguments.
-DOCKER = r"""#!/usr/bin/env bash
+DOCKER = r"""#!/bin/bash
 cd "$(dirname "$0")"
 echo "$*" >>asked
 [ -z "${STOPPED:-}" ] || { echo "Cannot connect" >&2; exit 1; }
@@ -33,7 +34,7 @@ esac
 """
 
 # Responds like apptainer: builds a file, or a folder for a sandbox, into which `exec` installs the packages.
-APPTAINER = r"""#!/usr/bin/env bash
+APPTAINER = r"""#!/bin/bash
 echo "apptainer $*" >>"$(dirname "$0")/asked"
 case "$*" in
   "build --sandbox"*) [ -n "${PULLS:-}" ] || { echo "no route to a registry" >&2; exit 1; }; mkdir "$3" ;;
@@ -50,12 +51,14 @@ CPU, CUDA = (image_reference(ROOT, target) for target in ("cpu", "cuda"))
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the fakes, alone on the PATH with the system's shell."""
+    """The folder of the fakes and of the programs that they use, which is the whole PATH."""
     for name, text in (("docker", DOCKER), ("apptainer", APPTAINER)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    for name in ("dirname", "grep", "mkdir"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "wheelhouse").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "IMAGES_DIR", tmp_path / "sifs")
     monkeypatch.setattr(build, "make_wheelhouse", lambda *_: False)
     monkeypatch.setattr(build, "wheelhouse_digest", lambda _: 64 * "0")
@@ -99,7 +102,7 @@ def test_client_that_builds_is_found_behind_one_that_does_not(machine: Path, mon
     newer.mkdir()
     (newer / "docker").write_text(DOCKER.replace("20.10.24", "28.2.2"))
     (newer / "docker").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{newer}:{machine}:/bin")
+    monkeypatch.setenv("PATH", f"{newer}:{machine}")
     assert build.find_builder(Client("docker")) == (Client(str(machine / "docker")), ("build",))
 
 
