@@ -86,7 +86,7 @@ plan: setup ## Predict whether a recipe fits a GPU, without one (RECIPE=, PROFIL
 
 .PHONY: try
 try: setup ## Open a page that asks a trained model and its base, after make setup EXTRAS=try (RUN=r4-joint, ALONE=1, PORT=)
-	@$(offline) $(python) -m tools.try_it $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
+	@$(offline) $(python) -m tools.try_run $(or $(RUN),$(error which run? make try RUN=r4-joint)) \
 		$(if $(filter-out 0,$(ALONE)),--alone) $(if $(PORT),--port $(PORT))
 
 .PHONY: serve

@@ -34,7 +34,7 @@ FAST = (
     "stages/tasks/amr/predictions",
     "tools/api",
     "tools/plan",
-    "tools/try_it/__main__",
+    "tools/try_run/__main__",
     "tools/verify",
 )
 """Modules, or packages with all that is in them."""

@@ -1,0 +1,309 @@
+"""A page to try a run: answers as the stages give them, refusals, and a real browser."""
+
+import io
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+from ruamel.yaml import YAML
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.tasks.amr.samples.graphs import read_graph
+from stages.tasks.detection.samples import read_split
+from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.moe.samples import Record, conversation
+from tests import ROOT
+from tests.stage_runs import done, write_params
+from tests.tasks.moe.made_up import fact, meeting
+from tools.try_run import __main__ as command
+from tools.try_run.forms import FORMS, ChatForm, MoeForm, escaped, mermaid, message
+
+page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
+pipeline = pytest.mark.pipeline
+DETECTION, AMR = "r1-llm-only", "amr-ptr"
+SENTENCES = ("Tôi đọc sách .", "Mẹ thấy  nhà .", "Ai đó ?")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both were trained for two steps; detection was evaluated, its base too, and AMR made predictions."""
+    workspace = tmp_path_factory.mktemp("workspace")
+    (workspace / "data").mkdir()
+    (workspace / "data/tiny").symlink_to(ROOT / "data/tiny")
+    (workspace / "data/unknown.txt").write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
+    raw = YAML(typ="safe").load(ROOT / "params.yaml")
+    tiny = raw["profiles"]["tiny"]
+    for name in ("nutrition-tables", "visempar"):
+        tiny["datasets"][name]["limit"] = {"train": 8, "val": 4}
+    tiny["memory"]["micro_batch"] = 4
+    tiny["evaluation"] = {"batch_size": 3, "max_new_tokens": 48}
+    for name in (DETECTION, AMR):
+        raw["recipes"][name].update(effective_batch=4, max_steps=2)
+    raw["predictions"] = {"unknown": {"task": "amr", "recipe": AMR, "inputs": "data/unknown.txt"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        write_params(raw)
+        for base, data in (("vlm", "nutrition-tables"), ("llm", "visempar")):
+            done("base", base)
+            done("prepare", data)
+        done("evaluate", "base-vlm")
+        for stage in ("plan", "train", "merge"):
+            done(stage, DETECTION)
+            done(stage, AMR)
+        done("evaluate", DETECTION)
+        done("predict", "unknown")
+    return workspace
+
+
+@pytest.fixture
+def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, which tests do not change."""
+    monkeypatch.chdir(finished)
+    return finished
+
+
+@pipeline
+def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path) -> None:
+    run = command.read_run(DETECTION)
+    form, models = command.form_of(run), command.load_models(run, with_base=True)
+    assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
+    boxes = 0
+    for index, record in enumerate(read_split(Path("data/prepared/nutrition-tables"), "val")):
+        path = tmp_path / f"{index}.jpg"
+        path.write_bytes(record.image)
+        question = form.question(str(path))
+        for model, name in zip(models, ("base-vlm", DETECTION), strict=True):
+            row = pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist()[index]
+            text = page.answer(model, question)
+            assert text == row["text"]
+            shown = form.shown(question, text, model.answerer)
+            assert shown.image is not None
+            assert (f"of {record.width} x {record.height} pixels" in shown.text) == bool(row["boxes"])
+            boxes += len(row["boxes"])
+    assert boxes, "the models named no box, so there was nothing to compare"
+
+
+@pipeline
+def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
+    run = command.read_run(AMR)
+    form, (model,) = command.form_of(run), command.load_models(run, with_base=False)
+    predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
+    for sentence, block in zip(SENTENCES, predicted, strict=True):
+        question = form.question(f" {sentence}\n")
+        header, graph = block.strip().split("\n", 1)
+        assert header == f"#::snt {sentence}"
+        assert f"\n{graph}\n" in form.shown(question, page.answer(model, question), model.answerer).text
+    with pytest.raises(UserError, match=r"too long: .* tokens"):
+        page.answer(model, form.question("Tôi đọc sách . " * 20_000))
+
+
+@pytest.mark.parametrize("record", [fact(1), meeting(1)])
+def test_a_question_is_asked_as_by_evaluate(record: Record) -> None:
+    asked = MoeForm(None).question(record.question, record.context or "")  # type: ignore[arg-type]
+    assert asked.messages == conversation(record, answered=False).messages
+
+
+def bomb() -> bytes:
+    """A PNG of a kilobyte that claims 60,000 x 60,000 pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(99))), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pipeline
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        (DETECTION, "", "choose a photograph"),
+        (DETECTION, bomb(), "pixels"),
+        (DETECTION, b"\xff\xd8\xff\xe0 no more of it", "unreadable image"),
+        (DETECTION, b"", "no image"),
+        (AMR, " \n", "write a sentence"),
+        (AMR, "Tôi đọc .\nMẹ thấy .", "one sentence"),
+        (AMR, "Tôi <|im_end|> đọc .", "chat markup"),
+    ],
+)
+def test_unusable_input_is_refused(
+    workspace: Path, tmp_path: Path, name: str, given: bytes | str, problem: str
+) -> None:
+    value = given
+    if isinstance(value, bytes):
+        (tmp_path / "photograph.jpg").write_bytes(value)
+        value = str(tmp_path / "photograph.jpg")
+    with pytest.raises(UserError, match=problem):
+        command.form_of(command.read_run(name)).question(value)
+
+
+def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
+    drawn = list(mermaid(read_graph('(m / muốn :agent (c / cậu_bé) :polarity - :theme (m2 / "mua x" :agent c))')))
+    assert drawn == [
+        "flowchart TD",
+        'n0["muốn"]',
+        'n0 -- "#58;agent" --> n1',
+        'n0c1(["#45;"])',
+        'n0 -- "#58;polarity" --> n0c1',
+        'n0 -- "#58;theme" --> n2',
+        'n1["cậu#95;bé"]',
+        'n2["#34;mua#32;x#34;"]',
+        'n2 -- "#58;agent" --> n1',
+    ]
+    assert escaped('"]--><b>`') == "#34;#93;#45;#45;#62;#60;b#62;#96;"
+
+
+def test_a_run_that_cannot_be_tried_is_refused_at_once(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert f"port {port}: Address already in use" in refused("--port", port)
+    monkeypatch.delitem(FORMS, "detection")
+    assert "tools/try_run/forms.py" in refused()
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert "make setup EXTRAS=try" in refused()
+
+
+def refused(*options: str) -> str:
+    result = CliRunner().invoke(command.main, [DETECTION, *options])
+    assert result.exit_code == 1
+    return result.output
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browser_test = pytest.mark.skipif(
+    "CI" not in os.environ and (CHROMIUM is None or find_spec("playwright") is None),
+    reason="needs a Chromium (apt install chromium) and playwright",
+)
+HOSTILE = """"x ``` <img src='http://192.0.2.1/x.png'> &amp;\""""
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Any]:
+    """The page in a headless browser; every request has to go to this machine."""
+    from playwright.sync_api import sync_playwright
+
+    elsewhere: list[str] = []
+
+    def check(request: Any) -> None:
+        if not request.url.startswith((url, "data:", "blob:")):
+            elsewhere.append(request.url)
+
+    with sync_playwright() as playwright:
+        # Its own sandbox works neither for root nor in most containers.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
+        tab = browser.new_page(viewport={"width": 1100, "height": 900})
+        tab.set_default_timeout(60_000)
+        tab.on("request", check)
+        tab.goto(url)
+        yield tab
+        browser.close()
+    assert elsewhere == []
+
+
+@contextmanager
+def served(form: Any, models: list[Any]) -> Iterator[Any]:
+    blocks = page.make_page("page", form, models)
+    try:
+        with opened(page.serve(blocks, None)) as tab:
+            yield tab
+    finally:
+        blocks.close()
+
+
+@pipeline
+@browser_test
+def test_a_photograph_in_a_browser_gets_its_boxes(workspace: Path, tmp_path: Path) -> None:
+    """The command itself, as make calls it; Ctrl-C leaves nothing of the uploads."""
+    record = read_split(Path("data/prepared/nutrition-tables"), "val")[0]
+    (tmp_path / "photograph.jpg").write_bytes(record.image)
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "BROWSER": "true"}
+    words = [sys.executable, "-u", "-m", "tools.try_run", DETECTION]
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, **options) as process:
+        try:
+            assert process.stdout is not None
+            url = next(line for line in process.stdout if "http://" in line).split("(")[0].split()[-1]
+            connections = psutil.Process(process.pid).net_connections()
+            assert [each.laddr.ip for each in connections if each.status == "LISTEN"] == ["127.0.0.1"]
+            with opened(url) as tab:
+                assert tab.request.get(f"{url}gradio_api/file={Path.cwd()}/params.yaml").status == 403
+                assert tab.request.get(url, headers={"Host": "elsewhere.example"}).status == 400
+                tab.set_input_files("input[type=file]", tmp_path / "photograph.jpg")
+                for index, name in enumerate(("base-vlm", DETECTION)):
+                    row = pq.read_table(f"data/runs/{name}/predictions.parquet").to_pylist()[0]
+                    answered = tab.get_by_label("Answer, word for word").nth(index)
+                    tab.wait_for_function("box => box.value", arg=answered.element_handle())
+                    assert answered.input_value() == row["text"]
+                    source = tab.locator("img").nth(index).get_attribute("src")
+                    drawn = Image.open(io.BytesIO(tab.request.get(source).body()))
+                    boxes = [(tuple(box), label or "?") for box, label in zip(row["boxes"], row["labels"], strict=True)]
+                    assert drawn.tobytes() == draw_boxes(record, boxes, PREDICTION_COLOUR).tobytes()
+                tab.get_by_label("Clear").click()
+                tab.set_input_files("input[type=file]", tmp_path / "bomb.png")
+                problem = tab.get_by_label("Cannot be asked")
+                problem.wait_for()
+                assert "3600000000 pixels" in problem.input_value()
+                assert tab.get_by_label("Answer, word for word").first.input_value() == ""
+            assert list(scratch.iterdir())
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate()[0]
+        finally:
+            process.kill()
+    assert (process.returncode, "Traceback" in rest) == (0, False), rest
+    assert list(scratch.iterdir()) == []
+
+
+@pipeline
+@browser_test
+def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = command.read_run(AMR)
+    graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
+    monkeypatch.setattr(page, "answer", lambda model, question: graph)
+    with served(command.form_of(run), command.load_models(run, with_base=False)) as tab:
+        tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
+        tab.get_by_role("button", name="Ask").click()
+        tab.locator("svg .nodeLabel").first.wait_for()
+        assert sorted(tab.locator("svg .nodeLabel").all_inner_texts()) == sorted(["muốn", "cậu_bé", "-", HOSTILE])
+        roles = [":agent", ":agent", ":polarity", ":theme"]
+        assert sorted(tab.locator("svg .edgeLabel p").all_inner_texts()) == roles
+
+
+@pipeline
+@browser_test
+def test_a_dialogue_in_a_browser_continues_from_the_models_own_answers(workspace: Path) -> None:
+    run = command.read_run(AMR)
+    (model,) = command.load_models(run, with_base=False)
+    messages, answers = [message("system", "Short.")], []
+    with served(ChatForm(run), [model]) as tab:
+        tab.get_by_label("A system prompt").fill("Short.")
+        for turn, text in enumerate(("Xin chào", HOSTILE)):
+            messages.append(message("user", text))
+            answers.append(page.answer(model, Conversation(sample_id="", messages=messages)))
+            messages.append(message("assistant", answers[-1]))
+            tab.get_by_label("A message").fill(text)
+            tab.get_by_role("button", name="Ask").click()
+            tab.get_by_test_id("bot").nth(turn).wait_for()
+        assert tab.get_by_test_id("bot").all_text_contents() == answers
+        assert tab.get_by_test_id("user").all_text_contents() == ["Xin chào", HOSTILE]

@@ -1,0 +1,233 @@
+"""A task on a page: the fields that a person fills in, the question made of them, and the answer as it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from stages.core.errors import UserError
+from stages.kit.data.conversation import Conversation
+from stages.kit.data.images import parse_image
+from stages.kit.data.texts import markup_problem
+from stages.tasks import reader_of
+from stages.tasks.amr import predictions as amr
+from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
+from stages.tasks.detection import samples as detection
+from stages.tasks.detection import sources as detection_sources
+from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.moe import samples as moe
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from stages.core.params.schema import Params
+    from stages.kit.evaluation.answer import Answerer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A recipe or a baseline."""
+
+    params: Params
+    name: str
+    answer_format: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    kind: Literal["image", "line", "text"]
+    """The value of an image is the path of a file."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """An answer for people; the page shows the completion itself below."""
+
+    image: Image | None = None
+    text: str = ""
+    """Markdown, in which text of a model or a person is escaped."""
+
+
+class Form(Protocol):
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+
+    @property
+    def output(self) -> Literal["image", "text", "dialogue"]:
+        """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
+
+    def question(self, *values: str) -> Conversation:
+        """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown: ...
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def following(question: Conversation, turns: Sequence[tuple[str, str]]) -> Conversation:
+    """The question after earlier turns of (role, text), of user and assistant."""
+    *system, last = question.messages
+    return replace(question, messages=[*system, *(message(*turn) for turn in turns), last])
+
+
+def _text(value: str, name: str = "") -> str:
+    """The value without white space around it. Raises UserError for chat markup, and for an empty text with a name."""
+    text = value.strip()
+    if name and not text:
+        raise UserError(f"write {name} first")
+    if problem := markup_problem(text):
+        raise UserError(problem)
+    return text
+
+
+class DetectionForm:
+    fields = (Field(kind="image", label="Drop a photograph"),)
+    output: Final = "image"
+
+    def __init__(self, run: Run) -> None:
+        data = run.params.subject(run.name).data
+        self.sample = detection.read_split(Path("data/prepared") / data, "val")[0]
+        """A sample of the run's data, with the prompt and the form of answers."""
+        self.max_pixels = reader_of(detection_sources, run.params.dataset(data)).max_image_pixels
+
+    def question(self, *values: str) -> Conversation:
+        if not values[0]:
+            raise UserError("choose a photograph first")
+        path = Path(values[0])
+        fields, problems = parse_image({"image_id": path.name, "image": {"bytes": path.read_bytes()}}, self.max_pixels)
+        if problems:
+            raise UserError(f"{path.name}: {'; '.join(problems)}")
+        record = replace(self.sample, **fields, boxes=(), labels=(), categories=(), place=None)
+        return detection.conversation(record, answered=False)
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        from stages.kit.models.prompts import resizing
+
+        (record,) = question.images
+        assert isinstance(record, detection.DetectionRecord)
+        resized = resizing(answerer.processor)
+        assert resized is not None, "the task is refused to models without a vision tower"
+        family = detection.codec_of(record.answer, answerer.model.config.model_type)
+        decoded = detection.decode_boxes(answer, family=family, size=resized(record.width, record.height))
+        found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
+        boxes = [
+            f"x {x0 * record.width:.0f} to {x1 * record.width:.0f}, y {y0 * record.height:.0f} to "
+            f"{y1 * record.height:.0f} of {record.width} x {record.height} pixels"
+            for x0, y0, x1, y1 in decoded.boxes
+        ]
+        text = "The answer says that there is none." if decoded.none else "; ".join(boxes)
+        return Shown(
+            image=draw_boxes(record, found, PREDICTION_COLOUR), text=text or "No box can be read in the answer."
+        )
+
+
+class AmrForm:
+    fields = (Field(kind="line", label="A sentence"),)
+    output: Final = "text"
+
+    def __init__(self, run: Run) -> None:
+        assert run.answer_format is not None, "plans and baselines of this task have one"
+        self.answer_format = run.answer_format
+
+    def question(self, *values: str) -> Conversation:
+        sentence = _text(values[0], "a sentence")
+        if len(sentence.splitlines()) > 1:
+            raise UserError("one sentence at a time, on one line")
+        return amr.conversation(sentence, answer_format=self.answer_format)
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        """The graph that `predict` writes: the answer's, a repaired one, or an empty one."""
+        submission = amr.submission([question.sample_id], [answer], answer_format=self.answer_format)
+        _, graph = submission.text.replace("\r\n", "\n").split("\n", 1)
+        note = "The answer is no graph; this is its repair.\n" if submission.repaired else ""
+        note += "The answer holds no concept; `predict` writes an empty graph.\n" if submission.empty else ""
+        drawn = "\n".join(mermaid(read_graph(graph)))
+        fence = "```"
+        while fence in graph:
+            fence += "`"
+        return Shown(text=f"{note}\n```mermaid\n{drawn}\n```\n\n{fence}\n{graph.rstrip()}\n{fence}\n")
+
+
+def mermaid(graph: Node) -> Iterator[str]:
+    """The graph as a flowchart of Mermaid, which Gradio's Markdown draws: concepts in boxes, constants in round ones.
+
+    Nodes are n0, n1, ... in reading order, as references number them.
+    """
+    yield "flowchart TD"
+    numbers = {id(node): number for number, node in enumerate(graph.walk())}
+    for node in graph.walk():
+        number = numbers[id(node)]
+        yield f'n{number}["{escaped(node.concept)}"]'
+        for position, (role, target) in enumerate(node.edges):
+            if isinstance(target, str):
+                other = f"n{number}c{position}"
+                yield f'{other}(["{escaped(target)}"])'
+            else:
+                other = f"n{target.node if isinstance(target, Reference) else numbers[id(target)]}"
+            yield f'n{number} -- "{escaped(role)}" --> {other}'
+
+
+def escaped(text: str) -> str:
+    """The text with all but letters and digits as Mermaid's character codes, so that none is syntax."""
+    return "".join(char if char.isalnum() else f"#{ord(char)};" for char in text)
+
+
+class MoeForm:
+    fields = (
+        Field(kind="line", label="A question"),
+        Field(kind="text", label="The transcript that it is about, or nothing"),
+    )
+    output: Final = "text"
+
+    def __init__(self, run: Run) -> None:
+        pass
+
+    def question(self, *values: str) -> Conversation:
+        record = moe.Record(
+            id="question",
+            domain="qmsum" if values[1].strip() else "truthfulqa",
+            question=_text(values[0], "a question"),
+            context=_text(values[1]) or None,
+            best="",
+            correct=("",),
+            incorrect=(),
+            file="",
+            line=1,
+        )
+        return moe.conversation(record, answered=False)
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        return Shown()
+
+
+class ChatForm:
+    fields = (
+        Field(kind="line", label="A message"),
+        Field(kind="text", label="A system prompt before all messages, or nothing"),
+    )
+    output: Final = "dialogue"
+
+    def __init__(self, run: Run) -> None:
+        pass
+
+    def question(self, *values: str) -> Conversation:
+        text, system = _text(values[0], "a message"), _text(values[1])
+        before = [message("system", system)] if system else []
+        return Conversation(sample_id="message", messages=[*before, message("user", text)])
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        return Shown()
+
+
+FORMS: dict[str, type[DetectionForm | AmrForm | MoeForm | ChatForm]] = {
+    "detection": DetectionForm,
+    "amr": AmrForm,
+    "moe": MoeForm,
+    "chat": ChatForm,
+}
+"""The form of each task that has one."""
