@@ -1,4 +1,4 @@
-"""What becomes of files, for hypothesis to draw: damage to bytes, to texts, and to what JSON and YAML files hold."""
+"""Damage for hypothesis to draw: to bytes, to texts, and to the trees of JSON and YAML files."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_what_a_gate_takes_is_foreseen_and_how_well_it_chooses_is_recorded(finis
         curve = run_dir / "training/plots/metrics/train/router_accuracy.tsv"
         assert curve.is_file() == (recipe == "gate-labels")
         assert (training["router_accuracy"] is not None) == (recipe == "gate-labels")
-    # Of labels nothing is kept for a backward pass.
+    # With labels nothing is kept for a backward pass.
     taken = {recipe: read(Path(f"data/runs/{recipe}/memory.json"))["budget_gib"] for recipe in ("gate-labels", "gate")}
     assert taken["gate-labels"]["activations"] < taken["gate"]["activations"]
 

@@ -1,4 +1,4 @@
-"""What has to start at once never waits for torch, nor for transformers.
+"""Modules that have to start at once import neither torch nor transformers.
 
 The layers themselves are contracts of import-linter, in pyproject.toml. To it an import inside a function is
 one like any other, and those are just what keeps these modules fast.
@@ -102,7 +102,7 @@ def test_the_launcher_imports_little_beside_the_standard_library() -> None:
 
 
 def test_a_process_ends_without_looking_for_garbage_in_all_that_it_imported() -> None:
-    # Of the functions that are called in the end, the first comes last.
+    # Functions registered first are called last.
     code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import stages"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(result.stdout) > 1000
