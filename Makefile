@@ -141,18 +141,14 @@ test-vllm:
 	@$(offline) $(python) -m pytest -m vllm -n 0 tests/kit/evaluation $(ARGS)
 
 .PHONY: gpu
-gpu: setup ## Measure all that only a GPU can tell, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run)
+gpu: setup ## Measure what only a GPU can show, and write docs/gpu/DEVICE.md (BUDGET_S=540, ARGS=--dry-run, ARGS="--calibrate RESULTS")
 	@$(offline) $(python) -m tools.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(ARGS)
-	@$(if $(findstring --dry-run,$(ARGS)),,$(offline) $(python) -m tools.bench --cuda)
+	@$(if $(findstring --dry-run,$(ARGS))$(findstring --calibrate,$(ARGS)),,$(offline) $(python) -m tools.gpu.bench --cuda)
 
+# Time the kit's faster ways against what they replace (ARGS="--cuda", ARGS="--vlm FOLDER --llm FOLDER")
 .PHONY: bench
-bench: setup ## Time what was made fast against what it replaces (ARGS="--cuda", ARGS="--vlm FOLDER --llm FOLDER")
-	@$(offline) $(python) -m tools.bench $(ARGS)
-
-.PHONY: calibrate
-calibrate: setup ## Write what make gpu measured of memory into predictions (RESULTS=.bakeoff/gpu/DEVICE.jsonl, ARGS="--dry-run")
-	@$(offline) $(python) -m tools.calibrate $(or $(RESULTS),$(filter-out %/cpu.jsonl,$(wildcard .bakeoff/gpu/*.jsonl)),\
-		$(error nothing was measured on a GPU here; make gpu does)) $(ARGS)
+bench: setup
+	@$(offline) $(python) -m tools.gpu.bench $(ARGS)
 
 # Its own Python stays as it is: TARGET is that of the image, and only cpu's can be tried anywhere.
 # Run the whole pipeline in real containers, and try to break out of one (ENGINE=docker|podman|apptainer)

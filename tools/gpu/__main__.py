@@ -1,75 +1,377 @@
-"""Measure everything that only a GPU can tell, and write it up.
+"""Measure everything that needs a GPU, and write it up; or set the constants of memory predictions by the results.
 
-Reads   nothing but this checkout: tiny models that it has, and random weights in the known geometries
-Writes  .bakeoff/gpu/DEVICE.jsonl   a line a result; what has one is not measured again
-        docs/gpu/DEVICE.md          the same for people
-Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run
+Reads   nothing but this checkout: shipped recipes and profiles, on random weights in the published geometries
+Writes  .bakeoff/gpu/DEVICE.jsonl                    a line per measurement; what has one is not measured again
+        docs/gpu/DEVICE.md                           the same for people
+        stages/kit/memory/calibration.yaml           with --calibrate
+Run     make gpu, make gpu BUDGET_S=540, make gpu ARGS=--dry-run, make gpu ARGS=--calibrate
 
-In order of worth: what works at all; recipes at tiny size, all the way, the same bytes again, and after a kill;
-trainings at real size: memory, predicted and measured, speed, and what a step spends its time on; answers. Each piece
-has a process of its own. That memory runs out is a result; what fails is tried again, last. It needs no network.
+First come facts and three trainings, which give speed and memory in ten minutes; then more trainings, generation, and
+recipes at tiny size all the way. Each measurement has a process of its own; predictions run beside on the CPU. Running
+out of memory is a result; failures are tried again, last. It needs no network.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import click
 
-from stages.core.errors import configure_logging, pluralize
+from stages.core.environment import stage_environment
+from stages.core.errors import OUT_OF_MEMORY, UserError, configure_logging
 from stages.core.records import publish_text
-from tools.gpu.device import device_to_measure
-from tools.gpu.page import page
-from tools.gpu.pieces import FACTS, catalogue, chosen
-from tools.gpu.results import Results
-from tools.gpu.runner import Runner
+from stages.core.signals import end_with_parent
+from stages.kit.launcher.gpus import leased_gpus, read_gpus
+from stages.kit.launcher.process import cuda_of_torch, installed_packages, triton_dir
+from stages.kit.memory.calibration import SHIPPED_PATH, load_calibration
+from tools.gpu.page import comparisons, constants, data, page, recalibrated
 
 log = logging.getLogger("stages")
 
-RESULTS_DIR = Path(".bakeoff/gpu")
+DECIDING = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "flash-attn")
+"""Packages whose versions change every result."""
+TIMEOUT_S = 900
+
+_7B, _VLM_7B, _VLM_2B = (
+    {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline"},
+    {"profile": "qwen2-vl-7b-48gb"},
+    {"profile": "qwen2-vl-2b-24gb", "recipe": "r1-llm-only"},
+)
+_LONG, _OPEN, _PLAIN = (
+    {"micro_batch": 2, "max_length": 4096},
+    {"gradient_checkpointing": False},
+    {"fused_kernels": False},
+)
+_TINY: dict[str, Any] = {"profile": "tiny", "micro_batch": 2, "max_length": 96, "attn": "auto"}
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cuda": (
+        *({**_7B, **_LONG}, _VLM_2B, {"profile": "moe-80gb", "recipe": "moe-finetune"}),
+        *({**_VLM_7B, "recipe": recipe} for recipe in ("r1-llm-only", "r2-vision-only", "r4-joint")),
+        *({**_7B, **_LONG, **_OPEN}, {**_7B, **_LONG, **_PLAIN}, {**_7B, **_OPEN, "quantization": "nf4"}),
+        # The same sentences one at a time and eight at once: the share of launches in a step.
+        *({**_7B, "micro_batch": size, "max_length": 256} for size in (8, 1)),
+        *({**_VLM_2B, **_OPEN, "micro_batch": 16}, {**_VLM_2B, "precision": "fp16"}),
+        *({**_VLM_2B, "recipe": "r2-vision-only", "optimizer": name} for name in ("adamw_torch", "adamw_8bit")),
+        {**_VLM_7B, "recipe": "r1-llm-only", "features_bytes": 0},
+        {**_VLM_7B, "recipe": "r1-llm-only", **_PLAIN},
+        {**_VLM_7B, "recipe": "r1-llm-only", "attn": "flash_attention_2"},
+        {**_VLM_7B, "recipe": "r4-joint", "quantization": "none"},
+        {**_VLM_7B, "recipe": "r2-vision-only", "optimizer": "paged_adamw_8bit"},
+        {"profile": "moe-80gb", "recipe": "moe-expert-truthfulqa"},
+    ),
+    "cpu": tuple(
+        {**_TINY, "recipe": recipe} for recipe in ("amr-baseline", "r1-llm-only", "r2-vision-only", "moe-finetune")
+    ),
+}
+"""Trainings: a shipped recipe on a shipped profile, with changes of the plan; the most telling first."""
+GENERATION: dict[str, tuple[dict[str, Any], ...]] = {
+    "cuda": (
+        {"setting": {**_VLM_2B, "max_length": 1344}, "batch_size": 16, "new_tokens": 64},
+        {"setting": {**_7B, "max_length": 256}, "batch_size": 16, "new_tokens": 256},
+        {
+            "setting": {"profile": "moe-80gb", "recipe": "moe-finetune", "max_length": 384},
+            "batch_size": 16,
+            "new_tokens": 128,
+        },
+    ),
+    "cpu": ({"setting": {**_TINY, "recipe": "amr-baseline", "max_length": 16}, "batch_size": 2, "new_tokens": 4},),
+}
+RECIPES = {"r1-llm-only": None, "r2-vision-only": "none", "amr-baseline": "none"}
+"""Recipes that go all the way at tiny size, each with its profile's quantization."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    job: str
+    name: str
+    task: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.job}: {self.name}"
+
+
+FACTS = Measurement("facts", "device", {})
+
+
+def measurements(kind: str, facts: Mapping[str, Any], *, paged: bool = False) -> list[Measurement]:
+    """All measurements in order. paged: also optimizers that use managed memory, which not every machine allows."""
+    has_bf16 = kind == "cpu" or not facts or tuple(facts["capability"]) >= (8, 0)  # from 8.0 on in hardware
+    fallback = {} if has_bf16 else {"precision": "fp16"}
+    trainings = [
+        Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}})
+        for setting in SETTINGS[kind]
+        if (paged or not setting.get("optimizer", "").startswith("paged"))
+        and (find_spec("flash_attn") or setting.get("attn") != "flash_attention_2")
+    ]
+    generation = [
+        Measurement("generation", name_of(task["setting"]), {**task, "setting": {**task["setting"], **fallback}})
+        for task in GENERATION[kind]
+    ]
+    optimizer = "adamw_torch_fused" if kind == "cuda" else "adamw_torch"
+    memory = {"precision": "bf16" if has_bf16 else "fp16", "attn": "auto", "optimizer": optimizer}
+    recipes = [
+        Measurement("recipes", recipe, {"recipe": recipe, "memory": {**memory, "quantization": quantization}})
+        for recipe, quantization in RECIPES.items()
+    ]
+    return [*trainings, *generation, *recipes]
+
+
+def name_of(setting: Mapping[str, Any]) -> str:
+    changes = [f"{name} {value}" for name, value in setting.items() if name not in ("profile", "recipe")]
+    return ", ".join([f"{setting['profile']} {setting['recipe']}", *changes])
+
+
+class Results:
+    """Results of one device with one set of versions: a line of JSON each, possibly cut off in the last one."""
+
+    def __init__(self, path: Path, *, measured_here: bool = True) -> None:
+        """measured_here: with the installed versions; else with those of the file's last line."""
+        self.path, self._lock = path, Lock()
+        lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.is_file() else []
+        found = [json.loads(line) for line in lines]
+        packages = installed_packages(sys.path)
+        self.versions = {name: packages[name] for name in DECIDING if name in packages}
+        if found and not measured_here:
+            self.versions = found[-1]["versions"]
+        self.by_key = {each["key"]: each for each in found if each["versions"] == self.versions}
+
+    def todo(self, wanted: Sequence[Measurement]) -> list[Measurement]:
+        """New measurements first, then failed ones."""
+        failed = {key for key, each in self.by_key.items() if each["status"] == "failed"}
+        left = [each for each in wanted if each.key in failed or each.key not in self.by_key]
+        return sorted(left, key=lambda each: each.key in failed)
+
+    def keep(self, key: str, status: str, *, seconds: float, problem: str, data: Mapping[str, Any]) -> None:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        result = {"key": key, "status": status, "data": data, "problem": problem, "seconds": round(seconds, 1)}
+        result |= {"date": date, "versions": self.versions}
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)  # an unfinished last line
+                file.write(f"{json.dumps(result)}\n".encode())
+                file.flush()
+                os.fsync(file.fileno())
+            self.by_key[key] = json.loads(json.dumps(result))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Measurements in processes of their own, until the time is up: nothing of the one before is left on the device."""
+
+    kind: str
+    uuid: str
+    results: Results
+    deadline: float
+    """In time.monotonic; nothing starts after it."""
+
+    def run(self, wanted: Sequence[Measurement]) -> None:
+        """Keeps each result as it comes. Predictions run ahead in a second process, on the CPU."""
+        with ThreadPoolExecutor(1) as pool:
+            ahead = {each.key: pool.submit(self._predict, each) for each in wanted if each.job == "trainings"}
+            try:
+                for each in wanted:
+                    self._measure(each, ahead.get(each.key))
+            finally:
+                for future in ahead.values():
+                    future.cancel()
+
+    def _predict(self, training: Measurement) -> None:
+        task = {**training.task, "facts": data(self.results.by_key, FACTS.key)}
+        self._keep(Measurement("predictions", training.name, task))
+
+    def _measure(self, wanted: Measurement, ahead: Future[None] | None) -> None:
+        task = dict(wanted.task)
+        if ahead is not None:
+            ahead.result()
+            task["prediction"] = data(self.results.by_key, f"predictions: {wanted.name}")
+            if not task["prediction"]:
+                return
+        if wanted.job == "generation":
+            task["facts"] = data(self.results.by_key, FACTS.key)
+        self._keep(Measurement(wanted.job, wanted.name, task))
+
+    def _keep(self, wanted: Measurement) -> None:
+        if time.monotonic() > self.deadline or not self.results.todo([wanted]):
+            return
+        log.info("%s ...", wanted.key)
+        began, log_path = time.monotonic(), self.results.path.parent / "logs" / f"{_slug(wanted.key)}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bakeoff-gpu-", ignore_cleanup_errors=True) as folder:
+            answer_path = Path(folder, "answer.json")
+            code = self._code(wanted, answer_path, log_path)
+            found = json.loads(answer_path.read_text(encoding="utf-8")) if code == 0 else {}
+        status, problem = ("done", "") if code == 0 else ("out of memory", "out of memory")
+        if code not in (0, OUT_OF_MEMORY):
+            lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            status, problem = (
+                "failed",
+                f"{(lines or [f'exit code {code}'])[-1].removeprefix('Error: ')} (see {log_path})",
+            )
+        seconds = time.monotonic() - began
+        self.results.keep(wanted.key, status, seconds=seconds, problem=problem, data=found)
+        log.info("%s: %s in %.0f s", wanted.key, problem or status, seconds)
+
+    def _code(self, wanted: Measurement, answer_path: Path, log_path: Path) -> int:
+        """The exit code of measure.py in the environment of a stage."""
+        environment = stage_environment("train", os.environ, network=False, terminal=False) | {
+            # An empty list is none: a prediction must work without a GPU.
+            "CUDA_VISIBLE_DEVICES": "" if wanted.job == "predictions" else self.uuid,
+            "TRITON_CACHE_DIR": str(triton_dir(None, Path.cwd())),
+            "TMPDIR": str(answer_path.parent),
+        }
+        arguments = [wanted.job, self.kind, json.dumps(dict(wanted.task)), str(answer_path)]
+        with log_path.open("wb") as output:
+            try:
+                return subprocess.run(
+                    [sys.executable, "-m", "tools.gpu.measure", *arguments],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=TIMEOUT_S,
+                    check=False,
+                    preexec_fn=end_with_parent(),
+                ).returncode
+            except subprocess.TimeoutExpired:
+                output.write(f"\ntook more than {TIMEOUT_S} s\n".encode())
+                return 1
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+@contextmanager
+def device_to_measure(kind: str, *, holder: str) -> Iterator[tuple[str, str]]:
+    """Name and UUID of the one GPU, free and leased, or of this CPU. Raises UserError if torch has none to use."""
+    if kind == "cpu":
+        yield "CPU", ""
+        return
+    if not read_gpus():
+        raise UserError("there is no NVIDIA GPU here; try it on this CPU with: make gpu ARGS=--dry-run")
+    if cuda_of_torch() is None:
+        raise UserError("torch is built for CPUs here; install the other build with: make setup TARGET=cuda")
+    with leased_gpus(
+        1,
+        locks_dir=Path(".bakeoff/gpus"),
+        holder=holder,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        say=lambda text: log.info("%s", text),
+    ) as (gpu,):
+        yield gpu.name, gpu.uuid
+
+
+def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> None:
+    """Write the constants that follow from the results, once every training has been tried."""
+    facts, rows = data(results.by_key, FACTS.key), comparisons(results.by_key)
+    if not rows:
+        raise UserError(f"{results.path} compares no training with its prediction; measure some with: make gpu")
+    values = constants(results.by_key)
+    versions = (f"{name} {results.versions[name]}" for name in ("torch", "transformers", "bitsandbytes"))
+    measured = ", ".join((facts["name"], *versions, f"{datetime.now().astimezone():%Y-%m-%d}"))
+    for name, value in values.items():
+        click.echo(f"{name}: {value:g} ({measured})")
+    if left := [each for each in wanted if each.job == "trainings" and each.key not in results.by_key]:
+        raise UserError(f"{len(left)} trainings are still to be tried, by: make gpu")
+    before = path.read_text(encoding="utf-8")
+    publish_text(recalibrated(before, values, measured), path)
+    try:
+        load_calibration(path)
+    except UserError:
+        publish_text(before, path)
+        raise
+    click.echo(f"wrote {path}; it is part of every plan, so commit it")
 
 
 @click.command(help=__doc__)
 @click.option("--budget-s", type=float, default=math.inf, help="After so many seconds nothing more starts.")
-@click.option("--only", multiple=True, help="Pieces whose names contain one of these, e.g. 'trainings:' or 'r1 nf4'.")
+@click.option("--only", multiple=True, help="Measurements whose keys contain one of these, e.g. 'trainings:'.")
 @click.option("--paged", is_flag=True, help="Also optimizers that use managed memory.")
-@click.option("--dry-run", is_flag=True, help="Walk all of it on this CPU with tiny models, and print the page.")
-@click.option("--results-dir", type=click.Path(path_type=Path), default=RESULTS_DIR, show_default=True)
-def main(budget_s: float, only: tuple[str, ...], paged: bool, dry_run: bool, results_dir: Path) -> None:
-    deadline = time.monotonic() + budget_s
+@click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, and print the page.")
+@click.option(
+    "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
+)
+@click.option("--again", is_flag=True, help="With --calibrate: predict again, after a change of the predictor.")
+@click.option("--results-dir", type=click.Path(path_type=Path), default=Path(".bakeoff/gpu"), show_default=True)
+def main(
+    budget_s: float,
+    only: tuple[str, ...],
+    paged: bool,
+    dry_run: bool,
+    calibrate_by: Path | None,
+    again: bool,
+    results_dir: Path,
+) -> None:
     configure_logging("gpu")
+    deadline = time.monotonic() + budget_s
+    if calibrate_by is not None:
+        results = Results(calibrate_by, measured_here=False)
+        wanted = measurements("cuda", data(results.by_key, FACTS.key), paged=paged)
+        if again:
+            predict_again(results, wanted)
+        calibrate(results, wanted, SHIPPED_PATH)
+        return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    interrupted = False
-    with device_to_measure("cpu" if dry_run else "cuda", holder="make gpu") as device:
-        results = Results(results_dir / f"{device.slug}.jsonl")
-        runner = Runner(device, results, deadline=deadline)
+    kind, interrupted = "cpu" if dry_run else "cuda", False
+    with device_to_measure(kind, holder="make gpu") as (name, uuid):
+        results = Results(results_dir / f"{_slug(name)}.jsonl")
+        runner = Runner(kind, uuid, results, deadline)
         try:
             runner.run(results.todo([FACTS]))
-            runner.run(results.todo(chosen(catalogue(device.kind, results.data(FACTS.key), paged=paged), only)))
+            wanted = measurements(kind, data(results.by_key, FACTS.key), paged=paged)
+            chosen = [each for each in wanted if not only or any(part in each.key for part in only)]
+            runner.run(results.todo(chosen))
         except KeyboardInterrupt:
             interrupted = True
-    pieces = catalogue(device.kind, results.data(FACTS.key), paged=paged)
-    asked = chosen(pieces, only)
-    text = page(device, results, pieces)
+    wanted = measurements(kind, data(results.by_key, FACTS.key), paged=paged)
+    text = page(name, results.by_key, [FACTS.key, *(each.key for each in wanted)], results.versions)
     if dry_run:
         click.echo(text)
     else:
-        path = Path("docs/gpu") / f"{device.slug}.md"
+        path = Path("docs/gpu") / f"{_slug(name)}.md"
         publish_text(text, path)
         log.info("wrote %s", path)
-    left = results.todo(asked)
-    if left:
-        why = "interrupted: what was measured is kept; " if interrupted else ""
-        log.info("%s%s left; the same command goes on: %s", why, pluralize(len(left), "piece"), left[0].key)
-    tried = [results.by_piece[piece.key] for piece in asked if piece.key in results.by_piece]
-    if bad := [result for result in tried if not result.is_well]:
-        log.info("%s not as hoped, among them %s", pluralize(len(bad), "result"), bad[0].piece)
+    bad = [
+        key
+        for key, each in results.by_key.items()
+        if each["status"] == "failed" or any(value is False for value in each["data"].values())
+    ]
+    if bad:
+        log.info("failed, or bytes differ: %s", ", ".join(bad))
     sys.exit(130 if interrupted else 1 if bad else 0)
+
+
+def predict_again(results: Results, wanted: Sequence[Measurement]) -> None:
+    """Replace the predictions of measured trainings, of as many layers, on this or another machine."""
+    runner = Runner("cuda", "", results, math.inf)
+    for each in wanted:
+        key = f"predictions: {each.name}"
+        if each.job == "trainings" and data(results.by_key, each.key) and (before := data(results.by_key, key)):
+            del results.by_key[key]
+            facts = data(results.by_key, FACTS.key)
+            task = {**each.task, "facts": facts, "layers": before["layers"]}
+            runner._keep(Measurement("predictions", each.name, task))  # noqa: SLF001
 
 
 if __name__ == "__main__":

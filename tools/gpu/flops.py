@@ -1,14 +1,13 @@
-"""How much arithmetic a training step is, and how much of it a device can do in a second.
+"""Model FLOPs of a training step, and the FLOP/s that a device offers.
 
-Model FLOPs, as the PaLM paper counts them (arXiv 2204.02311, appendix B): what the step needs, not what is done twice
-to save memory. A matrix of n weights, on T tokens, is
+Model FLOPs are counted as in the PaLM paper (arXiv 2204.02311, appendix B): what the step needs, without what is
+computed twice to save memory. A matrix of n weights on T tokens is
 
-    2 n T forward  +  2 n T for its input's gradient, where one is needed  +  2 n T for its own, where it is trained
+    2 n T forward  +  2 n T for its input's gradient, if one is needed  +  2 n T for its own, if it is trained
 
-and attention over L tokens of width d is 4 L^2 d a layer, half of it where it is causal, and twice that backward. An
-input's gradient is needed from the first part on of which anything is trained: a frozen vision tower in front of LoRA
-has none. Embeddings are looked up, not multiplied; of experts those count that a token takes; the head counts for the
-tokens that the loss has.
+and attention over L tokens of width d is 4 L^2 d per layer, half if it is causal, and twice that backward. An input's
+gradient is needed from the first trained part on: a frozen vision tower in front of LoRA has none. Embeddings are
+looked up, not multiplied; a token counts for the experts that it takes; the head counts for the tokens of the loss.
 """
 
 from __future__ import annotations
@@ -26,35 +25,41 @@ from stages.kit.models.load import meta_model
 from stages.kit.planning.plan import Plan
 
 PEAKS: tuple[tuple[str, float, str], ...] = (
-    (r"B200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),
+    (r"B200|GB200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),
+    (r"H200 NVL|H100 NVL", 835.5, "NVIDIA H100 and H200 datasheets (NVL), half of the sparse figure"),
     (r"H200|GH200|H100 80GB HBM3|H800", 989.4, "NVIDIA H100 and H200 datasheets (SXM), half of the sparse figure"),
-    (r"H100 NVL", 835.5, "NVIDIA H100 datasheet (NVL), half of the sparse figure"),
     (r"H100 PCIe", 756.5, "NVIDIA H100 datasheet (PCIe), half of the sparse figure"),
+    (r"H20", 148, "NVIDIA H20 datasheet"),
     (r"A100|A800", 312, "NVIDIA A100 datasheet"),
     (r"A30", 165, "NVIDIA A30 datasheet"),
+    (r"RTX PRO 6000", 503.8, "NVIDIA RTX Blackwell whitepaper, FP32 accumulate"),
+    (r"RTX 5090", 209.5, "NVIDIA RTX Blackwell whitepaper, FP32 accumulate"),
+    (r"RTX 6000 Ada", 364.25, "NVIDIA Ada whitepaper, FP32 accumulate"),
     (r"A40", 149.7, "NVIDIA A40 datasheet"),
     (r"RTX A6000", 154.8, "NVIDIA GA102 whitepaper, 1.3"),
     (r"RTX 3090", 71, "NVIDIA GA102 whitepaper, FP32 accumulate"),
+    (r"A10G", 70, "NVIDIA A10G datasheet"),
     (r"A10", 125, "NVIDIA A10 datasheet"),
     (r"L40S", 362.05, "NVIDIA L40S datasheet"),
     (r"L40", 181.05, "NVIDIA L40 datasheet"),
     (r"L4", 121, "NVIDIA L4 datasheet, half of the sparse figure"),
     (r"RTX 4090", 165.2, "NVIDIA Ada whitepaper, FP32 accumulate"),
-    (r"V100-SXM", 125, "NVIDIA V100 datasheet"),
+    (r"V100-SXM[23]?", 125, "NVIDIA V100 datasheet"),
     (r"V100-PCIE", 112, "NVIDIA V100 datasheet"),
+    (r"Quadro RTX 6000", 130.5, "NVIDIA Turing whitepaper, FP16 tensor"),
     (r"T4", 65, "NVIDIA T4 datasheet"),
 )
 """Dense 16-bit tensor TFLOP/s by a part of the device's name, whole words; the first that matches."""
 
 
 def peak_tflops(device_name: str) -> tuple[float, str] | None:
-    """Dense bf16 or fp16 TFLOP/s, and where that is published; None for a device that is not in the table."""
+    """Dense bf16 or fp16 TFLOP/s and their source; None for a device that is not in the table."""
     found = ((peak, source) for words, peak, source in PEAKS if re.search(rf"\b({words})\b", device_name))
     return next(found, None)
 
 
 def model_flops(plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> float:
-    """FLOPs of one micro-batch, forward and backward. batch: padding counts, as it is computed with."""
+    """FLOPs of one micro-batch, forward and backward. Padding counts, since it is computed."""
     with torch.device("meta"):
         model = apply_recipe(meta_model(config), plan.parts, plan.lora, plan.full_targets)
     text = config.get_text_config()
@@ -88,7 +93,7 @@ def _attention_flops(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]
 
 
 def _squared_lengths(batch: Mapping[str, torch.Tensor]) -> int:
-    """Sum of the squares of the samples' lengths, be they padded or behind one another in a row."""
+    """Sum of the squares of the samples' lengths, padded or in one row."""
     if "position_ids" not in batch:
         num_samples, length = batch["input_ids"].shape
         return num_samples * length**2
@@ -98,7 +103,7 @@ def _squared_lengths(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def _rows(config: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> dict[Part, int]:
-    """Rows that each part's matrices are multiplied with: patches, groups of patches, tokens."""
+    """Rows that each part's matrices multiply: patches, groups of patches, tokens."""
     patches = len(batch["pixel_values"]) if "pixel_values" in batch else 0
     merged = patches // config.vision_config.spatial_merge_size**2 if patches else 0
     return {"vision": patches, "projector": merged, "llm": batch["input_ids"].numel()}

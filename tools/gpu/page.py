@@ -1,141 +1,143 @@
-"""docs/gpu/DEVICE.md: what was measured on one device, for people."""
+"""docs/gpu/DEVICE.md and the calibration, from the results of `make gpu`. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from stages.core.errors import bytes_text
-from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, markdown, seconds_text
-from tools.gpu.device import Device
-from tools.gpu.kernels import KINDS
-from tools.gpu.memory import AMOUNTS, comparisons
-from tools.gpu.pieces import FACTS, Piece, Step
-from tools.gpu.results import Results
+from stages.kit.reporting.tables import Cell, Column, Row, Table, escape_markdown, markdown
+
+AMOUNTS = ("allocated", "reserved", "total")
+MARGIN, FLOOR = 0.01, 0.02
+"""A bound is wider than the worst measured error by MARGIN, and FLOOR at least: the next setting is none of these."""
+
+Results = Mapping[str, Mapping[str, Any]]
+"""By key, e.g. `trainings: NAME`: status, data, problem, seconds, date."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a line for each piece of a step. Keys of columns are those of the piece's data and errors."""
+    """A table with a line for each measurement of a job. Keys of columns are those of its data and errors."""
 
-    step: Step
+    job: str
     heading: str
     text: str
     columns: tuple[Column, ...]
 
 
-FORMULA = (
-    "Share of peak is model FLOP utilisation: the arithmetic that a step needs, over its time and the device's dense "
-    "16-bit peak. A matrix of n weights on T tokens counts 2nT forward, 2nT for its input's gradient where one is "
-    "needed, 2nT for its own where it is trained; attention over L tokens of width d counts 4L²d a layer, half where "
-    "causal, twice backward. What checkpointing computes again does not count, nor does dequantization."
-)
+KINDS = ("copies", "dequantization", "attention", "optimizer", "Triton", "matmul", "elementwise", "communication")
 SECTIONS: tuple[Section, ...] = (
-    Section(
-        "recipes",
-        "Recipes, all the way",
-        "With the tiny bases, few steps. Peak and plan are allocated bytes, of the training that the plan missed most. "
-        "A merge deviates by a share of what training changed. Times are with the start of every process. Some "
-        "trainings are done twice, killed after a checkpoint to go on from it, and run out of memory.",
-        (
-            *(Column("answers", "Trains, merges, answers", "d"), Column("loss", "Loss", ".3f")),
-            *(Column("peak_bytes", "Peak memory", "bytes"), Column("error", "Plan against it", "+.1%")),
-            Column("logit_deviation", "Merge deviates", ".1%"),
-            *(Column("train_s", "Training", "seconds"), Column("all_s", "All stages", "seconds")),
-            *(Column("twice", "Same bytes twice"), Column("resumed", "Same bytes after a kill")),
-            Column("recognised", "End of memory recognised"),
-        ),
-    ),
-    Section(
-        "trainings",
-        "Memory, predicted and measured",
-        "One optimizer step against its prediction: scaled up from a few layers, as a plan has it, and exact, from all "
-        "layers. `make calibrate` writes the constants that follow from it.",
-        (
-            *(Column("layers", "Layers", "d"), Column("total_bytes", "Measured, all", "bytes")),
-            *(Column(amount, f"Predicted {amount}", "+.1%") for amount in AMOUNTS),
-            *(Column(f"exact {amount}", f"Exact {amount}", "+.1%") for amount in AMOUNTS),
-            Column("retries", "Retries", "d"),
-        ),
-    ),
     Section(
         "trainings",
         "Speed of training",
-        f"Random weights, full samples; steps in seconds, the median of some. {FORMULA}",
+        "Random weights, full samples; the median step. Share of peak is model FLOP utilisation (tools/gpu/flops.py): "
+        "what checkpointing computes again does not count, nor does dequantization.",
         (
-            *(Column("samples", "Samples a step", "d"), Column("step_s", "Step", ".3f")),
+            *(Column("samples", "Samples a step", "d"), Column("step_s", "Step, s", ".3f")),
             *(Column("tokens_per_s", "Tokens/s", ",.0f"), Column("tflops_per_s", "TFLOP/s", ".1f")),
             *(Column("share_of_peak", "Share of peak", ".1%"), Column("idle_share", "GPU idle", ".0%")),
             *(Column("launches", "Launches", ",d"), Column("allocated_bytes", "Peak memory", "bytes")),
         ),
     ),
+    Section("trainings", "Time of a step by kind of kernel", "", tuple(Column(kind, kind, ".0%") for kind in KINDS)),
     Section(
         "trainings",
-        "Where the time of a training goes",
-        "By kind of kernel, of all kernels' time.",
-        tuple(Column(kind, kind, ".0%") for kind, _ in KINDS),
+        "Memory, predicted and measured",
+        "One optimizer step against its prediction: scaled up from a few layers, as a plan has it, and exact.",
+        (
+            *(Column("layers", "Layers", ".0f"), Column("total_bytes", "Measured, all", "bytes")),
+            *(
+                Column(f"{name} {amount}", f"{name} {amount}", "+.1%")
+                for name in ("scaled", "exact")
+                for amount in AMOUNTS
+            ),
+            Column("retries", "Retries", "d"),
+        ),
     ),
     Section(
-        "answers",
-        "Speed of evaluation",
-        "Random weights; prompt and answer in tokens, all answers of full length. Peak and plan are allocated bytes.",
+        "generation",
+        "Generation",
+        "Random weights; prompt and completion in tokens, all completions of full length.",
         (
-            *(Column("prompt", "Prompt", ",d"), Column("new_tokens", "Answer", ",d")),
+            *(Column("prompt", "Prompt", ",d"), Column("new_tokens", "Completion", ",d")),
             *(Column("samples_per_s", "Samples/s", ".2f"), Column("first_token_s", "First token, s", ".3f")),
             *(Column("further_token_s", "Each further, s", ".4f"), Column("peak_bytes", "Peak memory", "bytes")),
             Column("error", "Plan against it", "+.1%"),
         ),
     ),
+    Section(
+        "recipes",
+        "Recipes at tiny size, all the way",
+        "The training is done twice, and once more killed after a checkpoint and resumed.",
+        (
+            *(Column("loss", "Loss", ".3f"), Column("peak_bytes", "Peak memory", "bytes")),
+            *(Column("error", "Plan against it", "+.1%"), Column("logit_deviation", "Merge deviates", ".1%")),
+            *(Column("twice", "Same bytes twice"), Column("resumed", "Same bytes after a kill")),
+        ),
+    ),
 )
 
 
-def page(device: Device, results: Results, pieces: Sequence[Piece]) -> str:
-    found = {piece: results.by_piece[piece.key] for piece in pieces if piece.key in results.by_piece}
-    command = "make gpu" if device.kind == "cuda" else "make gpu ARGS=--dry-run"
-    total = seconds_text(sum(result.seconds for result in found.values()))
-    lines = [f"# {device.name}", "", f"Measured by `{command}`: {len(found)} of {len(pieces)} pieces, in {total}."]
-    if found:
-        versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-        days = sorted({result.date[:10] for result in found.values()})
-        commits = ", ".join(dict.fromkeys(f"`{result.commit}`" for result in found.values() if result.commit))
-        lines += ["", f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, commit {commits or 'unknown'}; {versions}."]
-    if facts := results.data(FACTS.key):
-        rows = [(name, [cell]) for name, cell in _facts(facts).items()]
-        lines += ["", "## Device and software", "", *_table("What", [Column("found", "Found")], rows)]
+def page(name: str, results: Results, keys: Sequence[str], versions: Mapping[str, str]) -> str:
+    """keys: of all measurements, in order."""
+    found = {key: results[key] for key in keys if key in results}
+    days = sorted({each["date"][:10] for each in found.values()}) or ["never"]
+    lines = [
+        f"# {name}",
+        "",
+        f"Measured by `make gpu`: {len(found)} of {len(keys)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.",
+    ]
+    lines += ["", ", ".join(f"{package} {version}" for package, version in versions.items())]
+    if facts := data(results, "facts: device"):
+        rows = [(fact, [cell]) for fact, cell in _facts(facts).items()]
+        lines += ["", "## Device and software", "", *_table("Fact", [Column("found", "Found")], rows)]
     errors = comparisons(results)
     for section in SECTIONS:
-        rows = [
-            (piece.name, _cells(section.columns, {**result.data, **errors.get(piece.name, {})}, result.status))
-            for piece, result in found.items()
-            if piece.step == section.step
-        ]
+        rows = []
+        for key, result in found.items():
+            job, _, setting = key.partition(": ")
+            if job == section.job:
+                rows.append((setting, _cells(section.columns, {**result["data"], **errors.get(setting, {})}, result)))
         if rows:
-            lines += ["", f"## {section.heading}", "", section.text, "", *_table("Piece", section.columns, rows)]
-    problems = [f"- {escape_markdown(f'{each.piece}: {each.problem}')}" for each in found.values() if each.problem]
-    missing = [f"- {escape_markdown(piece.key)}" for piece in pieces if piece not in found]
-    for heading, entries in (("What did not work", problems), ("Not measured yet", missing)):
+            lines += ["", f"## {section.heading}", "", section.text, "", *_table("Setting", section.columns, rows)]
+    problems = [f"{key}: {each['problem']}" for key, each in found.items() if each["problem"]]
+    missing = [key for key in keys if key not in found]
+    for heading, entries in (("Failures", problems), ("Not measured yet", missing)):
         if entries:
-            lines += ["", f"## {heading}", "", *entries]
+            lines += ["", f"## {heading}", "", *(f"- {escape_markdown(entry)}" for entry in entries)]
     return "\n".join(lines) + "\n"
 
 
-def _cells(columns: Sequence[Column], data: Mapping[str, Any], status: str) -> list[Cell]:
-    """status: in the first column where there are no data."""
+def data(results: Results, key: str) -> dict[str, Any]:
+    return dict(results[key]["data"]) if key in results else {}
+
+
+def _cells(columns: Sequence[Column], values: Mapping[str, Any], result: Mapping[str, Any]) -> list[Cell]:
+    """The status in the first column if there are no data."""
     words = {True: "yes", False: "NO"}
-    values = [data.get(column.key) for column in columns] if data else [status, *[None] * (len(columns) - 1)]
-    return [words[value] if isinstance(value, bool) else value for value in values]
+    cells = (
+        [values.get(column.key) for column in columns]
+        if result["data"]
+        else [result["status"], *[None] * (len(columns) - 1)]
+    )
+    return [words[value] if isinstance(value, bool) else value for value in cells]
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, Cell]:
     peak = facts["peak_tflops"]
     return {
         "Device": f"{facts['name']}, compute capability {'.'.join(map(str, facts['capability']))}",
-        "Memory": f"{bytes_text(facts['memory_bytes'])}, a CUDA context takes {bytes_text(facts['context_bytes'])}",
-        "Workspaces of cuBLAS": bytes_text(facts["workspaces_bytes"]) if facts["workspaces_bytes"] else None,
-        "Driver": facts["driver"],
-        "CUDA, cuDNN": f"{facts['cuda']}, {facts['cudnn']}" if facts["cuda"] else None,
-        "Python": f"{facts['python']} on {facts['system']}",
+        "Memory": f"{bytes_text(facts['memory_bytes'])}, of which a CUDA context {bytes_text(facts['context_bytes'])}",
+        "cuBLAS workspaces": bytes_text(facts["workspaces_bytes"]) if facts["workspaces_bytes"] else None,
+        "Driver, CUDA, cuDNN": f"{facts['driver']}, {facts['cuda']}, {facts['cudnn']}",
+        "Python": facts["python"],
         "Peak, dense 16-bit": f"{peak:g} TFLOP/s ({facts['peak_source']})" if peak else "unknown: not in the table",
         **facts["probes"],
     }
@@ -144,3 +146,67 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Cell]:
 def _table(heading: str, columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[Cell]]]) -> list[str]:
     filled = tuple(Row(cells=(name, *cells)) for name, cells in rows)
     return markdown(Table(columns=(Column("name", heading), *columns), rows=filled)).splitlines()
+
+
+# --- Predictions against measurements, and the constants that follow
+
+
+def comparisons(results: Results) -> dict[str, dict[str, float]]:
+    """By setting: its layers, and the relative error of each amount of both predictions, e.g. 0.03 for 3 % too high."""
+    context, rows = context_bytes(results), {}
+    for name, measured in _measured(results).items():
+        if predicted := data(results, f"predictions: {name}"):
+            rows[name] = {"layers": float(sum(predicted["layers"]))}
+            for kind in ("scaled", "exact"):
+                amounts = {**predicted[kind], "total_bytes": predicted[kind]["reserved_bytes"] + context}
+                errors = {amount: amounts[f"{amount}_bytes"] / measured[f"{amount}_bytes"] - 1 for amount in AMOUNTS}
+                rows[name] |= {f"{kind} {amount}": error for amount, error in errors.items()}
+    return rows
+
+
+def context_bytes(results: Results) -> int:
+    """Memory in use beside torch's allocator during training; the median, since kernels differ by setting."""
+    beside = [measured["total_bytes"] - measured["reserved_bytes"] for measured in _measured(results).values()]
+    return round(median(beside)) if beside else 0
+
+
+def _measured(results: Results) -> dict[str, dict[str, Any]]:
+    found = {key.partition(": ")[2]: data(results, key) for key in results if key.startswith("trainings: ")}
+    return {name: each for name, each in found.items() if each}
+
+
+def constants(results: Results) -> dict[str, float]:
+    """Values for calibration.yaml, from at least one compared training.
+
+    Each bound is the worst measured error, widened, in thousandths, rounded outward. The total's errors count with the
+    reserved ones.
+    """
+    facts, rows = data(results, "facts: device"), comparisons(results).values()
+    values: dict[str, float] = {}
+    if context := context_bytes(results):
+        values["context_mib"] = round(context / 2**20, 1)
+    if facts["workspaces_bytes"]:
+        values["cublas_workspaces_mib"] = round(facts["workspaces_bytes"] / 2**20, 3)
+    for name, amounts in (("allocated", ("allocated",)), ("reserved", ("reserved", "total"))):
+        # A measurement lies so far above its prediction, relative to it.
+        excess = [
+            1 / (1 + row[f"{kind} {amount}"]) - 1 for row in rows for kind in ("scaled", "exact") for amount in amounts
+        ]
+        low, high = min(min(excess) - MARGIN, -FLOOR), max(max(excess) + MARGIN, FLOOR)
+        values[f"{name}_error_low"] = math.floor(round(low * 1000, 6)) / 1000
+        values[f"{name}_error_high"] = math.ceil(round(high * 1000, 6)) / 1000
+    return values
+
+
+def recalibrated(text: str, values: Mapping[str, float], measured: str) -> str:
+    """calibration.yaml with these values; comments, reasons and all else stay. measured: device, versions and day."""
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True
+    content: Any = yaml.load(text)
+    for name, value in values.items():
+        content[name]["value"] = int(value) if value == int(value) else value
+        content[name]["measured"] = measured
+    out = io.StringIO()
+    yaml.dump(content, out)
+    return out.getvalue()

@@ -43,7 +43,7 @@ from tests.kit.memory.small import (
     processor_of,
     quantization_tensors,
 )
-from tools.gpu.models import random_model, with_contents
+from tools.gpu.measure import random_model, with_contents
 
 PROCESSES = 2
 

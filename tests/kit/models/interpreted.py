@@ -30,7 +30,7 @@ from stages.kit.models.kernels import ROTATE, fused_kernels, rotated
 from stages.kit.training.kernels import refuse_wrong_kernels
 from tests.kit.memory.real_steps import measured_bytes
 from tests.kit.memory.small import ALL, FULL, batch_of, config_of, peak_bytes, plan_of, recorded
-from tools.gpu.models import random_model, with_contents
+from tools.gpu.measure import random_model, with_contents
 
 _convert = interpreter._implicit_cvt
 

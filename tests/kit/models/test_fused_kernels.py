@@ -18,7 +18,7 @@ from stages.kit.models import kernels
 from stages.kit.models.kernels import fused_kernels
 from tests import ROOT
 from tests.kit.memory.small import FULL, config_of, peak_bytes, plan_of, recorded
-from tools.gpu.models import random_model
+from tools.gpu.measure import random_model
 
 FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_like]
 

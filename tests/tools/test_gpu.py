@@ -1,0 +1,459 @@
+"""`make gpu` as far as a CPU can run it: the measurements, their results, the page and the calibration."""
+
+import difflib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerControl
+
+from stages.core.errors import UserError
+from stages.core.params.schema import PARTS
+from stages.kit.memory.calibration import SHIPPED_PATH, Calibration, load_calibration
+from stages.kit.memory.predict import MemoryPredictor
+from stages.kit.models import kernels
+from stages.kit.training.batches import FEATURES
+from stages.kit.training.resume import seed_everything
+from tests import ROOT
+from tools.gpu import __main__ as gpu
+from tools.gpu import bench, flops, measure, recipe
+from tools.gpu.__main__ import FACTS, Measurement, Results, Runner, calibrate, measurements
+from tools.gpu.flops import model_flops, peak_tflops
+from tools.gpu.measure import (
+    ACCUMULATION,
+    StepMeter,
+    attends_by_sample,
+    kind_of,
+    measure_generation,
+    planned,
+    predict_training,
+    random_trainer,
+    training_batch,
+    tried,
+    with_contents,
+)
+from tools.gpu.page import FLOOR, comparisons, constants, data, page, recalibrated
+
+MIB = 2**20
+DEVICE = {"kind": "cuda", "name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 139 * 2**30}
+DEVICE |= {"context_bytes": 500 * MIB, "workspaces_bytes": 64 * MIB, "peak_tflops": None, "driver": "580"}
+DEVICE |= {"cuda": "13.0", "cudnn": 92000, "python": "3.11", "probes": {"nf4 of bitsandbytes": "works"}}
+
+
+@pytest.fixture(autouse=True)
+def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+# --- Arithmetic
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("r1-llm-only", {"quantization": "none", "features_bytes": 0}),
+        ("r1-llm-only", {"quantization": "none", "padding_free": True}),
+        ("r2-vision-only", {}),
+        ("r4-joint", {"quantization": "none"}),
+        ("amr-baseline", {"padding_free": True}),
+    ],
+)
+def test_a_steps_arithmetic_is_what_torch_counts(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"profile": "tiny", "recipe": name, "micro_batch": 2, "max_length": 128, "precision": "fp32"}
+    plan, predictor = planned({**small, "gradient_checkpointing": False, **changes}, "cpu")
+    seed_everything(plan.seed)
+    batch, config = with_contents(training_batch(plan, predictor)), predictor.config
+    assert (FEATURES in batch) == bool(plan.features_bytes)
+    batch["labels"][:] = 1  # on a CPU TRL's head takes all tokens
+    counter = FlopCounterMode(display=False)
+    with random_trainer(plan, config, batch, num_steps=1) as trainer, counter:
+        trainer.train()
+    # torch counts neither attention on a CPU nor the head's forward pass, which writes into a buffer; model_flops
+    # counts an input gradient for the patch projection, which has none.
+    monkeypatch.setattr(flops, "_attention_flops", lambda *_: 0.0)
+    text = config.get_text_config()
+    head = 2 * text.vocab_size * text.hidden_size * batch["labels"][:, 1:].numel()
+    expected = ACCUMULATION * (model_flops(plan, config, batch) - head)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
+
+
+def test_attention_costs_the_square_of_its_length() -> None:
+    for length in (128, 256):
+        setting = {"profile": "tiny", "recipe": "amr-baseline", "micro_batch": 2, "max_length": length}
+        plan, predictor = planned(setting, "cpu")
+        text = predictor.config.get_text_config()
+        found = flops._attention_flops(predictor.config, training_batch(plan, predictor), dict.fromkeys(PARTS, 2))
+        assert found == 2 * 3 * text.num_hidden_layers * 2 * length**2 * text.hidden_size
+
+
+def test_a_devices_peak_is_known_or_it_is_not() -> None:
+    peaks = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA L4": 121, "NVIDIA L40S": 362.05}
+    peaks |= {"Tesla V100-SXM2-16GB": 125, "NVIDIA A10G": 70, "NVIDIA RTX 6000 Ada Generation": 364.25}
+    for name, peak in {**peaks, "NVIDIA GeForce RTX 9999": None}.items():
+        found = peak_tflops(name)
+        assert (found and found[0]) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x24_64x11_2x1_v_bz_TNT", "matmul"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, ...)", "dequantization"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("_triton_rope", "Triton"),
+        ("void at::native::elementwise_kernel<..., at::native::direct_copy_kernel_cuda(...)>", "copies"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "elementwise"),
+        ("ncclDevKernel_AllReduce", "communication"),
+    ],
+)
+def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+# --- Measurements
+
+
+def test_the_peak_is_that_of_the_step_that_finds_the_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda's functions as they behave; `peak` is what the allocator saw since the last reset."""
+    peak = {"allocated": 0, "reserved": 0}
+    for name, function in {
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: peak.update(allocated=10, reserved=100),
+        "max_memory_allocated": lambda: peak["allocated"],
+        "max_memory_reserved": lambda: peak["reserved"],
+        "memory_reserved": lambda: 120,
+        "mem_get_info": lambda: (1000 - 170, 1000),
+        "memory_stats": lambda: {"num_alloc_retries": 3},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    trainer: Any = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+    meter = StepMeter(trainer, {}, on_gpu=True)
+    for allocated, state in ((900, {}), (800, {"weight": 1}), (70, {"weight": 1}), (600, {"weight": 1})):
+        peak.update(allocated=allocated, reserved=2 * allocated)
+        trainer.optimizer.state = state
+        meter.on_step_end(None, None, TrainerControl())
+    total = 140 + (170 - 120)
+    assert meter.memory == {"allocated_bytes": 70, "reserved_bytes": 140, "total_bytes": total, "retries": 3}
+
+
+def test_generation_takes_the_predicted_memory() -> None:
+    setting = {"profile": "tiny", "recipe": "amr-baseline", "max_length": 16, "precision": "fp32"}
+    found = measure_generation("cpu", setting=setting, batch_size=16, new_tokens=4, facts={"workspaces_bytes": 0})
+    assert abs(found["error"]) < 0.05
+    assert found["samples_per_s"] > 0
+
+
+def test_attention_without_padding_is_compared_with_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attends_by_sample("cpu").startswith("forward and backward")
+    monkeypatch.setattr(kernels, "takes_variable_lengths", lambda query: query.dtype == torch.bfloat16)
+    monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, *_, **__: query + (key + value).mean())
+    assert tried(lambda: attends_by_sample("cpu")).startswith("does not work: AssertionError")
+
+
+def test_layers_are_left_out_until_a_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predict(self: MemoryPredictor, plan: Any) -> Any:
+        layers = self.config.num_hidden_layers
+        verdict = lambda capacity: "fits" if layers <= capacity else "too close"  # noqa: E731
+        return SimpleNamespace(allocated_bytes=layers, reserved_bytes=0, verdict=verdict)
+
+    monkeypatch.setattr(MemoryPredictor, "__call__", predict)
+    setting = {"profile": "qwen25-7b-80gb", "recipe": "amr-baseline", "max_length": 64}
+
+    def layers(capacity: int, **options: Any) -> Any:
+        return predict_training("cuda", setting=setting, facts={**DEVICE, "memory_bytes": capacity}, **options)[
+            "layers"
+        ]
+
+    assert [layers(capacity) for capacity in (28, 27, 10)] == [(28, 0), (14, 0), (7, 0)]
+    assert layers(1, layers=(5, 0)) == (5, 0)
+    with pytest.raises(UserError, match=r"12\.5% of its layers"):
+        layers(1)
+
+
+@pytest.mark.parametrize(
+    ("digests", "twice", "resumed"), [("aaa", True, True), ("aab", True, False), ("aba", False, True)]
+)
+def test_bytes_are_compared_after_a_second_training_and_after_a_kill(
+    digests: str, twice: bool, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(stage: Any, folder: Path, *, before: str = "", may_fail: bool = False) -> int:
+        run_dir = folder / "data/runs/r1-llm-only"
+        (run_dir / "training").mkdir(parents=True, exist_ok=True)
+        for name, fields in {
+            "memory": {"allocated_gib": 1.0},
+            "merge": {"logit_deviation": 0.0},
+            "metrics": {"samples": 4},
+            "training/training": {"final_loss": 1.0, "peak_memory_bytes": 2**30},
+        }.items():
+            (run_dir / f"{name}.json").write_text(json.dumps(fields))
+        if not before:
+            return 0
+        assert "os._exit(9)" in before
+        (folder / ".bakeoff/checkpoints/r1-llm-only/1/step-1").mkdir(parents=True)
+        return 9
+
+    pending = iter(digests)
+    monkeypatch.setattr(recipe, "_run", run)
+    monkeypatch.setattr(recipe, "_trained", lambda *_: next(pending))
+    found = recipe.run_recipe("cpu", recipe="r1-llm-only", memory={})
+    assert (found["twice"], found["resumed"], found["samples"]) == (twice, resumed, 4)
+
+
+# --- Results, order and page
+
+
+def test_facts_come_first_and_then_the_three_trainings_that_ten_minutes_are_for() -> None:
+    keys = [each.key for each in measurements("cuda", DEVICE)]
+    assert len(set(keys)) == len(keys)
+    for key, word in zip(keys, ("qwen25-7b", "qwen2-vl-2b", "moe"), strict=False):
+        assert key.startswith(f"trainings: {word}")
+    paged = {each.key for each in measurements("cuda", DEVICE, paged=True)} - set(keys)
+    assert all("paged_adamw_8bit" in key for key in paged)
+    assert paged
+    turing = measurements("cuda", {**DEVICE, "capability": [7, 5]})
+    assert "bf16" not in json.dumps([dict(each.task) for each in turing])
+    for each in measurements("cuda", DEVICE):
+        if each.job == "trainings":
+            planned(each.task["setting"], "cuda")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    results = Results(tmp_path / "cuda.jsonl")
+    keep(results, FACTS.key, DEVICE)
+    return results
+
+
+def keep(results: Results, key: str, found: dict[str, Any], status: str = "done", problem: str = "") -> None:
+    results.keep(key, status, seconds=1, problem=problem, data=found)
+
+
+def test_results_are_kept_and_failures_tried_again_last(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Measurement("trainings", name, {}) for name in "abcd"]
+    keep(results, "trainings: a", {}, "failed", "no kernel")
+    keep(results, "trainings: b", {}, "out of memory", "out of memory")
+    keep(results, "trainings: c", {"step_s": 1.5})
+    results.path.write_bytes(results.path.read_bytes()[:-20])  # as a kill cuts it off
+    again = Results(results.path)
+    assert [each.name for each in again.todo(wanted)] == ["c", "d", "a"]
+    keep(again, "trainings: c", {"step_s": 1.5})
+    assert data(Results(results.path).by_key, "trainings: c") == {"step_s": 1.5}
+    monkeypatch.setattr(gpu, "installed_packages", lambda _: {"torch": "2.99"})
+    assert Results(results.path).by_key == {}
+    assert data(Results(results.path, measured_here=False).by_key, "trainings: c") == {"step_s": 1.5}
+
+
+PROGRAM = """
+import json, os, sys
+job, device, task, answer = sys.argv[1:]
+task = json.loads(task)
+found = {"gpu": os.environ["CUDA_VISIBLE_DEVICES"], "secret": os.environ.get("SECRET"), "task": sorted(task)}
+if "code" in task: sys.exit(task["code"])
+open(answer, "w").write(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def runner(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Its measurements are a small program."""
+    run = subprocess.run
+
+    def small(command: list[str], **options: Any) -> Any:
+        return run([sys.executable, "-c", PROGRAM, *command[3:]], **options)
+
+    monkeypatch.setattr(subprocess, "run", small)
+    monkeypatch.setenv("SECRET", "token")
+    return Runner("cuda", "GPU-1", results, math.inf)
+
+
+def test_each_outcome_is_a_result_and_a_prediction_sees_no_gpu(runner: Runner) -> None:
+    runner.run(
+        [
+            Measurement("trainings", "a", {"setting": {}}),
+            Measurement("generation", "b", {"code": 1}),
+            Measurement("generation", "c", {"code": 79}),
+        ]
+    )
+    found = {key: (each["status"], each["data"].get("gpu")) for key, each in runner.results.by_key.items()}
+    assert found == {
+        FACTS.key: ("done", None),
+        "predictions: a": ("done", ""),
+        "trainings: a": ("done", "GPU-1"),
+        "generation: b": ("failed", None),
+        "generation: c": ("out of memory", None),
+    }
+    training = data(runner.results.by_key, "trainings: a")
+    assert (training["secret"], training["task"]) == (None, ["prediction", "setting"])
+
+
+def test_after_its_time_nothing_starts(runner: Runner) -> None:
+    late = replace(runner, deadline=0)
+    late.run([Measurement("trainings", "a", {"setting": {}}), Measurement("generation", "b", {})])
+    assert set(late.results.by_key) == {FACTS.key}
+
+
+def test_the_page_has_every_measurement_whatever_became_of_it(results: Results) -> None:
+    speed = {"samples": 16, "step_s": 2.0, "tokens_per_s": 11264.0, "tflops_per_s": 345.6, "share_of_peak": 0.349}
+    amounts = {"allocated_bytes": 2**34, "reserved_bytes": 2**34, "total_bytes": 2**34}
+    spent = {"idle_share": 0.12, "launches": 41000, "matmul": 0.75, "copies": 0.25}
+    keep(results, "recipes: a", {}, "failed", "no kernel *image*")
+    keep(results, "recipes: b", {"twice": True, "resumed": False})
+    keep(results, "trainings: c", {**speed, **spent, **amounts})
+    text = page("NVIDIA H200", results.by_key, [*results.by_key, "generation: e"], results.versions)
+    assert text.startswith("# NVIDIA H200\n\nMeasured by `make gpu`: 4 of 5")
+    for line in (
+        "| b | – | – | – | – | yes | NO |",
+        "| c | 16 | 2.000 | 11,264 | 345.6 | 34.9% | 12% | 41,000 | 16.0 GiB |",
+        "- recipes: a: no kernel \\*image\\*",
+        "## Not measured yet\n\n- generation: e\n",
+    ):
+        assert line in text
+
+
+@pytest.mark.pipeline
+def test_a_dry_run_measures_a_training_and_its_prediction(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu",
+        "--results-dir",
+        str(tmp_path),
+        "--dry-run",
+        "--only",
+        "tiny r1-llm-only",
+    ]
+    ended = subprocess.run(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "C compiler" in ended.stdout
+    found = Results(tmp_path / "cpu.jsonl").by_key
+    ((name, row),) = comparisons(found).items()
+    assert max(abs(row["scaled allocated"]), abs(row["exact allocated"])) < 0.01
+    assert data(found, f"trainings: {name}")["launches"] > 1000
+    lines = (tmp_path / "cpu.jsonl").read_text()
+    assert (
+        subprocess.run(
+            command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
+    assert (tmp_path / "cpu.jsonl").read_text() == lines, "a result is not measured again"
+
+
+def test_without_a_gpu_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "read_gpus", tuple)
+    result = CliRunner().invoke(gpu.main, ["--results-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "make gpu ARGS=--dry-run" in result.output
+
+
+# --- Calibration
+
+
+def compare(results: Results, allocated: int, reserved: int, beside: int = 500, exact: int = 1000) -> None:
+    """One more training, in MiB. 1,000 allocated and 1,100 reserved were predicted."""
+    trainings = [each.name for each in measurements("cuda", DEVICE) if each.job == "trainings"]
+    name = trainings[sum("trainings" in key for key in results.by_key)]
+    amounts = {"allocated_bytes": 1000 * MIB, "reserved_bytes": 1100 * MIB}
+    predicted = {"layers": [28, 32], "scaled": amounts, "exact": {**amounts, "allocated_bytes": exact * MIB}}
+    keep(results, f"predictions: {name}", predicted)
+    amounts = {"allocated_bytes": allocated * MIB, "reserved_bytes": reserved * MIB}
+    keep(results, f"trainings: {name}", {**amounts, "total_bytes": (reserved + beside) * MIB})
+
+
+def bounds(results: Results) -> dict[str, float]:
+    return {name: value for name, value in constants(results.by_key).items() if "_error_" in name}
+
+
+def test_errors_are_relative_to_the_measurement(results: Results) -> None:
+    compare(results, 800, 1000, beside=400)
+    (row,) = comparisons(results.by_key).values()
+    assert row["scaled allocated"] == pytest.approx(0.25)
+    assert row["scaled reserved"] == pytest.approx(0.10)
+    assert row["scaled total"] == pytest.approx(1500 / 1400 - 1)  # with the context as measured, not assumed
+
+
+def test_bounds_are_wider_than_the_worst_error_and_have_a_floor(results: Results) -> None:
+    compare(results, 1000, 1100)
+    assert set(bounds(results).values()) == {-FLOOR, FLOOR}
+    assert set(bounds(results)) == {name for name in Calibration.__dataclass_fields__ if "_error_" in name}
+    compare(results, 900, 1100)
+    compare(results, 1080, 1210)
+    assert list(bounds(results).values()) == [-0.11, 0.09, -FLOOR, 0.11]
+    compare(results, 1000, 1100, exact=1250)
+    assert bounds(results)["allocated_error_low"] == -0.21
+    compare(results, 1000, 1100, beside=900)  # the total's errors count with the reserved ones
+    assert bounds(results)["reserved_error_high"] == pytest.approx(0.26)
+
+
+def test_the_context_is_the_median_and_workspaces_are_as_measured(results: Results) -> None:
+    for beside in (400, 450, 900):
+        compare(results, 1000, 1100, beside)
+    found = {name: value for name, value in constants(results.by_key).items() if "_error_" not in name}
+    assert found == {"context_mib": 450.0, "cublas_workspaces_mib": 64.0}
+    measured = measure.calibrated({"workspaces_bytes": 24 * MIB})
+    assert measured.cublas_workspaces_mib.num_bytes == 24 * MIB
+
+
+def test_only_values_and_their_source_change() -> None:
+    values = {"context_mib": 512.5, "cublas_workspaces_mib": 64, "reserved_error_low": -0.041}
+    before, source = SHIPPED_PATH.read_text(), "NVIDIA H200, 2026-12-01"
+    after = recalibrated(before, values, source)
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] == "+"]
+    assert sorted(changed) == sorted(["+   value: 512.5", "+   value: -0.041", *3 * [f"+   measured: {source}"]])
+
+
+def test_the_calibration_is_written_once_every_training_was_tried(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.yaml"
+    path.write_text(SHIPPED_PATH.read_text())
+    wanted = [each for each in measurements("cuda", DEVICE) if each.job == "trainings"][:2]
+    with pytest.raises(UserError, match="make gpu"):
+        calibrate(results, wanted, path)
+    compare(results, 1000, 1100)
+    with pytest.raises(UserError, match="1 trainings are still to be tried"):
+        calibrate(results, wanted, path)
+    assert path.read_text() == SHIPPED_PATH.read_text()
+    compare(results, 1000, 1100)
+    calibrate(results, wanted, path)
+    assert load_calibration(path).context_mib.value == 500
+    assert load_calibration(path).context_mib.measured.startswith("NVIDIA H200, torch ")
+
+
+def test_a_bench_leases_one_gpu_and_hides_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leased = []
+
+    @contextmanager
+    def lease(kind: str, *, holder: str) -> Iterator[tuple[str, str]]:
+        leased.append((kind, holder))
+        yield "NVIDIA L4", "GPU-2"
+
+    def found(params: Any, *_: Any) -> Iterator[dict[str, Any]]:
+        assert params.active.device.kind == "cuda"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-2"
+        yield {"what": "a step", "ours": "ours", "other": "theirs", "ours_s": 1, "other_s": 2}
+
+    monkeypatch.setattr(bench, "device_to_measure", lease)
+    monkeypatch.setattr(bench, "comparisons", found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    shutil.copyfile(ROOT / "params.yaml", tmp_path / "params.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(bench.main, ["--cuda"], catch_exceptions=False).exit_code == 0
+    assert leased == [("cuda", "make bench")]
+    assert json.loads(Path(".bakeoff/bench.jsonl").read_text())["ratio"] == 2
