@@ -35,15 +35,14 @@ class Lineage:
     digest: str
     """SHA-256 over the folder's files, excluding lineage.json."""
     source: dict[str, str] = field(default_factory=dict)
-    """Origin of a base: {"hub": id, "revision": commit}, {"folder": path}; empty for what was made
-    here."""
+    """Origin of a base: {"hub": id, "revision": commit}, {"folder": path}; empty for a model made here."""
     parents: dict[str, Parent] = field(default_factory=dict)
     """Parents by role: base, trained, and expert/NAME for each expert of a build."""
 
     __pydantic_config__ = _strict
 
     def bases(self) -> Iterator[Lineage]:
-        """Itself, its base, the base of that, and so on."""
+        """Itself, its base, its base's base, and so on."""
         yield self
         if "base" in self.parents:
             yield from self.parents["base"].lineage.bases()
@@ -57,8 +56,8 @@ class Lineage:
 @dataclass(frozen=True, kw_only=True)
 class Parent:
     path: Annotated[str, Field(pattern=r"^(\.\./){1,3}[^./\\\x00][^/\\\x00]*(/[^./\\\x00][^/\\\x00]*)*$")]
-    """Relative to the folder that holds the lineage.json, and within its workspace: no model folder lies less than
-    three levels deep in it."""
+    """Path relative to the folder of the lineage.json, within its workspace: every model folder lies at least three
+    levels deep in it."""
     lineage: Lineage
 
     __pydantic_config__ = _strict
@@ -69,8 +68,8 @@ class _Sealed(Lineage):
     """The content of lineage.json."""
 
     seal: str | None = None
-    """Digest of all the rest: of what a file says of other folders, nothing else would tell whether it is still what
-    was written. None where somebody else wrote it."""
+    """Digest of all other fields, which detects damage to what the file says of other folders. None if somebody else
+    wrote the file."""
 
 
 def _seal(lineage: Lineage) -> str:
@@ -78,9 +77,9 @@ def _seal(lineage: Lineage) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of all files below a folder, lineage.json left out.
+    """SHA-256 over the names and contents of all files below a folder, excluding lineage.json.
 
-    Independent of where the folder lies, of times and of modes. Raises UserError for a missing or empty folder.
+    Independent of the folder's place, of times and of modes. Raises UserError for a missing or empty folder.
     """
     files = digested_files(folder)
     if not files:
@@ -89,12 +88,12 @@ def folder_digest(folder: Path) -> str:
 
 
 def digested_files(folder: Path) -> list[Path]:
-    """The files that a folder's digest is over."""
+    """The files that a folder's digest covers."""
     return [path for path in folder.rglob("*") if path.is_file() and path.name != LINEAGE_FILE]
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of what it holds."""
+    """SHA-256 of the content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -105,7 +104,7 @@ def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def combined_digest(files: Mapping[str, str]) -> str:
-    """A folder's digest from its files': SHA-256 by path below the folder, slashes between its parts."""
+    """A folder's digest. files: SHA-256 by path below the folder, with slashes."""
     total = hashlib.sha256()
     for name in sorted(files, key=PurePosixPath):
         total.update(f"{name}\0{files[name]}\n".encode())
@@ -130,7 +129,7 @@ def write_lineage(
     source: dict[str, str] | None = None,
     parents: dict[str, tuple[Path, Lineage]] | None = None,
 ) -> Lineage:
-    """Record what `folder` now holds. `parents` are (folder, lineage as verified when it was loaded), by role."""
+    """Record the content of `folder`. parents: (folder, lineage as verified when it was loaded) by role."""
     lineage = Lineage(
         kind=kind,
         name=name,
@@ -147,10 +146,9 @@ def write_lineage(
 
 
 def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repro") -> Lineage:
-    """The recorded lineage, not yet compared with the files. Raises UserError where there is none.
+    """The recorded lineage, not compared with the folder's files. Raises UserError if it is missing or damaged.
 
-    name: of the file, where it is a copy that tells of another folder. fix: the command that rebuilds the folder, for
-    the message.
+    name: another file name, for a copy of another folder's lineage. fix: the command that rebuilds the folder.
     """
     path = folder / name
     if not path.exists():
@@ -158,19 +156,16 @@ def read_lineage(folder: Path, *, name: str = LINEAGE_FILE, fix: str = "dvc repr
     sealed = read_record(_Sealed, path, fix=fix)
     lineage = Lineage(**{each.name: getattr(sealed, each.name) for each in fields(Lineage)})
     if sealed.seal not in (None, _seal(lineage)):
-        raise damaged(path, {"seal": "no longer that of the rest"}, fix=fix)
+        raise damaged(path, {"seal": "does not match the other fields"}, fix=fix)
     return lineage
 
 
 def verified_lineage(folder: Path, *, fix: str) -> Lineage:
-    """The recorded lineage, after the files were compared with it.
-
-    fix: the command that rebuilds the folder, for the message of the UserError raised where they differ.
-    """
+    """The recorded lineage. Raises UserError, with the command `fix`, if the folder's files do not match it."""
     lineage = read_lineage(folder, fix=fix)
     try:
         found = folder_digest(folder)
-    except (OSError, UnicodeEncodeError) as error:  # the latter for a file whose name is no text
+    except (OSError, UnicodeEncodeError) as error:  # the latter for a file name that is not UTF-8
         raise UserError(f"{folder} cannot be read: {error}; rebuild it with: {fix}") from None
     if found != lineage.digest:
         raise UserError(
@@ -183,12 +178,10 @@ def verified_lineage(folder: Path, *, fix: str) -> Lineage:
 def require_base(
     trained_dir: Path, base_dir: Path, *, fix: str, fix_base: str | None = None
 ) -> tuple[Lineage, Lineage]:
-    """(trained, base) lineages, once it is certain that `trained_dir` was trained on what `base_dir` holds.
+    """The lineages (trained, base). Raises UserError with both digests unless `trained_dir` was trained on the
+    content of `base_dir`: an adapter is never merged into, or evaluated on, another base than its own.
 
-    This refuses the accident of evaluating an adapter on another base than its own. Raises UserError naming both
-    digests where the contents differ.
-
-    fix_base: the command that rebuilds the base where that itself is damaged; not given: `fix`.
+    fix_base: the command that rebuilds a damaged base; `fix` if not given.
     """
     trained = verified_lineage(trained_dir, fix=fix)
     base = verified_lineage(base_dir, fix=fix_base or fix)

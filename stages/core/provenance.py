@@ -38,7 +38,7 @@ class Machine:
     cpu: str
     """Model of the CPU."""
     arithmetic: str
-    """Machines of which this is equal add numbers up alike, e.g. "AuthenticAMD avx2" (core/environment.py)."""
+    """Equal on machines that add numbers up alike, e.g. "AuthenticAMD avx2" (core/environment.py)."""
     cores: int
     """Cores that the process could use."""
     memory_gib: float
@@ -71,18 +71,18 @@ class Provenance(Record):
     attempt: int
     """Restarts after running out of memory."""
     inputs: dict[str, str]
-    """Digest of each, by path; a model folder's is that of its lineage."""
+    """Digest of each input, by path; a model folder's is the one in its lineage."""
     outputs: dict[str, str]
     """Digest of each output, by path."""
     engine: str
     """docker, podman, apptainer, or process for none."""
     image: str | None
-    """Its name, which is made from all that it was built from; None without an engine."""
+    """Name of the image, derived from its inputs; None without an engine."""
     image_digest: str | None
     lock: str | None
-    """Digest of the lock that its packages come from; None where nobody knows, as in an environment made by hand."""
+    """Digest of the lock of its packages; None if unknown, as in an environment made by hand."""
     vllm_lock: str | None = None
-    """Digest of the lock of vLLM's own packages, where it answered."""
+    """Digest of the lock of vLLM's own packages, if vLLM generated the completions."""
     machine: Machine | None
     """None if the container did not report it."""
     gpus: list[str]
@@ -90,7 +90,7 @@ class Provenance(Record):
     driver: str | None
     """Version of the GPU driver."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The caller's variables that it got and that decide how numbers are added up."""
+    """The caller's variables that reached the stage and may change the order of additions."""
 
     @staticmethod
     def fix(path: Path) -> str:
@@ -119,6 +119,6 @@ def records_dir(data_dir: Path, task: str) -> Path:
 
 
 def provenance_of_run(folder: Path, name: str) -> Iterator[Provenance]:
-    """The records of a recipe, or a baseline, in a folder of records, by stage; none where the launcher wrote none."""
+    """The records of a recipe, or a baseline, in a folder of records, by stage."""
     for path in sorted(folder.glob(f"*@{name}.json")):
         yield Provenance.read(path)
