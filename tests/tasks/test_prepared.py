@@ -1,4 +1,4 @@
-"""What `prepare` wrote, damaged afterwards, as the stages read it: the same for every task."""
+"""Prepared files that were damaged afterwards, as the stages of every task read them."""
 
 import io
 import re
@@ -49,7 +49,7 @@ class Prepared:
         return buffer.getvalue()
 
     def use(self, content: bytes) -> int:
-        """How many records there are; each is made a question and its answer of."""
+        """The number of records; each becomes a question and its answer."""
         (self.folder / "val.parquet").write_bytes(content)
         module, answer_format = load_task(self.task, "samples"), "full" if self.task == "amr" else None
         found = module.read_split(self.folder, "val")

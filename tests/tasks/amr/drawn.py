@@ -43,4 +43,4 @@ PIECES = [
     *('"', ' "a b"', "\\", "-", "chủ tịch", "~e.4", "10:30", "http://x", ": ", "\n---\n", "\r\n", "\N{NO-BREAK SPACE}"),
 ]
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
-"""What a model may write: mostly broken, sometimes a graph."""
+"""Completions: mostly broken, sometimes a graph."""

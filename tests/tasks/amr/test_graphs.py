@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +39,7 @@ from tests.tasks.amr.drawn import PIECES, TEXTS, graphs
         ("(t / a/\\)", Node('"a/\\\\"')),
     ],
 )
-def test_what_annotators_write_is_read(text: str, expected: Node) -> None:
+def test_the_spellings_of_annotators_are_read(text: str, expected: Node) -> None:
     assert read_graph(text) == expected
 
 
@@ -84,14 +82,7 @@ def test_a_malformed_graph_says_where_and_why(text: str, line: int | None, reaso
 @given(graphs())
 def test_reading_gives_back_what_was_written(graph: Node) -> None:
     assert read_graph(penman_line(graph)) == graph
-    assert read_graph(penman_lines(graph)) == canonical(graph)
-
-
-@given(graphs())
-def test_canonical_words_need_no_reading_of_ours(graph: Node) -> None:
-    words = canonical(graph)
-    assert canonical(words) == words
-    assert all(" " not in word or word.startswith('"') for word in words.words())
+    assert read_graph(penman_lines(graph)) == canonical(graph) == canonical(canonical(graph))
 
 
 @given(TEXTS)
@@ -104,26 +95,10 @@ def test_any_text_is_a_graph_or_malformed(text: str) -> None:
         assert read_graph(penman_line(graph)) == graph
 
 
-def test_a_model_that_opens_parentheses_without_end_breaks_nothing() -> None:
-    with pytest.raises(MalformedGraph, match="nested"):
-        read_graph("(a / b :c " * 5000)
-
-
 def test_variables_are_letters_of_the_concepts_and_pass_over_what_is_taken() -> None:
     graph = read_graph('(x / tôi :a (y / "Tin" :b (z / 1900)) :c (w / Đi) :d (v / đó))')
     assert variable_names(graph) == ["t", "t2", "x", "đ", "đ2"]
     assert variable_names(graph, taken={"t", "đ2"}) == ["t2", "t3", "x", "đ", "đ3"]
-
-
-def test_a_new_variable_captures_no_constant_however_that_is_composed() -> None:
-    graph = Node("Ô", ((":a", "ô"), (":b", "o\N{COMBINING CIRCUMFLEX ACCENT}2"), (":c", Node("ông"))))
-    assert read_graph(penman_line(graph)) == graph
-
-
-def test_penman_is_not_heard_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(MalformedGraph):
-        read_graph("(t / tôi :a )")
-    assert not caplog.records
 
 
 @given(graph=graphs(), data=st.data())
@@ -139,49 +114,17 @@ def test_a_graph_with_its_text_damaged_is_a_graph_or_malformed(graph: Node, data
             assert malformed.line is None or 0 <= malformed.line <= text.count("\n")
 
 
-LONG = [
-    *(
-        "(",
-        ")",
-        '"',
-        "\\",
-        '\\"',
-        '"\\',
-        ":",
-        "::",
-        "/",
-        "#",
-        " ",
-        "\n",
-        "~e.1",
-        ",1",
-        "1:",
-        "a",
-        "a ",
-        "(a",
-        "(a / b",
-        " :c",
-        " :c d",
-    ),
-    *(
-        " :c (d / e)",
-        " :c #1",
-        " #1",
-        "\N{COMBINING CIRCUMFLEX ACCENT}",
-        "/ ",
-        "# ",
-        '" "',
-        "()",
-        " :c (d #1)",
-        "\n---\n",
-    ),
-]
+LONG = (
+    *("(", ")", '"', "\\", '\\"', '"\\', ":", "::", "/", "#", " ", "\n", "~e.1", ",1", "1:", "a", "a ", "(a"),
+    *("(a / b", " :c", " :c d", " :c (d / e)", " :c #1", " #1", "\N{COMBINING CIRCUMFLEX ACCENT}", "/ ", "# "),
+    *('" "', "()", " :c (d #1)", "\n---\n"),
+)
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("before", ["", "(a / b", '(a / "'])
 @pytest.mark.parametrize("repeated", LONG)
-def test_an_answer_without_end_takes_no_longer_than_its_length(before: str, repeated: str) -> None:
+def test_an_endless_answer_takes_linear_time(before: str, repeated: str) -> None:
     """Twenty-five thousand characters, of which the square would take minutes."""
     text = before + repeated * (25_000 // len(repeated))
     for answer_format in ANSWER_FORMATS:

@@ -34,7 +34,7 @@ def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> Non
     assert sentences_in(tmp_path, content) == ["tôi đi .", "anh ở lại ."]
 
 
-def test_blank_lines_between_sentences_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_blank_lines_between_sentences_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert sentences_in(tmp_path, "a\n\n\nb\n\n") == ["a", "b"]
     assert "2 blank lines between sentences skipped" in caplog.text
@@ -57,11 +57,6 @@ def test_files_without_their_sentences_are_refused(tmp_path: Path, content: byte
         sentences_in(tmp_path, content)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        read_inputs(tmp_path / "nowhere.txt")
-
-
 def test_a_submission_looks_like_the_training_files() -> None:
     answer = "(đi :agent (tôi #1) :theme (nhà :poss #1) :polarity -)"
     found = submission(["tôi không đi nhà tôi ."], [answer], answer_format="ptr")
@@ -72,7 +67,7 @@ def test_a_submission_looks_like_the_training_files() -> None:
     assert (found.repaired, found.empty) == ((), ())
 
 
-def test_broken_answers_are_repaired_or_replaced_and_said() -> None:
+def test_broken_answers_are_repaired_or_replaced() -> None:
     found = submission(["a", "b", "c"], ["(a / a", "", "(c / c)"], answer_format="full")
     assert (found.repaired, found.empty) == ((0,), (1,))
     assert [block.graph_text() for block in read_blocks(found.text.split("\r\n"))] == [
@@ -88,10 +83,10 @@ def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answer
     blocks = list(read_blocks(found.text.split("\r\n")))
     assert [block.sentence for block in blocks] == sentences
     for index, (block, answer) in enumerate(zip(blocks, answers, strict=True)):
-        graph, said = read_graph(block.graph_text()), decode(answer, answer_format).graph
+        graph, answered = read_graph(block.graph_text()), decode(answer, answer_format).graph
         assert (graph == EMPTY) or index not in found.empty
-        if said is not None:
-            assert graph == canonical(said)
+        if answered is not None:
+            assert graph == canonical(answered)
 
 
 @given(graph=graphs())

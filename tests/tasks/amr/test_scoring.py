@@ -48,7 +48,7 @@ def test_separators_count_only_as_written() -> None:
     assert figures["smatch_f1_unnormalised"] == 1
 
 
-def test_an_answer_that_is_no_graph_is_an_empty_one_and_its_repair_is_counted_apart() -> None:
+def test_a_broken_answer_counts_as_empty_and_its_repair_separately() -> None:
     answers = ["(đ / đi :agent (t / tôi) :time (h / hôm qua", "xin lỗi", "(m / mưa)"]
     figures, rows = score(records(), answers, answer_format="full")
     assert [(row["matched"], row["predicted"], row["gold"]) for row in rows] == [(0, 0, 6), (0, 0, 7), (2, 2, 2)]
@@ -60,12 +60,6 @@ def test_an_answer_that_is_no_graph_is_an_empty_one_and_its_repair_is_counted_ap
     assert figures["invalid_rate"] == pytest.approx(2 / 3)
     assert rows[0]["problem"] == "2 parentheses are never closed"
     assert "2 of 3 answers are no graph" in summary(figures)
-
-
-def test_no_graph_at_all_scores_zero() -> None:
-    figures, _ = score(records(), [""] * 3, answer_format="ptr")
-    assert figures["smatch_f1"] == figures["smatch_precision"] == figures["smatch_recall"] == 0
-    assert figures["invalid_rate"] == 1
 
 
 def test_the_corpus_counts_triples_and_not_sentences() -> None:
@@ -89,7 +83,7 @@ def test_both_steps_of_mtup_are_scored() -> None:
     assert figures["smatch_f1_restored"] == pytest.approx(2 * 13 / (13 + 15))
 
 
-def test_what_is_not_proven_is_counted_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unproven_matches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "best_match", lambda *_, **__: Match(1, proven=False))
     figures, rows = score(records(), [*GOLD[:2], ""], answer_format="full")
     assert figures["unproven"] == 2
@@ -106,24 +100,24 @@ def test_scores_are_the_same_each_time_and_their_interval_holds_them() -> None:
 
 
 @pytest.mark.parametrize("answers", [["", "", ""], ["(a / b)", "(", GOLD[2]]])
-def test_rows_are_of_the_schema_whatever_was_answered(tmp_path: Path, answers: list[str]) -> None:
+def test_rows_fit_the_schema(tmp_path: Path, answers: list[str]) -> None:
     _, rows = score(records(), answers, answer_format="full")
     write_rows(rows, tmp_path / "predictions.parquet", PREDICTIONS)
     assert pq.read_table(tmp_path / "predictions.parquet").to_pylist() == rows
 
 
-def test_a_picture_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     _, rows = score(records()[:1], ["(đ / đi :agent (t / tôi"], answer_format="full")
-    picture = draw_prediction(records()[0], rows[0])
-    assert (picture.width, picture.mode) == (512, "RGB")
-    assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in picture.getcolors(1 << 16) or ()}
+    image = draw_prediction(records()[0], rows[0])
+    assert (image.width, image.mode) == (512, "RGB")
+    assert {(0, 125, 50), (190, 20, 20)} <= {colour for _, colour in image.getcolors(1 << 16) or ()}
     monkeypatch.setattr(scoring, "text_image", lambda lines: [line for line, _ in lines])
     lines: Any = draw_prediction(records()[0], rows[0])
     assert lines[:4] == ["F1 0.00, no graph   s0", "câu 0 .", "", "(đ / đi"]
     assert any("2 parentheses are never closed" in line for line in lines)
 
 
-def test_pictures_bear_what_models_write() -> None:
+def test_examples_show_any_completion() -> None:
     answers = [
         "\x00\t" * 50,
         "(a / " + "dài" * 400 + ")",
@@ -137,7 +131,7 @@ def test_pictures_bear_what_models_write() -> None:
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(data=st.data())
 @quick(25)
-def test_whatever_a_model_answers_is_scored_or_counted_invalid(
+def test_any_completion_is_scored_or_counted_invalid(
     answer_format: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     right = [encode(record.parsed(), answer_format) for record in records()]

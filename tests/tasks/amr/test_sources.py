@@ -108,7 +108,7 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
     )
     message = refused(source)
     assert "11 invalid samples" in message
-    for said in (
+    for problem in (
         "train.txt line 1: a graph without a sentence",
         "train.txt line 3: a sentence without a graph: không có đồ thị .",
         "train.txt line 6: a node has no variable",
@@ -122,7 +122,7 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         "val.txt line 9: a node has no variable",
         "data.skip_invalid: true",
     ):
-        assert said in message
+        assert problem in message
 
 
 def test_blank_lines_and_comments_within_a_graph_keep_its_line_numbers(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_any_damage_to_a_corpus_is_refused_by_file_or_left_out_and_counted(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("repeated", ["\n", "# x\n", "---\n\n", "(\n\n", '\\"', ")", "#::snt\n", "\r", "# ::id x\n"])
-def test_a_file_without_end_takes_no_longer_than_its_length(repeated: str) -> None:
+def test_an_endless_file_takes_linear_time(repeated: str) -> None:
     """A quarter of a million characters, of which the square would take hours."""
     lines = re.split(r"\r\n|\r|\n", "#::snt a\n(a / b\n" + repeated * (250_000 // len(repeated)))
     assert list(read_blocks(lines))

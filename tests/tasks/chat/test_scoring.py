@@ -45,7 +45,7 @@ def test_a_figure_equals_the_one_computed_by_hand(metric: TextMetric, answer: st
 
 
 def test_chrf_counts_recall_twice() -> None:
-    """Of "abcd" against "abce", 3 of 4 letters, 2 of 3 pairs, 1 of 2 triples and no run of four."""
+    """For "abcd" against "abce": 3 of 4 letters, 2 of 3 pairs, 1 of 2 triples and no run of four."""
     assert one("chrf", "abcd", "abce", "chrf") == pytest.approx((3 / 4 + 2 / 3 + 1 / 2 + 0) / 4, abs=1e-4)
     # Precision 1 and recall 1/2, 1/3 and 0 of the lengths that both have: F2 of their means.
     assert one("chrf", "ab", "abcd", "chrf") < one("chrf", "abcd", "ab", "chrf")

@@ -38,7 +38,7 @@ def test_truthfulqa_is_read_and_held_out_by_content(tmp_path: Path, newline: str
     record = splits["train"][0]
     assert (record.best, record.correct, record.incorrect) == ("Yes", ("Yes", "Surely"), ("No", "Never"))
     assert record.id == f"TruthfulQA.csv:{record.line}" == f"TruthfulQA.csv:{QUESTIONS.index(record.question) + 2}"
-    # The same questions are held out wherever they stand.
+    # Their position does not matter.
     write_table(tmp_path / "turned" / "other.csv", *QUESTIONS[::-1])
     turned = prepared(tmp_path / "turned", tmp_path / "again")
     assert {record.question for record in turned["val"]} == {record.question for record in splits["val"]}

@@ -49,7 +49,7 @@ ENDING_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far the log-probabilities of the completions' tokens, in nats, may be from our own model's."""
+    """Limits of the difference of log-probabilities, in nats, between vLLM and our own model."""
 
     mean: float
     """Mean over all tokens."""
@@ -65,7 +65,7 @@ TOLERANCE = {
     # transformers differs from itself as much if the work is split otherwise.
     "bf16": Tolerance(mean=0.05, largest=1.0, close=1.0),
 }
-"""By precision."""
+"""Limits for each precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class VllmEngine:
     profile: ProfileParams
     questions: Sequence[Conversation]
     attempt: int = 0
-    """How often memory ran out before."""
+    """Number of earlier attempts that ran out of memory."""
 
     @property
     def room(self) -> int | None:

@@ -2,7 +2,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tasks.amr.samples import ANSWER_FORMATS, SEPARATOR, complete, decode, encode, repaired
+from stages.core.errors import UserError
+from stages.tasks.amr.samples import (
+    ANSWER_FORMATS,
+    SEPARATOR,
+    check,
+    complete,
+    conversation,
+    decode,
+    encode,
+    parse_record,
+    probes,
+    repaired,
+)
 from stages.tasks.amr.samples.graphs import Node, canonical, penman_line, read_graph
 from tests.tasks.amr.drawn import TEXTS, graphs
 
@@ -18,13 +30,13 @@ FULL = "(n / nói :agent (c / chủ_tịch :mod t) :topic (đ / đi :agent c :th
         ("mtup", f"(nói :agent (chủ_tịch :mod t) :topic (đi :agent c :theme n)){SEPARATOR}{FULL}"),
     ],
 )
-def test_each_target_has_its_form(answer_format: str, expected: str) -> None:
+def test_each_format_has_its_form(answer_format: str, expected: str) -> None:
     assert encode(GRAPH, answer_format) == expected
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(graph=graphs())
-def test_what_is_encoded_is_decoded_again(answer_format: str, graph: Node) -> None:
+def test_an_encoded_graph_is_decoded_again(answer_format: str, graph: Node) -> None:
     text = encode(graph, answer_format)
     assert "\n" not in text.replace(SEPARATOR, "")
     decoded = decode(text, answer_format)
@@ -42,13 +54,6 @@ def test_the_first_step_is_restored_but_for_constants_that_look_like_variables(g
 def test_renaming_captures_no_undefined_variable() -> None:
     graph = read_graph("(x / tôi :a t :b x :c (y / ta :d t2))")
     assert encode(graph, "full") == "(t3 / tôi :a t :b t3 :c (t4 / ta :d t2))"
-
-
-def test_the_first_step_cannot_tell_such_a_constant_from_a_reference() -> None:
-    graph = read_graph("(x / tôi :a t)")
-    decoded = decode(encode(graph, "mtup"), "mtup")
-    assert decoded.graph == graph
-    assert decoded.restored == read_graph("(t / tôi :a t)")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_a_broken_answer_has_a_reason(text: str, answer_format: str, reason: str
     assert reason in (decoded.problem or "")
 
 
-def test_a_broken_first_step_does_not_spoil_the_second() -> None:
+def test_the_steps_of_mtup_are_read_separately() -> None:
     decoded = decode(f"(tôi{SEPARATOR}(t / tôi)", "mtup")
     assert decoded.valid
     assert decoded.restored is None
@@ -77,21 +82,15 @@ def test_a_broken_first_step_does_not_spoil_the_second() -> None:
     assert decode("(t / tôi)", "mtup").restored is None
 
 
-def test_pointers_need_no_space_before_a_role() -> None:
-    assert decode("(đi #1:agent(tôi #2):theme #2:time #1)", "ptr").graph == read_graph(
-        "(đ / đi :agent (t / tôi) :theme t :time đ)"
-    )
-
-
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(text=TEXTS)
-def test_nothing_a_model_writes_breaks_decoding_or_repair(answer_format: str, text: str) -> None:
-    decoded, mended = decode(text, answer_format), repaired(text, answer_format)
+def test_any_completion_is_decoded_and_repaired(answer_format: str, text: str) -> None:
+    decoded, fixed = decode(text, answer_format), repaired(text, answer_format)
     assert decoded.valid == (decoded.problem is None)
     if decoded.graph is not None:
-        assert mended == decoded.graph
-    if mended is not None:
-        again = canonical(mended)
+        assert fixed == decoded.graph
+    if fixed is not None:
+        again = canonical(fixed)
         assert read_graph(penman_line(again)) == again
         assert decode(encode(again, "ptr"), "ptr").graph == again
 
@@ -115,22 +114,16 @@ def test_nothing_a_model_writes_breaks_decoding_or_repair(answer_format: str, te
         ("(o\N{COMBINING CIRCUMFLEX ACCENT} / x :a o\N{COMBINING CIRCUMFLEX ACCENT}", "full", "(x / x :a x)"),
     ],
 )  # fmt: skip
-def test_repair_keeps_all_that_is_sound(text: str, answer_format: str, expected: str) -> None:
+def test_repair_keeps_sound_parts(text: str, answer_format: str, expected: str) -> None:
     assert not decode(text, answer_format).valid
-    mended = repaired(text, answer_format)
-    assert mended is not None
-    assert canonical(mended) == read_graph(expected)
+    fixed = repaired(text, answer_format)
+    assert fixed is not None
+    assert canonical(fixed) == read_graph(expected)
 
 
 @pytest.mark.parametrize("text", ["", "xin lỗi", "(", "()", "(t /", ")(", "(t / / /)", "(: / :)"])
-def test_nothing_is_made_of_nothing(text: str) -> None:
+def test_a_text_without_a_concept_is_not_repaired(text: str) -> None:
     assert repaired(text, "full") is None
-
-
-def test_repair_of_endless_nesting_ends() -> None:
-    mended = repaired("(a / b :c " * 5000, "full")
-    assert mended is not None
-    assert sum(1 for _ in mended.walk()) == 100
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
@@ -147,3 +140,24 @@ def test_parentheses_in_quotes_do_not_complete_a_graph() -> None:
     assert not complete('(a / b :c ":)"', "full")
     assert not complete('(a / b :c ") ', "full")
     assert not complete(":) ", "full")
+
+
+@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
+def test_a_sentence_is_asked_composed_and_answered_by_its_graph(answer_format: str) -> None:
+    sentence = "To\N{COMBINING CIRCUMFLEX ACCENT}i đi ."
+    record = parse_record("s1", sentence, "(đ1/đi\r\n :agent(t/tôi))", file="a", line=3)
+    asked, answered = (conversation(record, answered=flag, answer_format=answer_format) for flag in (False, True))
+    assert (asked.answered(), answered.answered(), asked.sample_id) == (False, True, "s1")
+    assert asked.messages == answered.messages[:1]
+    assert asked.messages[0]["content"][0]["text"].endswith("\nTôi đi .")
+    assert decode(answered.messages[1]["content"][0]["text"], answer_format).graph == record.parsed()
+    assert [probe.answered() for probe in probes(answer_format)] == [True, True]
+
+
+def test_other_families_and_answer_formats_are_refused() -> None:
+    check("qwen2", "full")
+    check("qwen2_moe", "mtup")
+    with pytest.raises(UserError, match="qwen2_vl"):
+        check("qwen2_vl", "full")
+    with pytest.raises(UserError, match=r"answer_format: .* full, ptr, mtup; found None"):
+        check("qwen2", None)
