@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
+from stages.core.lineage import file_digest
 from stages.core.params import load_params
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.folders import read_config
@@ -154,6 +155,16 @@ def test_a_change_that_somebody_else_signs_contradicts_the_rest(
     problems = check_published(copy).problems
     assert [each.partition(":")[0] for each in problems] == [name]
     assert problem in "".join(problems)
+
+
+def test_a_file_whose_digest_in_the_statement_was_changed_too_is_not_what_its_stage_left(copy: Path) -> None:
+    before = file_digest(copy / "model.safetensors")
+    flip(copy / "model.safetensors")
+    path = copy / STATEMENT_FILE
+    path.write_text(path.read_text().replace(before, file_digest(copy / "model.safetensors")))
+    sign_again(copy)
+    (problem,) = check_published(copy).problems
+    assert problem == f"{STATEMENT_FILE}: has files of data/runs/{RUN}/merged that are not those that merge@{RUN} left"
 
 
 def edit_records(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

@@ -1,8 +1,8 @@
 """Bakeoff from a notebook or a script.
 
-Three calls: `predict_memory` says whether a recipe fits a GPU, `read_run` reads what came of a run, and `compare_runs`
-compares the runs of a task, as `make plan` and `make report` do. They write nothing, need no GPU and no network, and
-read the checkout that is the working directory. A user's fault raises stages.core.errors.UserError.
+Three calls: `predict_memory` predicts whether a recipe fits a GPU, `read_run` reads the results of a run, and
+`compare_runs` compares the runs of a task, as `make plan` and `make report` do. They write nothing, need no GPU and no
+network, and read the checkout in the working directory. A user's fault raises stages.core.errors.UserError.
 
     >>> from tools.api import compare_runs, predict_memory, read_run, table_text
 
@@ -33,7 +33,7 @@ Is it better than its base, and which is best?
     Model ...
 
 Importing this is quick; the first call loads torch or numpy. Like every module below `stages` it sets
-TORCHDYNAMO_DISABLE=1 where that is not set (stages/__init__.py), which switches torch.compile off.
+TORCHDYNAMO_DISABLE=1 if that is not set (stages/__init__.py), which switches torch.compile off.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def predict_memory(
     memory_gb: a GPU's size in GB, as cards are sold, 24 or "24GB"; None for the profile's own device.
     exact: record every layer of the model, not a few, which takes longer.
     Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
-    Raises UserError for an unknown recipe or profile, for what is no size, for a base of unknown geometry, and for a
-    memory_gb where the profile runs on a CPU.
+    Raises UserError for an unknown recipe or profile, for an invalid size, for a base of unknown geometry, and for a
+    memory_gb if the profile runs on a CPU.
     """
     from tools.plan import gpu_size, predictions_for, refuse_cpu
 
@@ -80,7 +80,7 @@ def read_run(name: str) -> Run:
 
     `metrics` is metrics.json; `columns` has an array (samples,) for each score of a sample that its task compares by,
     in the order of `sample_ids`; `plan`, `training` and `loss` say how it was trained, and are None for a baseline.
-    Raises UserError for an unknown name, where the model has not been evaluated, and where its files are damaged.
+    Raises UserError for an unknown name, if the model has not been evaluated, and if its files are damaged.
     """
     from stages.compare import load_report
     from stages.kit.reporting.compare import read_task_run
@@ -101,7 +101,7 @@ def compare_runs(task: str) -> Comparison:
     `evaluated` has the models that were run, in the order of params.yaml, each with its `score` by the primary metric:
     `mean` and 95% `interval`. `best` is the best one, `answer` says whether the evidence is enough to call it that, and
     `insights` answers the task's questions.
-    Raises UserError where nothing was run, or where the runs do not compare.
+    Raises UserError if nothing was run, or if the runs cannot be compared.
     """
     from stages.compare import load_report
     from stages.kit.reporting.compare import compare, read_contenders

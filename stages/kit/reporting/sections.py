@@ -16,7 +16,7 @@ from stages.core.lineage import short
 from stages.core.params.schema import PARTS
 from stages.core.provenance import Provenance
 from stages.kit.planning.plan import Plan
-from stages.kit.reporting.compare import Comparison, Contender, Insight, Metric, p_words
+from stages.kit.reporting.compare import Comparison, Insight, Metric, p_words
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.tables import (
     ABSENT,
@@ -64,45 +64,35 @@ Record: TypeAlias = tuple[str, Provenance]
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A row a model; those not run are there too, empty, with the command that runs them."""
+    """A row a model; those not run are there too, empty, with the command that runs them.
+
+    A metric with an interval of its own has a second column for it; the primary one's is at the end of the table.
+    """
     metrics, primary = comparison.report.metrics, comparison.report.primary
-    seeds = (Column("seeds", "Seeds", "d"), Column("between_seeds", "Between seeds", ".3f"))
-    columns = (
-        Column("model", "Model"),
-        *(column for metric in metrics for column in _columns(metric, comparison)),
-        Column(primary.key, "95% interval", primary.format),
-        *(seeds if comparison.over_seeds else ()),
-        Column("role", ""),
-    )
+    scores = [score for contender in comparison.evaluated for score in contender.scores.items()]
+    with_interval = {key for key, score in scores if score and score.interval and key != primary.key}
+    columns = [Column("model", "Model")]
+    for metric in metrics:
+        column = Column(metric.key, metric.heading, metric.format)
+        columns += [column, replace(column, heading="95% interval")] if metric.key in with_interval else [column]
+    columns.append(Column(primary.key, "95% interval", primary.format))
+    if comparison.over_seeds:
+        columns += [Column("seeds", "Seeds", "d"), Column("between_seeds", "Between seeds", ".3f")]
     rows = []
     for contender in comparison.contenders:
-        best = contender is comparison.best
-        score = contender.score if contender.runs else None
-        cells = (
-            contender.name,
-            *(cell for metric in metrics for cell in _cells(metric, contender, comparison)),
-            score and score.interval,
-            *((len(contender.runs) or None, score and score.between_seeds) if comparison.over_seeds else ()),
-            comparison.report.extreme if best and not comparison.conclusive else "best" if best else contender.role,
-        )
-        rows.append(Row(cells=cells, emphasised=best, note=contender.note))
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def _columns(metric: Metric, comparison: Comparison) -> tuple[Column, ...]:
-    """A metric's column, and one for its interval if it has its own; the primary one's is the last of the table."""
-    column = Column(metric.key, metric.heading, metric.format)
-    return (column, replace(column, heading="95% interval")) if _has_interval(metric, comparison) else (column,)
-
-
-def _cells(metric: Metric, contender: Contender, comparison: Comparison) -> tuple[Cell, ...]:
-    cell, score = contender.figure(metric.key), contender.scores.get(metric.key)
-    return (cell, score.interval if score else None) if _has_interval(metric, comparison) else (cell,)
-
-
-def _has_interval(metric: Metric, comparison: Comparison) -> bool:
-    found = [contender.scores.get(metric.key) for contender in comparison.evaluated]
-    return metric.key != comparison.report.primary.key and any(score and score.interval for score in found)
+        cells: list[Cell] = [contender.name]
+        for metric in metrics:
+            score = contender.scores.get(metric.key)
+            interval = [score.interval if score else None]
+            cells += [contender.figure(metric.key), *(interval if metric.key in with_interval else [])]
+        ranked, best = contender.score if contender.runs else None, contender is comparison.best
+        cells.append(ranked.interval if ranked else None)
+        if comparison.over_seeds:
+            cells += [len(contender.runs) or None, ranked.between_seeds if ranked else None]
+        mark = "best" if comparison.conclusive else comparison.report.extreme
+        cells.append(mark if best else contender.role)
+        rows.append(Row(cells=tuple(cells), emphasised=best, note=contender.note))
+    return Table(columns=(*columns, Column("role", "")), rows=tuple(rows))
 
 
 def print_comparison(comparison: Comparison, table: Table, console: Console) -> None:

@@ -93,6 +93,14 @@ def test_the_highest_is_not_the_best_without_a_difference() -> None:
     assert comparison.headline.endswith(f"but no difference is shown against that of {rival}.")
 
 
+def test_whether_the_best_is_better_is_corrected_for_the_number_of_questions() -> None:
+    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.512})
+    found = comparison.insights[0].difference
+    assert found is not None
+    assert found.p_value < 0.05 < found.adjusted_p
+    assert not comparison.conclusive
+
+
 def test_a_base_can_be_the_best() -> None:
     comparison = compared({"base": 0.6, "a": 0.3, "b": 0.2})
     assert comparison.headline.startswith("The model of base is best")
