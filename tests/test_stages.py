@@ -242,7 +242,7 @@ def test_a_merge_without_weights_is_evaluated_to_the_same_predictions(workspace:
     done("evaluate", "r1-llm-only")
     assert (run_dir / "predictions.parquet").read_bytes() == before
 
-    # What is merged again is the certified model, or nothing is evaluated.
+    # A second merge gives the certified model, or nothing is evaluated.
     replace(certificate, weights_digest="0" * 64).write(run_dir / "merge.json")
     assert "000000000000" in refused("evaluate", "r1-llm-only")
     certificate.write(run_dir / "merge.json")

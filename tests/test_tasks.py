@@ -70,7 +70,7 @@ class Case:
     columns: Sequence[str]
     """Columns of the table, in order."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the parameters: dotted paths with their values."""
+    """Dotted paths of parameters with their values."""
     before: Callable[[], None] = lambda: None
 
 

@@ -56,30 +56,29 @@ def finished(tiny_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
-def logged(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format, after seven bytes that say whose file it is."""
-    place, whole = 7, b""
+def records_of(content: bytes) -> Iterator[Any]:
+    """The records of a .wandb file: LevelDB's log format, after a header of seven bytes."""
+    place, record = 7, b""
     while place < len(content):
         if 32768 - place % 32768 < 7:  # no header fits: the rest of the block is padding
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", content, place)
-        whole += content[place + 7 : place + 7 + length]
+        record += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # the whole of a record, or its last part
-            yield whole
-            whole = b""
+        if kind in (1, 4):  # a whole record, or its last part
+            yield Record.FromString(record)
+            record = b""
 
 
 def tracked_run(workspace: Path, name: str) -> tuple[Path, list[Any]]:
-    """The folder of files of the run of that name, and all that wandb wrote down of it."""
+    """The folder of media of the run of that name, and its records."""
     for folder in (workspace / KEPT / "wandb").glob("offline-run-*"):
         (path,) = folder.glob("*.wandb")
-        records = [Record.FromString(content) for content in logged(path.read_bytes())]
-        (run,) = {record.run.display_name for record in records if record.HasField("run")}
+        records = list(records_of(path.read_bytes()))
+        ((run, project),) = {(each.run.display_name, each.run.project) for each in records if each.HasField("run")}
+        assert project == "bakeoff-test"
         if run == name:
-            (project,) = {record.run.project for record in records if record.HasField("run")}
-            assert project == "bakeoff-test"
             return folder / "files/media", records
     raise AssertionError(f"no run is called {name}")
 
@@ -89,30 +88,17 @@ def table(media: Path, name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_the_table_and_the_summary_of_an_evaluation_are_its_metrics(finished: Path) -> None:
+def test_an_evaluation_is_tracked_with_its_metrics_examples_and_model_but_no_weights(finished: Path) -> None:
     media, records = tracked_run(finished, "base-vlm-evaluation")
     metrics = json.loads((finished / "data/runs/base-vlm/metrics.json").read_text())
-    assert table(media, "metrics") == {
-        **table(media, "metrics"),
-        "columns": ["figure", "value"],
-        "data": [list(item) for item in metrics.items()],
-    }
+    tracked = table(media, "metrics")
+    assert (tracked["columns"], tracked["data"]) == (["figure", "value"], [list(item) for item in metrics.items()])
     updates = [update for record in records if record.HasField("summary") for update in record.summary.update]
     summary = {update.key: json.loads(update.value_json) for update in updates}
     assert {name: summary[name] for name in metrics} == metrics
-
-
-def test_the_pictures_of_an_evaluation_are_those_of_its_folder(finished: Path) -> None:
-    media, _ = tracked_run(finished, "base-vlm-evaluation")
-    written = sorted(path.read_bytes() for path in (finished / "data/runs/base-vlm/examples").glob("*.png"))
-    assert sorted(path.read_bytes() for path in (media / "images").rglob("*.png")) == written != []
-
-
-def test_the_model_is_an_artifact_with_its_digest_and_no_weights(finished: Path) -> None:
-    _, records = tracked_run(finished, "base-vlm-evaluation")
-    (model,) = [
-        record.artifact for record in records if record.HasField("artifact") and record.artifact.type == "model"
-    ]
+    examples = sorted(path.read_bytes() for path in (finished / "data/runs/base-vlm/examples").glob("*.png"))
+    assert sorted(path.read_bytes() for path in (media / "images").rglob("*.png")) == examples != []
+    (model,) = [each.artifact for each in records if each.HasField("artifact") and each.artifact.type == "model"]
     lineage = read_lineage(finished / "data/bases/vlm")
     assert (model.name, json.loads(model.metadata)) == ("base-vlm", {"digest": lineage.digest})
     assert [entry.path for entry in model.manifest.contents] == ["lineage.json"]

@@ -23,7 +23,7 @@ SMALLEST = Geometry(
     vision={"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2},
     pixels=(56 * 56, 112 * 112),
 )
-"""A Qwen2-VL of about 0.25 million weights, 16 visual tokens a picture."""
+"""A Qwen2-VL of about 0.25 million weights, 16 visual tokens an image."""
 SMALLEST_TEXT = Geometry(
     vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_key_value_heads=1
 )

@@ -33,7 +33,7 @@ TEMPLATES = {
     "gemma3_text": ("gemma3", GEMMA_TOKENS, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
 }
-"""By model_type: the published template by TRL's name, the special tokens, and the parts that some of them have."""
+"""For each model_type: TRL's name of the published template, special tokens, and the tokens with a role."""
 ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
 """End of a turn; <|im_end|> in the other families."""
 

@@ -179,7 +179,7 @@ def _trainings(recipe_dir: Path) -> list[Path]:
 
 
 def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
-    """Those without a running process; none can start until the next is asked for. A training holds its own lock."""
+    """Trainings without a running process; none can start until the next one is taken. A training has its own lock."""
     for folder in _trainings(recipe_dir):
         with suppress(OSError), open_lock(folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

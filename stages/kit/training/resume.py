@@ -99,7 +99,7 @@ class SaveInTime(TrainerCallback):
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self.requested_by:
             self.requested_by, self._requested_at = number, time.monotonic()
-            # Not by logging, nor any other lock that the interrupted code may hold.
+            # Without logging, whose lock the interrupted code may hold.
             with suppress(OSError):  # a terminal that was closed, or a pipe that nobody reads any more
                 line = f"{signal.Signals(number).name}: stopping after this step (send again to stop now)\n"
                 os.write(2, line.encode())

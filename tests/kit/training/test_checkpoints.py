@@ -260,7 +260,7 @@ with kept_checkpoints(Path(sys.argv[1]), {"code": "1", "data": "2"}, keep=2) as 
 def test_a_second_process_waits_and_resumes_from_the_work_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, newest: int | None
 ) -> None:
-    """As after a dvc that was killed, and left a training that saves its work. The first may remove the folder."""
+    """A dvc that was killed can leave a training that saves its work, or that finishes and removes the folder."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path), end]
     first = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     to_first, from_first = first.stdin, first.stdout

@@ -89,7 +89,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandInKernel]:
 
 
 def take_a_loss() -> None:
-    """Of seven tokens over a vocabulary of 40, in chunks of 16, with its gradients."""
+    """Loss and gradients of seven tokens over a vocabulary of 40, in chunks of 16."""
     hidden, weight = (torch.randn(rows, 8).requires_grad_() for rows in (7, 40))
     targets = torch.randint(0, 40, (7,))
     log_probs, *_ = chunked_logprob.ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())

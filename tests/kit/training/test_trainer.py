@@ -1,4 +1,4 @@
-"""What a training step does: order, learning rates, accumulation, the start contract, the rehearsal."""
+"""A training step: order, learning rates, accumulation, the start contract, the rehearsal."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def drawn(epoch: int) -> list[set[int]]:
 
 
 def loader(epoch: int, *, processes: int = 1, process: int = 0, skip: int = 0) -> Any:
-    """As the trainer prepares it."""
+    """The loader that the trainer prepares."""
     dataset: Any = list(range(SAMPLES))
     plain: Any = DataLoader(dataset, batch_size=MICRO_BATCH, sampler=RandomSampler(dataset), collate_fn=list)
     prepared: Any = prepare_data_loader(
@@ -414,7 +414,7 @@ def tensor_of(size_bytes: int) -> torch.Tensor:
 
 
 def test_the_peak_of_a_cpu_is_what_was_alive_at_once() -> None:
-    """What existed before counts once, however many tensors share it, and not at all once an earlier block saw it."""
+    """A storage that existed before counts once, and not at all if an earlier block saw it."""
     existing = tensor_of(5 * MIB)
     with cpu_peak([existing, existing[MIB:], existing.view(5, MIB)]) as peak:
         first = tensor_of(3 * MIB)

@@ -74,7 +74,7 @@ def build(plan: Plan) -> RecipeTrainer:
 
 
 def outcome(trainer: RecipeTrainer) -> dict[str, Any]:
-    """What this process has of it, as JSON."""
+    """This process's part of the outcome, as JSON."""
     trained = {name: local(each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad}
     kept = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens", "entropy", "train_loss")
     return {
@@ -106,7 +106,7 @@ def signal_this_process_group() -> None:
 
 def main(rank: int, folder: Path) -> None:
     os.setsid()
-    multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch anew
+    multiprocessing.set_start_method("fork", force=True)  # of data-loader workers, which would import torch again
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused, but accelerate wants to see them
