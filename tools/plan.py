@@ -57,7 +57,7 @@ class RecipeMemory:
     settings: dict[str, str]
     """Settings that the ladder may change, as planned: micro_batch, grad_accumulation, gradient_checkpointing, ..."""
     memory: MemoryRecord
-    """As planned, with the fields of data/runs/RECIPE/memory.json; its verdict is "fits", "too close", "does not fit",
+    """The plan's, with the fields of data/runs/RECIPE/memory.json; its verdict is "fits", "too close", "does not fit",
     or "unknown" if the profile does not give the GPU's size."""
     usable_gib: float | None
     cheapest: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""How often a report claims a difference where there is none, and how often it finds one: simulated.
+"""Simulated rates of claiming a difference that is not there, and of finding one that is.
 
 Reads   nothing
 Writes  nothing; prints the table of docs/statistics.md
@@ -8,7 +8,7 @@ A simulated report has six recipes on the same samples and ten questions, those 
 samples they happen to be good at, trainings of a recipe by luck, samples in how hard they are; on average all recipes
 are equally good. `false claims` is the share of reports with any claim; `found` the share of the five questions about a
 recipe that is truly better in which that is shown; `crossed bootstrap` the false claims of what redraws seeds and
-samples, corrected likewise. Where models are compared (one seed), luck of training would be a true difference between
+samples, corrected too. Where models are compared (one seed), luck of training would be a true difference between
 them: there it is left out.
 """
 
@@ -31,7 +31,7 @@ QUESTIONS = (*((recipe, 0) for recipe in range(1, RECIPES)), (1, 2), (1, 3), (2,
 LUCK = 0.25
 """Standard deviation between trainings, in logits: some 0.03 of a mean IoU."""
 SHIFT = 0.6
-"""By how much the better recipe is better, in logits."""
+"""Advantage of the better recipe, in logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def draw_report(rng: np.random.Generator, kind: Kind, seeds: int, samples: int, 
 
 
 def claims(scores: Floats, kind: Kind) -> list[bool]:
-    """Of each question, whether anything is claimed."""
+    """Whether anything is claimed, for each question."""
     compare = partial(difference, statistic=kind.statistic, higher_is_better=kind.higher_is_better, resamples=500)
     answers = [compare(scores[ours], scores[theirs]) for ours, theirs in QUESTIONS]
     return [answer.verdict in ("better", "worse") for answer in as_family(answers)]

@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         *({**_7B, **_LONG}, _VLM_2B, {"profile": "moe-80gb", "recipe": "moe-finetune"}),
         *({**_VLM_7B, "recipe": recipe} for recipe in ("r1-llm-only", "r2-vision-only", "r4-joint")),
         *({**_7B, **_LONG, **_OPEN}, {**_7B, **_LONG, **_PLAIN}, {**_7B, **_OPEN, "quantization": "nf4"}),
-        # The same sentences one at a time and eight at once: the share of launches in a step.
+        # One sentence and eight at once: the share of launches in a step.
         *({**_7B, "micro_batch": size, "max_length": 256} for size in (8, 1)),
         *({**_VLM_2B, **_OPEN, "micro_batch": 16}, {**_VLM_2B, "precision": "fp16"}),
         *({**_VLM_2B, "recipe": "r2-vision-only", "optimizer": name} for name in ("adamw_torch", "adamw_8bit")),

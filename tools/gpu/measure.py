@@ -249,7 +249,7 @@ def random_model(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _fill_randomly(layer: Any, device: torch.device) -> None:
-    """As transformers does with each weight that it loads (Bnb4bitQuantize)."""
+    """Quantize random weights as transformers does with each weight that it loads (Bnb4bitQuantize)."""
     import bitsandbytes as bnb
 
     weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=device)
@@ -361,7 +361,7 @@ def measure_training(device: str, *, setting: Setting, prediction: dict[str, Any
         "tokens_per_s": round(ACCUMULATION * batch["input_ids"].numel() / step_s, 1),
         "tflops_per_s": round(tflops, 3),
         "share_of_peak": round(tflops / peak[0], 4) if peak else None,
-        # Of an unprofiled step: profiling makes launches slower.
+        # Relative to an unprofiled step: profiling makes launches slower.
         "idle_share": round(max(0.0, 1 - busy_s / step_s), 4) if plan.on_gpu else None,
         "launches": meter.launches,
         **{kind: round(meter.spent.get(kind, 0.0) / busy_s, 4) for kind, _ in KINDS},

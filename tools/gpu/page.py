@@ -19,7 +19,7 @@ MARGIN, FLOOR = 0.01, 0.02
 """A bound is wider than the worst measured error by MARGIN, and FLOOR at least: the next setting is none of these."""
 
 Results = Mapping[str, Mapping[str, Any]]
-"""By key, e.g. `trainings: NAME`: status, data, problem, seconds, date."""
+"""Status, data, problem, seconds and date by key, e.g. `trainings: NAME`."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _table(heading: str, columns: Sequence[Column], rows: Iterable[tuple[str, Se
 
 
 def comparisons(results: Results) -> dict[str, dict[str, float]]:
-    """By setting: its layers, and the relative error of each amount of both predictions, e.g. 0.03 for 3 % too high."""
+    """For each setting its layers and the relative errors of both predictions, e.g. 0.03 for 3 % too high."""
     context, rows = context_bytes(results), {}
     for name, measured in _measured(results).items():
         if predicted := data(results, f"predictions: {name}"):

@@ -1,4 +1,4 @@
-"""What torch takes from a CUDA device for a list of allocations: its caching allocator, replayed without a device.
+"""torch's caching allocator, replayed without a device: the memory that it takes for a list of allocations.
 
 The rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, the constants those of c10/core/AllocatorConfig.h of
 torch 2.13; torch's "CUDA semantics" describes both under "Memory management". One device that never fills up, one
@@ -34,7 +34,7 @@ def rounded_bytes(num_bytes: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """What is taken from the device for a rounded size that finds no free block (get_allocation_size)."""
+    """Bytes taken from the device for a rounded size without a free block (get_allocation_size)."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     return LARGE_BUFFER if size < MIN_LARGE else round_up(size, ROUND_LARGE)
@@ -47,14 +47,14 @@ class CachingAllocator:
         """expandable: PYTORCH_ALLOC_CONF=expandable_segments:True."""
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
-        """As torch.cuda.max_memory_allocated counts it: rounded, and with what could not be split off."""
+        """torch.cuda.max_memory_allocated: rounded sizes, with rests that could not be split off."""
         self._small = _Pool(SMALL_BUFFER, min_rest=MIN_BLOCK, expandable=expandable)
         self._large = _Pool(LARGE_BUFFER, min_rest=MIN_BLOCK if expandable else SMALL_SIZE + 1, expandable=expandable)
         self._in_use: dict[Hashable, tuple[_Pool, _Block]] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        """As torch.cuda.memory_reserved counts it, and its peak: nothing is returned to a device that has room."""
+        """torch.cuda.memory_reserved, and its peak: nothing is returned to a device that has room."""
         return self._small.reserved_bytes + self._large.reserved_bytes
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:

@@ -50,7 +50,7 @@ class MemoryPredictor:
     """Record every layer of the model, not a few."""
     calibration: Calibration = field(default_factory=load_calibration)
     made: dict[str, Prediction] = field(default_factory=dict)
-    """By plan. Recipes that differ in name only may share it."""
+    """Predictions by plan, which recipes that differ in name only may share."""
 
     def __call__(self, plan: Plan) -> Prediction:
         key = repr(replace(plan, recipe=""))
@@ -105,7 +105,7 @@ class Peaks:
     allocated_share: float
     """Peak of what torch's allocator hands out, relative to what is requested of it: 1 on a CPU."""
     reserved_share: float
-    """What it takes from the device for that, relative to the same."""
+    """Bytes that it takes from the device for that, relative to the same."""
 
 
 def predict(
@@ -184,7 +184,7 @@ def depth_of(config: PreTrainedConfig) -> Depth:
 
 
 def with_depth(config: PreTrainedConfig, depth: Depth) -> PreTrainedConfig:
-    """The same geometry with `depth` layers."""
+    """A copy of the geometry with `depth` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = depth[0]
@@ -223,7 +223,7 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
 
 
 def _training_peaks(plan: Plan, recording: Recording) -> Peaks:
-    phases = {phase: _of_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
+    phases = {phase: _on_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
     return Peaks(phases, *_allocator_shares(recording, expandable=plan.expandable_segments))
 
 
@@ -241,7 +241,7 @@ def _loaded(peak: Peak) -> Peak:
     return Peak({"weights": peak["weights"], "adapters": peak["adapters"]})
 
 
-def _of_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
+def _on_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
     """The part of a recorded peak that one device holds."""
     peak = peak.copy()
     if phase == "load":

@@ -1,4 +1,4 @@
-"""Disk that a recipe takes: predicted from its plan, and compared with what is free before a stage begins."""
+"""Disk that a recipe takes, predicted from its plan and compared with the free space before a stage begins."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class DiskUse:
     checkpoints_bytes: int
     """At most, while it trains; removed when DVC has kept what was trained."""
     features_bytes: int = 0
-    """Of pictures, kept for other trainings."""
+    """Features of images, kept for other trainings."""
 
     @property
     def left_bytes(self) -> int:
-        """What stays."""
+        """Disk that is still taken after the recipe has run."""
         return self.trained_bytes + (self.merged_bytes if self.keeps_merged else 0)
 
     def __str__(self) -> str:
         merged = f"{bytes_text(self.merged_bytes)} merged" + ("" if self.keeps_merged else " while it is certified")
         checkpoints = f"{bytes_text(self.checkpoints_bytes)} of checkpoints while it trains"
-        features = f"; {bytes_text(self.features_bytes)} of features of pictures" if self.features_bytes else ""
+        features = f"; {bytes_text(self.features_bytes)} of features of images" if self.features_bytes else ""
         return f"{bytes_text(self.trained_bytes)} trained, {merged}; {checkpoints}{features}"
 
 

@@ -55,7 +55,7 @@ class Schedule:
     warmup_steps: Annotated[int, Field(ge=0)]
     lr_schedule: Literal["cosine", "linear", "constant"]
     learning_rates: dict[Part, Annotated[float, Field(ge=0)]]
-    """By trained part, after the profile's scale."""
+    """Learning rate of each trained part, after the profile's scale."""
     weight_decay: Annotated[float, Field(ge=0)]
     max_grad_norm: Rate
 
@@ -90,7 +90,7 @@ class Plan(Record):
     parts: PartsParams
     lora: LoraParams | None
     full_targets: Annotated[dict[Part, tuple[str, ...]], Field(default_factory=dict)]
-    """By part trained in full, suffixes of the names of the modules that are trained; the whole part if it has none."""
+    """Suffixes of the modules to train in a part that is trained in full; the whole part if it has none."""
     loss: Loss
     domains: tuple[str, ...] = ()
     """With loss router-labels, the domain of each expert."""

@@ -122,7 +122,7 @@ class MemoryRecord(Record):
     evaluation_gib: float
     """Total of the evaluation at its own batch size, on one device."""
     gpus: Annotated[dict[str, GpuRecord], Field(default_factory=dict)]
-    """By number, if layers are spread over several."""
+    """GPUs by number, if layers are spread over several."""
 
     def summary(self) -> str:
         """The prediction on one line, the largest categories first."""

@@ -129,7 +129,7 @@ def measured_bytes(model_name: str, plan: Plan, scratch_dir: Path, mesh: DeviceM
     if plan.features_bytes:
         batch = from_features(batch, config_of(model_name), plan.precision)
         batch[FEATURES].uniform_()
-    # Of every process. Those that are pretended do not count for Trainer.
+    # All processes together; those that are pretended do not count for Trainer.
     num_samples = plan.schedule.micro_batch * plan.schedule.grad_accumulation * plan.device.count
     trainer = trainer_of(
         plan, model_name, scratch_dir, collator=lambda _: dict(batch), num_samples=num_samples, mesh=mesh
@@ -146,8 +146,8 @@ def measured_bytes(model_name: str, plan: Plan, scratch_dir: Path, mesh: DeviceM
 
 
 def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str, torch.Tensor]:
-    """What two steps of 8 samples make of a text model's weights, and the second one's gradients, whose size AdamW does
-    not see. Every sample is another."""
+    """The weights of a text model after two steps of 8 samples, and the second step's gradients, which AdamW does not
+    depend on. No two samples are alike."""
     model_name, settings = TRAINED[name]
     plan = plan_of(**(sharded(settings) if mesh is not None else {**settings, "placement": "single"}))
     accumulation = 8 // (plan.schedule.micro_batch * plan.device.count)
@@ -169,7 +169,7 @@ def train(name: str, mesh: DeviceMesh | None, scratch_dir: Path) -> Mapping[str,
 
 
 def breach_of(mesh: DeviceMesh, scratch_dir: Path) -> str:
-    """What the start contract says where the last process alone holds a gradient that is not finite."""
+    """The breach that the start contract reports if the last process alone holds a gradient that is not finite."""
     plan = plan_of(**sharded(FULL))
     trainer = trainer_of(plan, "text", scratch_dir, collator=dict, num_samples=1, mesh=mesh)
     ids = torch.ones(1, 8, dtype=torch.long)

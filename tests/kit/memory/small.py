@@ -167,5 +167,5 @@ def peak_bytes(recording: Recording) -> int:
 
 
 def quantization_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """What is kept beside the packed weights: their scales and tables."""
+    """Scales and tables beside the packed weights."""
     return [tensor for module in model.modules() for tensor in of_a_module(module)]

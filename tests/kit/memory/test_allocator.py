@@ -104,15 +104,6 @@ def test_sizes_are_rounded_up_and_a_block_that_is_not_split_counts_whole(num_byt
     assert (state.peak_allocated_bytes, state.allocated_bytes) == (allocated, 0)
 
 
-def test_a_key_is_allocated_once_and_freed_once() -> None:
-    state = after([(0, 1)])
-    with pytest.raises(AssertionError, match="0 is allocated already"):
-        state.allocate(0, 1)
-    state.free(0)
-    with pytest.raises(AssertionError, match="0 is not allocated"):
-        state.free(0)
-
-
 SIZES = st.one_of(
     *(st.integers(1, 4096), st.integers(1, 2 * MIB), st.integers(MIB - 1024, MIB + 1024)),
     *(st.integers(MIB, 12 * MIB), st.integers(10 * MIB - 1024, 64 * MIB)),
@@ -144,7 +135,7 @@ class Piece:
 
 
 def plain_reserved(events: Iterable[Event]) -> int:
-    """The same rules in the plainest way: each segment a list of pieces, and all of them searched every time."""
+    """A plain implementation: each segment a list of pieces, all of which are searched every time."""
     segments: list[tuple[bool, list[Piece]]] = []
     for key, size in events:
         if size is not None:

@@ -1,4 +1,4 @@
-"""What evaluation was predicted to take is what torch's profiler measures while a model really answers."""
+"""The predicted memory of generation is what torch's profiler measures."""
 
 import pytest
 import torch

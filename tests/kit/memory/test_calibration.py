@@ -62,33 +62,6 @@ def test_every_problem_is_reported_with_its_path(raw: dict[str, Any], tmp_path: 
     assert "  contxt_mib: unknown key (did you mean 'context_mib'?)" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("context_mib", 0, "greater than 0"),
-        ("usable_share", 1.01, "less than or equal to 1"),
-        ("usable_share_large", 0, "greater than 0"),
-        ("allocated_error_low", 0.03, "less than or equal to 0"),
-        ("reserved_error_low", -1, "greater than -1"),
-        ("reserved_error_high", -0.08, "greater than or equal to 0"),
-    ],
-)
-def test_a_value_out_of_its_range_is_refused(
-    raw: dict[str, Any], tmp_path: Path, name: str, value: float, problem: str
-) -> None:
-    raw[name]["value"] = value
-    message = refusal(raw, tmp_path)
-    assert message.endswith(f" has 1 problem:\n  {name}.value: input should be {problem}, found {value}")
-
-
-@pytest.mark.parametrize("text", ["[", "", "a: \xff"])
-def test_a_damaged_file_is_refused_without_a_traceback(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "calibration.yaml"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=r"calibration\.yaml"):
-        load_calibration(path)
-
-
 def test_packages_hold_every_file_that_is_read_beside_the_code() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
     below = (ROOT / "stages").rglob("*.*")

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
-from stages.kit.internals.torch_internals import cpu_peak, pretended_processes
-from stages.kit.memory import predict as module
 from stages.kit.memory.calibration import load_calibration
-from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths, with_depth
+from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths
 from stages.kit.models.load import meta_model
 from tests.kit.memory.small import (
     CUDA,
@@ -80,18 +76,6 @@ def test_alike_layers_are_sampled_and_few_or_unlike_ones_are_all_recorded(
     assert sample_depths(config) == expected
 
 
-def test_a_shallower_geometry_is_the_same_otherwise_and_leaves_the_first_alone() -> None:
-    def weights_of(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
-        return {(name, parameter.shape) for name, parameter in meta_model(config).named_parameters()}
-
-    config = config_of("detection", (6, 5))
-    before = config.to_dict()
-    shallow = with_depth(config, (3, 2))
-    assert config.to_dict() == before
-    assert depth_of(shallow) == (3, 2)
-    assert weights_of(shallow) < weights_of(config)
-
-
 @pytest.mark.parametrize("settings", [R1, FULL, {**FULL, **CUDA}, {**R1, **CUDA, "optimizer": "paged_adamw_8bit"}])
 def test_the_budget_adds_up_to_the_total_and_nothing_in_it_is_negative(settings: dict[str, Any]) -> None:
     prediction = predicted("text", plan_of(**settings))
@@ -147,28 +131,6 @@ def test_ddp_keeps_its_gradients_twice_and_has_buffers_of_its_own() -> None:
     assert (alone.calibration, predicted("text", plan_of(**FULL)).calibration) == ("assumed", "this CPU")
 
 
-@pytest.mark.parametrize("replicated", [True, False])
-def test_torchs_ddp_takes_what_its_rule_says(replicated: bool) -> None:
-    """A copy of all gradients, and nothing else. The processes are pretended, so the hook answers for them."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
-    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-
-    def answered(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket)
-        return future
-
-    with pretended_processes(2), cpu_peak(model.parameters()) as peak:
-        trained: torch.nn.Module = model
-        if replicated:
-            trained = DistributedDataParallel(model)
-            trained.register_comm_hook(None, lambda _, bucket: answered(bucket.buffer()))
-        for _ in range(3):
-            trained(torch.ones(1, 64)).sum().backward()
-            model.zero_grad()
-    assert peak.size_bytes == pytest.approx((3 if replicated else 2) * size_bytes, rel=0.05)
-
-
 def test_more_devices_take_less_each_and_what_is_shared_out_by_their_number() -> None:
     taken = {}
     for count in (2, 8):
@@ -187,14 +149,6 @@ def test_expandable_segments_change_what_is_reserved_and_not_what_is_allocated()
     assert expandable.phases == plain.phases
 
 
-def test_a_paged_optimizer_takes_nothing_of_the_device() -> None:
-    shrunk, paged = (
-        predicted("text", plan_of(**FULL, **CUDA, optimizer=name)) for name in ("adamw_8bit", "paged_adamw_8bit")
-    )
-    assert "optimizer" not in paged.budget
-    assert shrunk.total_bytes > paged.total_bytes
-
-
 def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
     on_cpu, on_gpu = predicted("text", plan_of(**FULL)), predicted("text", plan_of(**FULL, **CUDA))
     assert on_cpu.allocated_bytes == on_cpu.reserved_bytes == on_cpu.total_bytes
@@ -204,17 +158,3 @@ def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:
     assert on_gpu.low_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_low.value))
     assert on_gpu.high_bytes == round(on_gpu.total_bytes * (1 + CALIBRATION.reserved_error_high.value))
     assert on_cpu.high_bytes == round(on_cpu.total_bytes * (1 + CALIBRATION.allocated_error_high.value))
-
-
-def test_the_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "free_and_total_bytes", lambda: (8 * GIB, 16 * GIB))
-    cpu: Any = MemoryPredictor(config=None, processor=None, batch_of=None)  # type: ignore[arg-type]
-
-    def capacity(**device: Any) -> int:
-        return cpu.capacity_bytes(DeviceParams(**device))
-
-    assert capacity(kind="cpu") == 16 * GIB
-    assert capacity(kind="cpu", count=8) == 2 * GIB
-    assert capacity(kind="cpu", count=8, memory_gb=80) == capacity(kind="cpu", memory_gb=80) // 8
-    assert capacity(kind="cuda", count=8, memory_gb=80) == capacity(kind="cuda", memory_gb=80)
-    assert capacity(kind="cuda", count=8) is None

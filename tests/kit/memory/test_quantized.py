@@ -33,7 +33,7 @@ def test_a_layer_is_packed_as_bitsandbytes_packs_it(rows: int, columns: int) -> 
 
 
 def nf4_bytes(numel: int) -> int:
-    """By hand: half a byte a weight, a scale of one byte for 64 of them, a float for 256 of those, and the tables."""
+    """Half a byte a weight, a scale of one byte for 64 of them, a float for 256 of those, and the tables."""
     blocks = ceil(numel / 64)
     sizes = (numel // 2, blocks, ceil(blocks / 256) * 4, 16 * 4, 256 * 4, 4)
     return sum(map(rounded_bytes, sizes))

@@ -1,4 +1,4 @@
-"""Of a model whose layers are spread over several GPUs, each is predicted for itself, and the fullest decides."""
+"""Layers spread over several GPUs: each GPU has a prediction, and the fullest decides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 DEPTH = (4, 2)
 FEW_BYTES = 2 * 96 * 8 * 4
-"""Of a router's logits, for the tokens of a batch. What its layers compute is larger."""
+"""A router's logits for the tokens of a batch; results of its layers are larger."""
 
 
 def spread(plan: Plan, count: int = 2) -> Plan:
@@ -102,7 +102,7 @@ def test_each_gpu_holds_the_weights_that_the_map_gives_it() -> None:
 
 
 def test_what_is_computed_lies_where_its_layer_does() -> None:
-    """Logits with the head; a picture's activations with the vision tower; what crosses over on both sides."""
+    """Logits with the head; an image's activations with the vision tower; what crosses over on both sides."""
     text = "model.language_model"
     layers = {f"{text}.layers.{layer}": layer // 2 for layer in range(4)}
     there = {f"{text}.embed_tokens": 0, f"{text}.norm": 1, f"{text}.rotary_emb": 1}
@@ -146,7 +146,7 @@ def test_a_gradient_goes_back_to_where_its_tensor_was_copied_from() -> None:
 
 
 def test_the_fullest_gpu_decides() -> None:
-    """Where the vision tower is trained in full, the GPU that has it. Shared out evenly the plan would fit."""
+    """Here the one with the vision tower, trained in full. Shared out evenly the plan would fit."""
     calibration = load_calibration()
     calibration = replace(  # or a small model's GPUs would be filled by the same on each
         calibration,

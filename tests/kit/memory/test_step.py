@@ -1,4 +1,4 @@
-"""What is recorded without weights is what a training takes: on a CPU, where torch's profiler can tell.
+"""A step recorded without weights takes what a real one does, as torch's profiler measures it on a CPU.
 
 The measured training is the plain one: real weights, two steps of the real trainer, and nothing of the recorder. Of a
 sharded one it is one process that pretends there are others: of real ones the profiler sees neither gloo's copies for

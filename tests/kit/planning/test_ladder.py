@@ -63,7 +63,7 @@ plans = st.builds(
 
 
 def depth(plan: Plan) -> tuple[int, int, int, int, int]:
-    """How far down each setting is."""
+    """Position of each setting on the ladder."""
     return (
         -plan.schedule.micro_batch,
         int(plan.gradient_checkpointing),
