@@ -163,3 +163,24 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_a_wrong_row_is_named(prepared: Prepared, change: dict[str, Any], problem: str) -> None:
     rows = [*prepared.rows[:2], {**prepared.rows[2], **change}]
     assert re.search(f"val.parquet row 2: .*{problem}", prepared.refusal(prepared.content(rows)))
+
+
+@pytest.mark.parametrize(
+    ("task", "module", "reason"),
+    [
+        ("parsing", "report", "no task is called 'parsing'"),
+        ("detection", "predictions", "detection has no predictions"),
+    ],
+)
+def test_a_missing_task_or_module_is_refused(task: str, module: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_task(task, module)
+
+
+def test_a_missing_library_is_no_missing_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError(name="penman")
+
+    monkeypatch.setattr("stages.tasks.import_module", broken)
+    with pytest.raises(ModuleNotFoundError):
+        load_task("amr", "sources")

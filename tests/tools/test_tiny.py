@@ -78,7 +78,7 @@ def test_a_committed_base_is_a_plain_folder(name: str) -> None:
 
 
 def test_a_conversation_is_rendered_as_qwen2_vl_renders_it() -> None:
-    """As Qwen2-VL-7B-Instruct's own template does: its model card and chat_template.json."""
+    """The expected text is that of Qwen2-VL-7B-Instruct's own template (its chat_template.json)."""
     tokenizer: Any = train_tokenizer(CORPUS, 320)
     turns = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]},

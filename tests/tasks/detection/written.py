@@ -1,4 +1,4 @@
-"""One set of pictures with boxes, written in every form that is read."""
+"""One set of images with boxes, written in every form that is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Photo:
     """With its suffix."""
     encoded: bytes
     boxes: Sequence[tuple[Box, str]] = ()
-    """x0 y0 x1 y1 in 0..1 of the upright picture, and its category."""
+    """x0 y0 x1 y1 in 0..1 of the upright image, and its category."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class Photo:
 
 
 Photos = Mapping[str, Sequence[Photo]]
-"""By split."""
+"""Photos of each split."""
 
 PHOTOS: Photos = {
     "train": [
@@ -114,11 +114,11 @@ def write_voc(folder: Path, photos: Photos) -> None:
             _write((folder / f"Annotations/{photo.name}").with_suffix(".xml"), xml)
 
 
-COLUMNS = Columns(image_id="name", image="picture", boxes="found.box", category="found.kind")
+COLUMNS = Columns(image_id="name", image="photo", boxes="found.box", category="found.kind")
 
 
 def write_parquet(folder: Path, photos: Photos) -> None:
-    """As the library `datasets` writes a ClassLabel, with the columns of COLUMNS."""
+    """A ClassLabel as the library `datasets` writes it, with the columns of COLUMNS."""
     features: dict[str, Any] = {
         "name": {"dtype": "string", "_type": "Value"},
         "found": {
@@ -129,7 +129,7 @@ def write_parquet(folder: Path, photos: Photos) -> None:
     schema = pa.schema(
         [
             ("name", pa.string()),
-            ("picture", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+            ("photo", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
             ("found", pa.list_(pa.struct([("kind", pa.int64()), ("box", pa.list_(pa.float64()))]))),
         ],
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
@@ -138,7 +138,7 @@ def write_parquet(folder: Path, photos: Photos) -> None:
         rows = [
             {
                 "name": Path(photo.name).stem,
-                "picture": {"bytes": photo.encoded},
+                "photo": {"bytes": photo.encoded},
                 "found": [{"kind": CLASSES.index(kind), "box": _xywh(photo.pixels(box))} for box, kind in photo.boxes],
             }
             for photo in photos[split]
