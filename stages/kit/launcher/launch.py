@@ -199,7 +199,7 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
         if stage_run.stage == "train":
             return rung_changes(plan)
         # A merge out of 4 bits generates too; a training's last step may have turned to them.
-        generates = plan.quantization != "none" or plan.may_quantize
+        generates = plan.may_be_quantized
     return batch_size_changes(params.active.evaluation.batch_size) if generates else []
 
 

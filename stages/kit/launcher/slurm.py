@@ -39,7 +39,7 @@ from stages.core.signals import ENDING
 from stages.kit.launcher.container import ASIDE_DIR, remove
 from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request, repository_of
 from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
-from stages.kit.planning.plan import DATA_PARALLEL, read_plan
+from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import GIB, MemoryRecord
 from stages.kit.training.checkpoints import checkpoints_dir
 
@@ -217,14 +217,14 @@ def host_gib(request: Request) -> float:
         return OTHER_GIB
     if not plan.trainable or stage not in ("train", "merge", "evaluate"):
         return OTHER_GIB
-    processes = plan.device.count if stage == "train" and plan.placement in DATA_PARALLEL else 1
+    processes = plan.processes_per_node if stage == "train" else 1
     copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
     weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.precision] / GIB
     gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
     if stage == "train":
         # A checkpoint is put together in the host's memory; paged states stay there.
         gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
-    if plan.device.kind == "cpu":
+    if not plan.on_gpu:
         with suppress(UserError):
             record = MemoryRecord.read(runs_dir / request.name / "memory.json")
             gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)

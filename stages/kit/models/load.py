@@ -243,7 +243,7 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None
     dtype = DTYPES[plan.precision]
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
-    nf4 = nf4_config(plan.precision) if plan.quantization == "nf4" else None
+    nf4 = nf4_config(plan.precision) if plan.is_quantized else None
     return balanced_device_map(model, dtype, plan.device.count, nf4)
 
 

@@ -217,7 +217,7 @@ def _require_images(plan: Plan, conversations: Iterable[Conversation]) -> None:
     """
     trained = set(plan.parts.trained())
     alone = "llm" not in trained
-    shared = plan.placement == "sharded" or (plan.placement == "ddp" and trained != {"llm"})
+    shared = plan.is_sharded or (plan.placement == "ddp" and trained != {"llm"})
     if not alone and not shared:
         return
     examples = {bool(each.images): each.sample_id for each in conversations}

@@ -22,7 +22,7 @@ def prepare_kernels(plan: Plan) -> None:
 
     Raises UserError if Triton cannot start, or Liger's kernels compute something else than torch.
     """
-    if plan.device.kind == "cpu":
+    if not plan.on_gpu:
         return
     from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
     from stages.kit.models.load import local_device

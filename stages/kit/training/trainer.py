@@ -143,7 +143,7 @@ class RecipeTrainer(ResumableTrainer):
 
         On a GPU over the whole training, on a CPU over its rehearsal, both the same.
         """
-        if self.plan.device.kind == "cpu":
+        if not self.plan.on_gpu:
             return self.rehearsal.cpu_peak_bytes, self.rehearsal.cpu_peak_bytes
         gpus = range(torch.cuda.device_count())
         return max(map(torch.cuda.max_memory_allocated, gpus)), max(map(torch.cuda.max_memory_reserved, gpus))
