@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from ruamel.yaml import YAML
 from stages.kit.launcher.pipeline import item_of
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import commit, copy_code, run, small_checkout
+from tests.kit.launcher.small_checkout import commit, run, small_checkout
 
 STAGE = """
 import pathlib, sys
@@ -34,7 +33,6 @@ stages:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     workspace = small_checkout(tmp_path / "a workspace", pipeline=PIPELINE, base=STAGE)
-    copy_code(workspace, "stages.check")
     run(workspace, "git", "init", "--quiet")
     run(workspace, "dvc", "init", "--quiet")
     commit(workspace)
@@ -59,7 +57,8 @@ def test_hostile_names_run_no_code_and_remove_nothing(workspace: Path) -> None:
     (workspace / "dvc.yaml").write_text(trains)
     assert "should match pattern" in dvc(workspace, "repro", "--single-item", "train@x$(touch PWNED)", code=255)
 
-    shutil.copy(ROOT / "dvc.yaml", workspace)
+    for name in ("dvc.yaml", "stages"):
+        run(workspace, "cp", "--recursive", str(ROOT / name), ".")
     output = dvc(workspace, "repro", code=255)
     assert "should match pattern" in output
     assert re.findall(r"Running stage '(.*?)'", output)[-1] == "check"
