@@ -11,62 +11,45 @@ from stages.kit.data.texts import TEXT_METRICS, TextMetric
 from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
 
-_JSON_VALID = Metric(
-    key="json_valid",
-    heading="Valid JSON",
-    format=".1%",
-    meaning="Share of the answers that are JSON from beginning to end.",
-    evidence=("json_valid",),
-)
+
+def _share(key: str, heading: str, number_format: str, meaning: str) -> Metric:
+    return Metric(key=key, heading=heading, format=number_format, meaning=meaning, evidence=(key,))
+
+
 METRICS: dict[TextMetric, tuple[Metric, ...]] = {
     "token_f1": (
-        Metric(
-            key="token_f1",
-            heading="Token F1",
-            format=".3f",
-            meaning="Words that the answer shares with the reference, in any order, as F1 of each sample: SQuAD's, "
-            "without case, punctuation and English articles.",
-            evidence=("token_f1",),
+        _share(
+            *("token_f1", "Token F1", ".3f"),
+            "Words that the answer shares with the reference, in any order, as F1 of each sample: SQuAD's, without "
+            "case, punctuation and English articles.",
         ),
     ),
     "exact": (
-        Metric(
-            key="exact",
-            heading="Exact",
-            format=".1%",
-            meaning="Share of the answers that are the reference, letter by letter, but for white space around them.",
-            evidence=("exact",),
+        _share(
+            *("exact", "Exact", ".1%"),
+            "Share of the answers that are the reference, letter by letter, but for white space around them.",
         ),
     ),
     "rouge_l": (
-        Metric(
-            key="rouge_l",
-            heading="ROUGE-L",
-            format=".3f",
-            meaning="F-measure of the longest sequence of words, with gaps, that answer and reference have in common.",
-            evidence=("rouge_l",),
+        _share(
+            *("rouge_l", "ROUGE-L", ".3f"),
+            "F-measure of the longest sequence of words, with gaps, that answer and reference have in common.",
         ),
     ),
     "chrf": (
-        Metric(
-            key="chrf",
-            heading="chrF",
-            format=".3f",
-            meaning="F-score of sequences of one to six letters that answer and reference share, recall counting "
-            "twice; the mean over the samples.",
-            evidence=("chrf",),
+        _share(
+            *("chrf", "chrF", ".3f"),
+            "F-score of sequences of one to six letters that answer and reference share, recall counting twice; the "
+            "mean over the samples.",
         ),
     ),
     "json": (
-        Metric(
-            key="field_accuracy",
-            heading="Fields",
-            format=".3f",
-            meaning="Share of a sample's JSON fields that are right, of all that answer or reference have; 0 for an "
-            "answer that is no JSON. The mean over the samples.",
-            evidence=("field_accuracy",),
+        _share(
+            *("field_accuracy", "Fields", ".3f"),
+            "Share of a sample's JSON fields that are right, of all that answer or reference have; 0 for an answer "
+            "that is no JSON. The mean over the samples.",
         ),
-        _JSON_VALID,
+        _share("json_valid", "Valid JSON", ".1%", "Share of the answers that are JSON from beginning to end."),
     ),
     "perplexity": (
         Metric(
@@ -81,7 +64,7 @@ METRICS: dict[TextMetric, tuple[Metric, ...]] = {
         ),
     ),
 }
-"""The columns of the table, by what params.yaml calls them; the first is the one to rank by."""
+"""Columns of the table by the metric's name in params.yaml; models are ranked by the first."""
 
 _WORDS = {
     "token_f1": "token F1",
@@ -91,15 +74,15 @@ _WORDS = {
     "field_accuracy": "field accuracy",
     "perplexity": "perplexity",
 }
-"""The figure to rank by, within a sentence."""
+"""The figure that models are ranked by, within a sentence."""
 
 
 def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
-    """The report of runs on these datasets. Raises UserError where they name different metrics."""
+    """The report of runs on these datasets. Raises UserError if they name different metrics."""
     chosen = {name: tuple(dataset.reader.get("metrics", TEXT_METRICS)) for name, dataset in datasets.items()}
     if len(set(chosen.values())) > 1:
-        said = "; ".join(f"{name}: {', '.join(metrics)}" for name, metrics in chosen.items())
-        raise UserError(f"the datasets of the task chat name different metrics ({said}); give them the same ones")
+        named = "; ".join(f"{name}: {', '.join(metrics)}" for name, metrics in chosen.items())
+        raise UserError(f"the datasets of the task chat name different metrics ({named}); give them the same ones")
     metrics = next(iter(chosen.values()), TEXT_METRICS)
     first, *others = (column for name in dict.fromkeys(metrics) for column in METRICS[name])
     score = "token_probability" if first.key == "perplexity" else first.key
