@@ -23,6 +23,7 @@ from contextlib import suppress
 from graphlib import TopologicalSorter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import psutil
@@ -152,16 +153,7 @@ def check_outputs(
 
     cached: whether DVC's cache has any object.
     """
-    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
-    with TemporaryDirectory() as empty:
-        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise UserError(
-            f"dvc data status failed: {ended.stderr.strip()}\n"
-            "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
-        )
-    status = json.loads(ended.stdout)
+    status = _data_status()
     changes = status.get("uncommitted", {})
     deleted = [path.rstrip("/") for path in changes.get("deleted", [])]
     absent = [path for path in deleted if path in findings.makers]
@@ -288,6 +280,21 @@ def _digests(records: Mapping[Path, Provenance], lineages: Mapping[Path, Lineage
             if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
                 digests[path] = content_digest(Path(path))
     return digests
+
+
+def _data_status() -> dict[str, Any]:
+    """The differences between data/, dvc.lock and the cache, by kind, from `dvc data status`."""
+    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
+    with TemporaryDirectory() as empty:
+        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise UserError(
+            f"dvc data status failed: {ended.stderr.strip()}\n"
+            "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
+        )
+    status: dict[str, Any] = json.loads(ended.stdout)
+    return status
 
 
 def _is_newer(

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -233,3 +235,12 @@ def test_another_folder_and_a_damaged_lock_file_are_refused(
     assert "git checkout HEAD -- dvc.lock" in verify().output
     monkeypatch.chdir(tmp_path)
     assert "run from the top of the repository" in verify().output
+
+
+def test_while_dvc_runs_stages_nothing_is_checked(workspace: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "dvc", "repro"]
+    with subprocess.Popen(command) as process:
+        try:
+            assert f"dvc is running here (pid {process.pid})" in verify().output
+        finally:
+            process.kill()
