@@ -73,7 +73,8 @@ def build_image(client: Client, target: str, max_jobs: int) -> str:
         say(f"pulling {base.image}")
         if not client.show("pull", "--quiet", base.reference):
             raise UserError(
-                f"{base.image} is not on this machine and cannot be pulled, for the reason above; load it: docker load"
+                f"{base.image} is not on this machine and cannot be pulled, for the reason above; build {reference} on "
+                "another machine and load it here: docker save, docker load"
             )
     build_wheelhouse(target, pins, machine)
     say(f"building {reference} on {base.image}")

@@ -114,7 +114,7 @@ def test_newer_docker_builds_with_its_plugin(machine: Path) -> None:
 @pytest.mark.parametrize(
     ("has", "environment", "message"),
     [
-        ([], {}, "cannot be pulled, for the reason above; load it: docker load"),
+        ([], {}, "cannot be pulled, for the reason above; build bakeoff:cpu-"),
         ([PYTHON], {"STOPPED": "1"}, "does not answer: Cannot connect"),
         ([PYTHON], {"ARCH": "riscv64"}, "containers run on riscv64 here"),
         ([PYTHON], {"CLIENT": "28.2.2"}, "the plugin buildx is missing"),
