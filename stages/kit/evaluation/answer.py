@@ -354,8 +354,15 @@ def longest_first(conversations: Sequence[Conversation], batch_size: int) -> lis
 
     Sorted by pixels, then by characters: nearly the order by tokens, without rendering or decoding anything.
     """
-    sizes = [(_num_pixels(conversation), _num_characters(conversation)) for conversation in conversations]
-    order = sorted(range(len(sizes)), key=lambda index: sizes[index], reverse=True)
+
+    def size(index: int) -> tuple[int, int]:
+        conversation = conversations[index]
+        contents = (message["content"] for message in conversation.messages)
+        parts = (part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each))
+        num_pixels = sum(image.width * image.height for image in conversation.images)
+        return num_pixels, sum(len(part.get("text", "")) for part in parts)
+
+    order = sorted(range(len(conversations)), key=size, reverse=True)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
@@ -371,13 +378,3 @@ def prepared_ahead(batches: Sequence[list[int]], prepare: Callable[[list[int]], 
             if following is not None:
                 upcoming.append(thread.submit(prepare, following))
             yield batch, prepared
-
-
-def _num_pixels(conversation: Conversation) -> int:
-    return sum(image.width * image.height for image in conversation.images)
-
-
-def _num_characters(conversation: Conversation) -> int:
-    contents = (message["content"] for message in conversation.messages)
-    parts = (part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content))
-    return sum(len(part.get("text", "")) for part in parts)

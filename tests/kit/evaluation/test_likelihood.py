@@ -101,8 +101,12 @@ def test_padding_does_not_count_in_routing(tiny_mixture: Any, tiny_dense: Any, b
     assert len({each.load for each in alone}) == len(alone)
 
 
-def test_routing_is_the_models_own(tiny_mixture: Any) -> None:
-    model, tokenizer = tiny_mixture
+@pytest.mark.parametrize("normalized", [True, False])
+def test_routing_is_the_models_own(tiny_mixture: Any, normalized: bool) -> None:
+    """normalized: whether the model's own weights of the top k add up to 1, as they do not in Qwen1.5-MoE."""
+    model, tokenizer = copy.deepcopy(tiny_mixture[0]), tiny_mixture[1]
+    for router in routers(model):
+        router.norm_topk_prob = normalized
     found = routing(model, tokenizer, QUESTIONS[:1], batch_size=1)
     assert found is not None
     ids = tokenizer(tokenizer.apply_chat_template(QUESTIONS[0].messages, tokenize=False, add_generation_prompt=True))
