@@ -27,12 +27,11 @@ from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, 
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published
-from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
 from stages.kit.models.kernels import fused_kernels
-from stages.kit.models.load import gpus_in_use, load_base, process_mesh, see_only, shard
+from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import planned, settings
 from stages.kit.planning.plan import Plan
@@ -40,10 +39,10 @@ from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.features import frozen_features
 from stages.kit.training.kernels import prepare_kernels
-from stages.kit.training.processes import is_first_process, is_worker, run_workers
-from stages.kit.training.records import TrainingRecord, tracking_arguments, write_trace
-from stages.kit.training.resume import identity_of, seed_everything, train_to_the_end
-from stages.kit.training.trainer import Curves, progress_callback
+from stages.kit.training.processes import is_first_process, is_worker, run_workers, set_up
+from stages.kit.training.records import Trace, TrainingRecord, tracking_arguments, write_trace
+from stages.kit.training.resume import identity_of, train_to_the_end
+from stages.kit.training.trainer import Curves, RecipeTrainer, progress_callback
 from stages.tasks import load_task
 
 log = logging.getLogger("stages")
@@ -61,10 +60,7 @@ def main(recipe: str, attempt: int) -> None:
     configure_logging(f"train {recipe} ({plan.profile})", facts=is_first_process())
     if attempt:
         log.info("attempt %d: %s", attempt, ", ".join(f"{name} {value}" for name, value in settings(plan).items()))
-    see_only(plan.device)
-    if plan.expandable_segments and plan.on_gpu:
-        expand_segments()
-    seed_everything(plan.seed)
+    set_up(plan)
     train(plan, attempt)
 
 
@@ -103,19 +99,9 @@ def train(plan: Plan, attempt: int) -> None:
         features_gb = params.active.memory.features_gb
         with frozen_features(trainer, repository / ".bakeoff/features", identity, limit_gb=features_gb):
             trace = train_to_the_end(trainer, checkpoints, params.checkpoints)
-        trained = trainer.accelerator.unwrap_model(trainer.model)
-        tensors = trained_tensors(trained)  # gathered from all processes
-        if first:
-            record = TrainingRecord.of(
-                plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
-            )
-            save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
-            parents = {"base": (Path(plan.base_dir), base)}
-            lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
-            record.write(training_dir / "training.json")
-            write_trace(trace, training_dir / "trace.csv")
-            write_stage_memory(memory.finish("train", plan.recipe), task=plan.task)
-            log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
+        save(trainer, trace, base, attempt, training_dir, trained_dir)
+    if first:
+        write_stage_memory(memory.finish("train", plan.recipe), task=plan.task)
 
 
 def load(plan: Plan) -> PreTrainedModel | PeftModel:
@@ -124,6 +110,25 @@ def load(plan: Plan) -> PreTrainedModel | PeftModel:
     if plan.is_sharded:
         shard(model, plan, process_mesh(plan))
     return model
+
+
+def save(
+    trainer: RecipeTrainer, trace: Trace, base: Lineage, attempt: int, training_dir: Path, trained_dir: Path
+) -> None:
+    """Write what was trained, and its records, in the first process; every process calls it, as each has a share."""
+    plan, trained = trainer.plan, trainer.accelerator.unwrap_model(trainer.model)
+    tensors = trained_tensors(trained)
+    if not is_first_process():
+        return
+    record = TrainingRecord.of(
+        plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
+    )
+    save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
+    parents = {"base": (Path(plan.base_dir), base)}
+    lineage = write_lineage(trained_dir, kind="trained", name=plan.recipe, parents=parents)
+    record.write(training_dir / "training.json")
+    write_trace(trace, training_dir / "trace.csv")
+    log.info("trained %s, content %s: %s", plan.recipe, short(lineage.digest), record.summary())
 
 
 def read_base(base_dir: str) -> Lineage:

@@ -177,8 +177,8 @@ class Engine:
         return Ended(code=result.exit_code)
 
 
-def at_load(stage: Any) -> Place:
-    return lambda patch: patch.setattr(stage, "load_model", too_much)
+def at_load(stage: Any, loader: str) -> Place:
+    return lambda patch: patch.setattr(stage, loader, too_much)
 
 
 def at_step(number: int) -> Place:
@@ -214,7 +214,7 @@ def test_a_training_that_runs_out_of_memory_keeps_its_effective_batch(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At load, and at steps 1 and 8."""
-    places = (at_load(stages.train), at_step(1), at_step(8))
+    places = (at_load(stages.train, "load_base"), at_step(1), at_step(8))
     assert down_the_ladder(Engine(*places), "train", RECIPE, workspace) == 0
     assert [line.partition(" with ")[2] for line in capsys.readouterr().err.splitlines() if "launcher:" in line] == [
         "micro_batch 4 -> 2, grad_accumulation 1 -> 2",
@@ -240,12 +240,12 @@ def test_an_evaluation_and_a_merge_that_run_out_of_memory_generate_fewer_at_once
 
     change_plan(workspace, schedule={}, quantization="none")  # then a merge generates nothing
     with pytest.raises(click.ClickException, match="it needs a machine or a profile with more"):
-        down_the_ladder(Engine(at_load(stages.merge)), "merge", RECIPE, workspace)
+        down_the_ladder(Engine(at_load(stages.merge, "load_model")), "merge", RECIPE, workspace)
 
 
 def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Path) -> None:
     change_plan(workspace, schedule={"micro_batch": 1, "grad_accumulation": 4})
     with pytest.raises(click.ClickException) as refusal:
-        down_the_ladder(Engine(at_load(stages.train), at_step(1)), "train", RECIPE, workspace)
+        down_the_ladder(Engine(at_load(stages.train, "load_base"), at_step(1)), "train", RECIPE, workspace)
     assert "  as planned\n  gradient_checkpointing off -> on\n" in refusal.value.format_message()
     assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}

@@ -1,4 +1,4 @@
-"""One process a device, by torchrun: placements ddp and sharded. Each comes back to the stage with its rank."""
+"""Processes of a training: one, or with placements ddp and sharded one a device, started by torchrun."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from torch.distributed.run import main as torchrun
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
 from stages.core.signals import ENDING, GRACE_S, end_with_own_parent, handled_signals
+from stages.kit.internals.torch_internals import expand_segments
+from stages.kit.models.load import see_only
+from stages.kit.planning.plan import Plan
+from stages.kit.training.resume import seed_everything
 
 
 def is_first_process() -> bool:
@@ -27,6 +31,14 @@ def is_worker() -> bool:
         return False
     end_with_own_parent()
     return True
+
+
+def set_up(plan: Plan) -> None:
+    """This process's GPUs, allocator and seeds; before CUDA starts."""
+    see_only(plan.device)
+    if plan.expandable_segments and plan.on_gpu:
+        expand_segments()
+    seed_everything(plan.seed)
 
 
 def run_workers(device: DeviceParams, command: Sequence[str]) -> None:
