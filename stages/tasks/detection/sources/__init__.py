@@ -66,7 +66,7 @@ def _require_answerable(reader: Reader) -> None:
     if problem := markup_problem(*reader.labels(), reader.question()):
         raise UserError(f"the dataset's category and prompt in params.yaml: {problem}")
     known = reader.categories()
-    if strange := [name for name in reader.label if name not in known]:
+    if strange := [name for name in reader.label if known and name not in known]:
         raise UserError(
             f"the dataset's label in params.yaml: {strange[0]!r} is not asked for{nearest(strange[0], known)}"
         )

@@ -19,7 +19,7 @@ from stages.core.errors import UserError, pluralize
 from stages.core.records import Unreadable, problems, read_yaml, refusal
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import EmptyText, UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits, split_of
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="cxcywh", unit="share")
@@ -38,7 +38,6 @@ class DataFile:
     names: list[str] | dict[int, str]
     train: str | list[str] | None = None
     val: str | list[str] | None = None
-    test: str | list[str] | None = None
 
 
 def annotation_files(folder: Folder) -> list[str]:
@@ -60,17 +59,13 @@ def read(folder: Folder) -> Splits:
         )
     data = _data_file(folder, found[0])
     splits: dict[str | None, list[str]] = {}
-    split: str | None
     if data.train and data.val:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
     else:  # by the names of folders alone
-        for folder_path in sorted({PurePosixPath(path).parent for path in folder.images()}):
-            (split,) = by_split([str(folder_path / "-")])
-            inside = (path for path in folder.images() if PurePosixPath(path).parent == folder_path)
-            splits.setdefault(split, []).extend(inside)
-        splits = {split: sorted(paths) for split, paths in splits.items()}
+        for path in folder.images():
+            splits.setdefault(split_of(str(PurePosixPath(path).parent / "-")), []).append(path)
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
     return chosen_splits(splits, "images", lambda paths: _samples(folder, paths, names))
 
