@@ -48,12 +48,8 @@ def write_made_up_run(
     image_ids: Sequence[str] | None = None,
     truth: Sequence[float] = (0.2, 0.2, 0.8, 0.8),
     num_examples: int = 1,
-    source: dict[str, str] | None = None,
 ) -> Path:
-    """An evaluated run; with `params`, also plan and training record of the recipe of that name.
-
-    source: of the lineage.
-    """
+    """An evaluated run; with `params`, also plan and training record of the recipe of that name."""
     run_dir = runs_dir / name
     (run_dir / "examples").mkdir(parents=True)
     scores = np.asarray(ious, dtype=np.float64)
@@ -86,7 +82,7 @@ def write_made_up_run(
             _write_example(run_dir / "examples" / f"{kind}-{rank}.png")
     if params is not None:
         _write_training(run_dir, name, params)
-    write_model_lineage(run_dir, name, source=source)
+    write_model_lineage(run_dir, name)
     return run_dir
 
 
@@ -110,9 +106,9 @@ def write_made_up_memory(data_dir: Path, task: str, memory: StageMemory) -> Path
     return path
 
 
-def write_model_lineage(run_dir: Path, name: str, *, source: dict[str, str] | None = None) -> None:
+def write_model_lineage(run_dir: Path, name: str) -> None:
     """The lineage of the evaluated model, under its name in a card."""
-    write_lineage(run_dir, kind="base", name=name, source=source)
+    write_lineage(run_dir, kind="base", name=name)
     (run_dir / LINEAGE_FILE).rename(run_dir / MODEL_LINEAGE_FILE)
 
 

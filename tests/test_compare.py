@@ -16,7 +16,6 @@ from ruamel.yaml import YAML
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
-from stages.core.params.schema import Params
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import cards_dir, evaluation_stage
 from stages.kit.reporting.sections import comparison_table
@@ -34,31 +33,22 @@ from tests.made_up_runs import (
 MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.68, 0.735), strict=True))
 
 
-def write_runs(
-    data_dir: Path,
-    *,
-    params: Params | None = None,
-    leave_out: tuple[str, ...] = (),
-    source: dict[str, str] | None = None,
-) -> None:
-    params = params or project_params()
+def write_runs(data_dir: Path, *, leave_out: tuple[str, ...] = ()) -> None:
+    params = project_params()
     for seed, (name, mean) in enumerate(MEANS.items()):
-        if name not in leave_out:
-            write_made_up_run(
-                cards_dir(data_dir, "detection"),
-                name,
-                made_up_ious(mean, 50, seed=seed),
-                params=params if name in params.recipes else None,
-                source=source,
-            )
-            for stage in ("train", "merge", "evaluate") if name in params.recipes else ("evaluate",):
-                write_made_up_memory(data_dir, "detection", made_up_memory(stage, name))
+        if name in leave_out:
+            continue
+        trained = name in params.recipes
+        ious = made_up_ious(mean, 50, seed=seed)
+        write_made_up_run(cards_dir(data_dir, "detection"), name, ious, params=params if trained else None)
+        for stage in ("train", "merge", "evaluate") if trained else ("evaluate",):
+            write_made_up_memory(data_dir, "detection", made_up_memory(stage, name))
 
 
-def run_compare(data_dir: Path, params: Params | None = None) -> str:
+def run_compare(data_dir: Path) -> str:
     """The output on the terminal."""
     console = Console(file=io.StringIO(), width=100, color_system=None)
-    compare_task(params or project_params(), "detection", data_dir=data_dir, console=console)
+    compare_task(project_params(), "detection", data_dir=data_dir, console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
