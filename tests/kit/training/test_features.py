@@ -172,22 +172,3 @@ def test_only_frozen_towers_within_the_limit_are_planned(
     spread = replace(plan_for("r1-llm-only"), placement="ddp", may_quantize=False, quantization="none")
     for rung in rungs(predictor.with_features(spread, 1.0)):
         assert (rung.placement == "sharded") == (rung.features_bytes == 0)
-
-
-def test_two_trainings_may_write_the_same_part_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, tensors, replace_file = tmp_path / "part-000000.safetensors", {"0.x": torch.ones(2)}, Path.replace
-    writing: list[Path] = []
-
-    def while_another_writes(temporary: Path, target: Path) -> Path:
-        if not writing:
-            writing.append(temporary)
-            with monkeypatch.context() as other:
-                other.setattr("os.getpid", lambda: 1)
-                features._write_part(tensors, part)
-        return replace_file(temporary, target)
-
-    monkeypatch.setattr(Path, "replace", while_another_writes)
-    features._write_part(tensors, part)
-    assert writing
-    assert features._is_undamaged(part)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.safetensors", "part-000000.sha256"]

@@ -148,17 +148,6 @@ def test_ligers_kernels_are_checked_if_the_plan_uses_them(
     assert checked == ["cuda:0"]
 
 
-@needs_triton
-def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.nvidia import driver
-
-    def not_found() -> None:
-        raise AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up")
-
-    monkeypatch.setattr(driver, "CudaUtils", not_found)
-    assert kernels.driver_problem() == "Triton cannot start (libcuda.so cannot found! Please make sure GPU is set up)"
-
-
 @pytest.mark.parametrize(
     ("programs", "caller", "problem"),
     [
