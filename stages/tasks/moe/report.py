@@ -6,6 +6,13 @@ from stages.kit.reporting.compare import Metric, Question, TaskReport
 from stages.kit.statistics import perplexity
 
 
+def _figure(key: str, heading: str, number_format: str, meaning: str, *, among: str | None = None) -> Metric:
+    evidence = (key,) if among else ()
+    return Metric(
+        key=key, heading=heading, format=number_format, meaning=meaning, optional=True, evidence=evidence, among=among
+    )
+
+
 def _perplexity(domain: str, name: str) -> Metric:
     return Metric(
         key=f"perplexity_{domain}",
@@ -37,81 +44,49 @@ REPORT = TaskReport(
         ),
         _perplexity("truthfulqa", "TruthfulQA"),
         _perplexity("qmsum", "QMSum"),
-        Metric(
-            key="mc1",
-            heading="MC1",
-            format=".1%",
-            meaning="TruthfulQA: share of questions whose best answer the model finds likelier than every false one.",
-            optional=True,
-            evidence=("mc1",),
+        _figure(
+            *("mc1", "MC1", ".1%"),
+            "TruthfulQA: share of questions whose best answer the model finds likelier than every false one.",
             among="truthfulqa",
         ),
-        Metric(
-            key="mc2",
-            heading="MC2",
-            format=".3f",
-            meaning="TruthfulQA: share of the probability of all answers, true and false, that the true ones have.",
-            optional=True,
+        _figure(
+            *("mc2", "MC2", ".3f"),
+            "TruthfulQA: share of the probability of all answers, true and false, that the true ones have.",
         ),
-        Metric(
-            key="bleu_difference",
-            heading="BLEU diff",
-            format="+.3f",
-            meaning="TruthfulQA: BLEU of the model's own answer against the nearest correct answer, less that against "
+        _figure(
+            *("bleu_difference", "BLEU diff", "+.3f"),
+            "TruthfulQA: BLEU of the model's own answer against the nearest correct answer, less that against "
             "the nearest incorrect one.",
-            optional=True,
         ),
-        Metric(
-            key="rougeL_difference",
-            heading="ROUGE-L diff",
-            format="+.3f",
-            meaning="TruthfulQA: the same by ROUGE-L; by ROUGE-1 and ROUGE-2 in metrics.json.",
-            optional=True,
+        _figure(
+            *("rougeL_difference", "ROUGE-L diff", "+.3f"),
+            "TruthfulQA: the same by ROUGE-L; by ROUGE-1 and ROUGE-2 in metrics.json.",
         ),
-        Metric(
-            key="bleurt_difference",
-            heading="BLEURT diff",
-            format="+.3f",
-            meaning="TruthfulQA: the same by BLEURT, if its checkpoint is available.",
-            optional=True,
+        _figure(
+            *("bleurt_difference", "BLEURT diff", "+.3f"),
+            "TruthfulQA: the same by BLEURT, if its checkpoint is available.",
         ),
-        Metric(
-            key="rouge1",
-            heading="ROUGE-1",
-            format=".3f",
-            meaning="QMSum: words that the model's own answer shares with the true one, as F-measure.",
-            optional=True,
+        _figure(
+            *("rouge1", "ROUGE-1", ".3f"),
+            "QMSum: words that the model's own answer shares with the true one, as F-measure.",
         ),
-        Metric(
-            key="rouge2",
-            heading="ROUGE-2",
-            format=".3f",
-            meaning="QMSum: the same of pairs of words.",
-            optional=True,
+        _figure(
+            *("rouge2", "ROUGE-2", ".3f"),
+            "QMSum: the same of pairs of words.",
         ),
-        Metric(
-            key="rougeL",
-            heading="ROUGE-L",
-            format=".3f",
-            meaning="QMSum: the same of the longest common sequence of words.",
-            optional=True,
-            evidence=("rougeL",),
+        _figure(
+            *("rougeL", "ROUGE-L", ".3f"),
+            "QMSum: the same of the longest common sequence of words.",
             among="qmsum",
         ),
-        Metric(
-            key="routing_entropy",
-            heading="Routing entropy",
-            format=".2f",
-            meaning="Of a mixture, how undecided its routers are, from 0, sure of one expert, to 1, all alike.",
-            optional=True,
+        _figure(
+            *("routing_entropy", "Routing entropy", ".2f"),
+            "Of a mixture, how undecided its routers are, from 0, sure of one expert, to 1, all alike.",
         ),
-        Metric(
-            key="routing_apart",
-            heading="Domains apart",
-            format=".2f",
-            meaning="Of a mixture, how differently it spreads the two domains over its experts, from 0, alike, to 1, "
+        _figure(
+            *("routing_apart", "Domains apart", ".2f"),
+            "Of a mixture, how differently it spreads the two domains over its experts, from 0, alike, to 1, "
             "no expert in common. The loads themselves are in metrics.json.",
-            optional=True,
         ),
     ),
     primary_words="perplexity",
