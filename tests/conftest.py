@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """What a test runs in this process configures the logging and may handle SIGTERM, which are everyone's."""
+    """Restores logging and the handler of SIGTERM, which stages run in this process change."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     loggers = [logging.getLogger(), logging.getLogger("stages")]
     states = [(logger.level, logger.handlers[:]) for logger in loggers]
@@ -58,7 +58,7 @@ def tiny_dense() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def tiny_mixture() -> tuple[Any, Any]:
-    """A Qwen2Moe of four experts, likewise."""
+    """A Qwen2Moe of four experts, with the same tokenizer."""
     from tests.tiny import tiny_text_model
 
     return tiny_text_model(["What was said about the budget? It was agreed."], num_experts=4)

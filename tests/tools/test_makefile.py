@@ -32,7 +32,7 @@ def test_pictures_are_fetched_from_the_hub_where_they_are_there() -> None:
 
 def command(*asked: str) -> str:
     """The line that `make` would run."""
-    # As a make of its own, also where these tests run in `make test`.
+    # A make of its own, also if these tests run in `make test`.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.check_output(["make", "-n", *asked], cwd=ROOT, env=alone, text=True)
     return next(line for line in printed.splitlines() if "-m tools." in line)

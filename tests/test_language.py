@@ -1,0 +1,65 @@
+"""Docstrings, comments, messages and documents are plain English: subject first, standard terms."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests import ROOT
+
+CODE = sorted(path for folder in ("stages", "tools", "tests") for path in ROOT.glob(f"{folder}/**/*.py"))
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "dvc.yaml", "params.yaml")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
+OPENINGS = re.compile(r"(Of|What|Who|Whose|Where|How|As|Likewise|Those|To be|The same|By|Nor|Not|Asked|Said)\b")
+"""First words of a docstring or comment that continue the name above it instead of naming their subject."""
+WORDS = re.compile(
+    r"\b(mend(s|ed|ing)?|astray|heed(s|ed)?|testif\w+|at hand|weigh(s|ed|ing)?|pictures?|anew|likewise|foresee\w*|told"
+    r"|thereof|beforehand|goes round)\b",
+    re.IGNORECASE,
+)
+"""Words for which the field has a standard term, such as image, score, again, fix."""
+
+
+def comments(text: str) -> Iterator[str]:
+    """Each block of comments; lines that follow one another are one block."""
+    block: list[str] = []
+    last = -2
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1 and block:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield " ".join(block)
+
+
+def faults(text: str) -> list[str]:
+    """Openings and words to avoid in a module."""
+    nodes = list(ast.walk(ast.parse(text)))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    docstrings = [
+        node.value.strip() for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    found = [passage.partition("\n")[0] for passage in (*docstrings, *comments(text)) if OPENINGS.match(passage)]
+    return found + [match[0] for passage in (*strings, *comments(text)) for match in WORDS.finditer(passage)]
+
+
+def test_code_is_in_plain_english() -> None:
+    found = {path: faults(path.read_text(encoding="utf-8")) for path in CODE if path != Path(__file__)}
+    assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
+
+
+def test_documents_are_in_plain_english() -> None:
+    found = {path.name: [match[0] for match in WORDS.finditer(path.read_text(encoding="utf-8"))] for path in TEXTS}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_faults_are_found_in_docstrings_comments_and_messages() -> None:
+    module = '"""Of a model."""\n# What it holds,\n# and why.\n\nMESSAGE = "mend it"  # fine\n'
+    assert faults(module) == ["Of a model.", "What it holds, and why.", "mend"]
