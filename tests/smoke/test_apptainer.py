@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from stages.kit.launcher.apptainer import ApptainerEngine, digest_path
 from tests import ROOT
-from tests.smoke.conftest import ENGINE, copy_of_checkout, environment, wait_until
-from tests.smoke.test_seal import ATTEMPTS, COMMAND, WAITING, trying
+from tests.smoke.conftest import ENGINE, copy_of_checkout, environment
+from tests.smoke.test_seal import ATTEMPTS, COMMAND, trying
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(ENGINE != "apptainer", reason="of Apptainer")]
 
@@ -51,24 +50,6 @@ print(os.environ["HOME"], os.path.exists({str(tmp_path)!r}))
     result = run(playground, stage, *ORDINARY, HOME=str(tmp_path), APPTAINER_BIND=str(tmp_path))
     assert (result.returncode, result.stdout) == (0, "/tmp False\n"), result.stderr
     assert (playground / "data/runs/r1-llm-only/trained").stat().st_uid == os.getuid()
-
-
-def test_an_ordinary_users_stage_that_is_asked_to_end_saves_first(playground: Path, tmp_path: Path) -> None:
-    (playground / "stages/train.py").write_text(WAITING)
-    log_path = tmp_path / "log"
-    with log_path.open("wb") as log:
-        launcher = subprocess.Popen(
-            [*ORDINARY, *COMMAND], cwd=playground, env=environment(), stdout=log, stderr=subprocess.STDOUT
-        )
-    wait_until(lambda: "ready" in log_path.read_text(), log_path.read_text)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait() == 75, log_path.read_text()
-    assert log_path.read_text().count("saved on SIGTERM") == 1
-
-
-def test_processes_of_a_stage_find_each_other_by_name_without_a_network(playground: Path) -> None:
-    result = run(playground, "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))")
-    assert result.stdout.split() == ["localhost", "127.0.0.1"], result.stderr
 
 
 @pytest.mark.parametrize("code", [0, 3, 125, 255])

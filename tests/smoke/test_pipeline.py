@@ -8,14 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
-from stages.core.environment import usable_cores
 from stages.core.provenance import Provenance
 from stages.kit.launcher.pipeline import declared_stages
 from stages.kit.publishing.folder import check_published
-from tests import ROOT
-from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git, wait_until
+from tests.smoke.conftest import ENGINE, commit, copy_of_checkout, dvc, git
 
 # The whole pipeline is run by the first test that looks at it.
 pytestmark = [pytest.mark.engine, pytest.mark.pipeline, pytest.mark.timeout(1200)]
@@ -23,16 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.pipeline, pytest.mark.timeout(1200
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_pipeline_ends_with_a_row_for_every_recipe_and_baseline(finished: Path) -> None:
-    table = (finished / "data/report/detection/table.txt").read_text()
-    params = YAML(typ="safe").load(ROOT / "params.yaml")
-    detection = [
-        name for name, run in {**params["recipes"], **params["baselines"]}.items() if run["task"] == "detection"
-    ]
-    for name in detection:
-        assert name in table
 
 
 def test_a_second_run_has_nothing_to_do(finished: Path) -> None:
@@ -68,13 +55,6 @@ def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
     assert set(left) == {"lock"}
 
 
-def test_stages_side_by_side_share_the_cores(finished: Path) -> None:
-    provenance_dir = finished / "data/provenance/detection"
-    records = [json.loads(path.read_text()) for path in provenance_dir.glob("train@*.json")]
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // 2))
-    assert {record["environment"]["OMP_NUM_THREADS"] for record in records} == {threads}
-
-
 def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights_byte_for_byte(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -90,17 +70,6 @@ def test_containers_and_processes_side_by_side_and_in_turn_give_the_same_weights
         "runs/r3-two-stage/predictions.parquet",
     ):
         assert sha256(workspace / "data" / path) == sha256(finished / "data" / path), path
-
-
-def test_queued_experiments_run_in_containers(finished: Path, tmp_path: Path) -> None:
-    workspace = copy_of(finished, tmp_path)
-    rank = "recipes.r1-llm-only.lora.rank=8"
-    dvc(workspace, "exp", "run", "--queue", "--name", "narrow", "-S", rank, "train@r1-llm-only", BAKEOFF_ENGINE="auto")
-    dvc(workspace, "queue", "start", BAKEOFF_ENGINE="auto")
-    wait_until(lambda: any(word in dvc(workspace, "queue", "status") for word in ("Success", "Failed")))
-    assert f"engine {ENGINE}" in dvc(workspace, "queue", "logs", "narrow")
-    assert "narrow" in dvc(workspace, "exp", "list")
-    assert git(workspace, "status", "--porcelain") == ""
 
 
 def test_two_processes_train_together_without_a_network(finished: Path, tmp_path: Path) -> None:

@@ -263,13 +263,6 @@ def nothing_runs(workspace: Path) -> bool:
     return containers(workspace) == [] and ["sleep", ASLEEP] not in commands
 
 
-def test_list_of_processes_has_no_secret(start: Start) -> None:
-    running = start(*COMMAND)
-    shown = " ".join(word for process in running.family() for word in process.cmdline())
-    assert "stages.kit.launcher.inside" in shown
-    assert not any(secret in shown for secret in SECRETS.values())
-
-
 @pytest.mark.parametrize("number", ENDING)
 def test_stage_that_is_asked_to_end_saves_first(start: Start, playground: Path, number: signal.Signals) -> None:
     running = start(*COMMAND)

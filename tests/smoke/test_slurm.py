@@ -84,16 +84,6 @@ def test_stage_computes_on_the_gpu_that_slurm_assigned(workspace: Path) -> None:
     assert notes(workspace) == ["begin None GPU-0", "end"]
 
 
-def test_failed_stage_has_its_own_exit_code_and_runs_again(workspace: Path) -> None:
-    let_end(workspace)
-    (workspace / "fail").touch()
-    output = run(workspace, "docker/run", "train", "r1-llm-only", code=7, **ENVIRONMENT)
-    assert "the stage speaks" in output
-    (workspace / "fail").unlink()
-    run(workspace, "docker/run", "train", "r1-llm-only", **ENVIRONMENT)
-    assert trained(workspace) == "of seed 42"
-
-
 @pytest.mark.parametrize("phase", ["pending", "running", "ended"])
 def test_launcher_killed_with_dvc_reattaches_and_submits_no_second_job(workspace: Path, phase: str) -> None:
     first_in_queue = occupied(workspace) if phase == "pending" else None
@@ -128,20 +118,6 @@ def test_launcher_killed_while_it_published_leaves_no_half_result(workspace: Pat
     aside.rename(aside.with_name("taken"))
     (aside.with_name("taken") / "data/trained").rename(workspace / "data/trained")
     assert "killed while it collected" in run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert notes(workspace).count("end") == 2
-    assert trained(workspace) == "of seed 42"
-
-
-def test_outputs_removed_by_dvc_while_a_job_ended_are_made_again(workspace: Path) -> None:
-    command = Command(workspace)
-    command.until("the stage speaks")
-    command.kill()
-    let_end(workspace)
-    wait_until(lambda: jobs() == {})
-    (aside,) = (workspace / "data/.outputs/train").glob("job-*/end.json")
-    aside.write_text('{"code": 0, "outputs": ["data/provenance/train.json"]}')
-    output = run(workspace, "dvc", "repro", "train", **ENVIRONMENT)
-    assert "running the stage again" in output
     assert notes(workspace).count("end") == 2
     assert trained(workspace) == "of seed 42"
 
@@ -243,21 +219,9 @@ def test_training_that_saves_nothing_in_its_time_is_not_requeued(workspace: Path
     assert notes(workspace) == ["begin None None", "asked by SIGUSR1"]
 
 
-def test_launcher_waits_for_a_requeued_job(workspace: Path) -> None:
-    command = Command(workspace)
-    number = command.until(r"launcher: job (\d+)")
-    command.until("the stage speaks")
-    subprocess.run(["scontrol", "requeue", number], check=True)
-    wait_until(lambda: notes(workspace).count("begin None None") == 2)
-    let_end(workspace)
-    assert command.ended() == 0, command.output
-    assert trained(workspace) == "of seed 42"
-
-
 @pytest.mark.parametrize(
     ("slurm", "output"),
     [
-        ({"options": ["--gres=gpu:3"]}, "Slurm refuses the job: .*node configuration is not available"),
         ({"partition": "nowhere"}, "Slurm refuses the job: .*Invalid partition"),
         ({"partition": "short", "minutes": 5}, "would never start, for Slurm's reason PartitionTimeLimit, so it was"),
     ],
@@ -278,14 +242,3 @@ def test_held_and_cancelled_jobs_are_reported(workspace: Path) -> None:
     subprocess.run(["scancel", number], check=True)
     assert command.ended() != 0
     assert f"job {number} of train has ended without a result: CANCELLED" in command.output
-
-
-def test_job_that_finds_its_settings_changed_does_nothing(workspace: Path) -> None:
-    first_in_queue = occupied(workspace)
-    command = Command(workspace)
-    command.until("waits in the queue")
-    set_params(workspace, seed=7)
-    subprocess.run(["scancel", first_in_queue], check=True)
-    assert command.ended() != 0
-    assert "params changed after this job was submitted" in command.output
-    assert notes(workspace) == []

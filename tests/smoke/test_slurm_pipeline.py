@@ -140,32 +140,3 @@ def test_a_training_over_two_nodes_leaves_the_bytes_of_two_processes_also_in_two
         run_dir = workspace.folder / "data/runs" / RECIPE
         trained[workspace.folder] = folder_digest(run_dir / "trained"), (run_dir / "training/trace.csv").read_bytes()
     assert trained[over_nodes.folder] == trained[alone.folder]
-
-
-@pytest.mark.timeout(900)
-def test_trainings_run_as_jobs_side_by_side(reference: Reference, tmp_path: Path) -> None:
-    workspace = in_jobs(before(f"plan@{RECIPE}", tmp_path / "side by side", reference))
-    path = workspace.folder / "params.yaml"
-    params = YAML(typ="safe").load(path)
-    recipes = (RECIPE, "r2-vision-only", "r4-joint")
-    for recipe in recipes:
-        params["recipes"][recipe] |= {"effective_batch": 4, "epochs": 2}
-    write_yaml(params, path)
-    most = 0
-
-    def meanwhile(process: "subprocess.Popen[bytes]") -> None:
-        nonlocal most
-        while process.poll() is None:
-            most = max(most, len(jobs()))
-            time.sleep(0.2)
-
-    targets = [f"train@{recipe}" for recipe in recipes]
-    ended = workspace.python("-m", "tools.run", *targets, "--jobs", "3", meanwhile=meanwhile)
-    assert ended.code == 0, ended.output
-    assert most > 1
-    runs_dir = workspace.folder / "data/runs"
-    trained = RECIPE, "trained"
-    assert folder_digest(runs_dir.joinpath(*trained)) == folder_digest(
-        (reference.finished_dir / "data/runs").joinpath(*trained)
-    )
-    assert workspace.dvc("status", "-q", *targets).code == 0

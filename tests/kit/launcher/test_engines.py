@@ -271,13 +271,6 @@ def test_outputs_are_taken_if_the_stage_succeeds(
     assert (workspace / PLAN).exists() == taken
 
 
-def test_full_disk_or_missing_right_is_reported(docker: Path, workspace: Path) -> None:
-    shutil.rmtree(workspace / "data")
-    (workspace / "data").write_text("no folder")
-    with pytest.raises(UserError, match=r"the outputs of plan@r1-llm-only cannot be written: .*data"):
-        run(workspace, "docker")
-
-
 @pytest.mark.parametrize("code", [1, 255])
 def test_apptainers_own_failure_is_told_from_a_stage_with_the_same_code(
     apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -376,15 +369,9 @@ def test_engine_chosen_by_name_is_that_or_none(docker: Path, workspace: Path, mo
     assert choose(workspace, "process")[1] == ""
 
 
-def test_missing_image_of_apptainer_is_named_with_one_of_other_locks(clients: Path, workspace: Path) -> None:
+def test_missing_image_of_apptainer_is_named(clients: Path, workspace: Path) -> None:
     install(clients, "apptainer")
     with pytest.raises(NotUsable, match=r"no image .*/cpu-[0-9a-f]{12}\.sif; build it with: make image ENGINE=apptain"):
-        choose(workspace, "apptainer")
-    sif = make_sif(workspace, "bakeoff:cpu-0123456789ab")
-    with pytest.raises(NotUsable, match=r"\(there is cpu-0123456789ab\.sif, built from other locks\)"):
-        choose(workspace, "apptainer")
-    digest_path(sif.rename(sif_path(workspace / IMAGES_DIR, image_reference(workspace, "cpu")))).unlink(True)
-    with pytest.raises(NotUsable, match=r"sif\.sha256 is missing"):
         choose(workspace, "apptainer")
 
 

@@ -67,10 +67,9 @@ def test_gpus_are_read_and_a_lost_one_does_not_hide_the_others(driver: Path) -> 
     assert read_gpus() == (busy,)
 
 
-@pytest.mark.parametrize("error", ["NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"])
-def test_unsupported_query_does_not_count_as_use(driver: Path, error: str) -> None:
+def test_unsupported_query_does_not_count_as_use(driver: Path) -> None:
     queries = ("MemoryInfo", "ComputeRunningProcesses_v3")
-    failing = {f"nvmlDeviceGet{query}": getattr(pynvml, f"NVML_ERROR_{error}") for query in queries}
+    failing = {f"nvmlDeviceGet{query}": pynvml.NVML_ERROR_NOT_SUPPORTED for query in queries}
     set_gpus(driver, in_use(0), failing=failing)
     assert read_gpus() == (gpu(0, used_bytes=None, total_bytes=None),)
 
@@ -145,8 +144,7 @@ def test_stages_get_different_free_gpus_and_return_them(machine: Machine) -> Non
 @pytest.mark.parametrize(
     ("visible", "leased"),
     [
-        *((None, [0, 1]), ("2", [2]), ("2,0", [2, 0]), (" 1 , 2", [1, 2]), ("1,1,2", [1, 2]), ("1,-1,2", [1])),
-        *(("GPU-bbbb0000-03", [2]), ("GPU-b,0", [2, 0])),
+        *((None, [0, 1]), (" 2,0", [2, 0]), ("1,1,2", [1, 2]), ("1,-1,2", [1]), ("GPU-b,0", [2, 0])),
     ],
 )
 def test_visible_gpus_are_leased_in_their_order(machine: Machine, visible: str | None, leased: list[int]) -> None:
@@ -158,24 +156,12 @@ def test_visible_gpus_are_leased_in_their_order(machine: Machine, visible: str |
     ("visible", "message"),
     [
         ("3", "names '3', which is 0 GPUs here; expected indices or UUIDs of: GPU 0 (H200) GPU-aaaa0000-01, "),
-        *(("gpu0", "names 'gpu0'"), ("G", "names 'G'"), ("GPU-c", "names 'GPU-c'"), ("MIG-1234", "names 'MIG-1234'")),
         ("GPU-aaaa", "names 'GPU-aaaa', which is 2 GPUs here"),
-        *(("", "0 of them in CUDA_VISIBLE_DEVICES="), ("-1,0", "0 of them in CUDA_VISIBLE_DEVICES=-1,0")),
+        *(("gpu0", "names 'gpu0'"), ("-1,0", "0 of them in CUDA_VISIBLE_DEVICES=-1,0")),
     ],
 )
 def test_wrong_visible_devices_are_refused(machine: Machine, visible: str, message: str) -> None:
     assert message in machine.refused(1, gpu(0), gpu(1), gpu(2), visible=visible)
-
-
-def test_a_machine_with_too_few_gpus_is_refused(machine: Machine) -> None:
-    assert "wants 1 GPU; this machine has 0 GPUs" in machine.refused(1)
-    assert "wants 2 GPUs; this machine has 1 GPU that" in machine.refused(2, gpu(0))
-
-
-def test_a_process_that_has_just_ended_may_still_free_memory(machine: Machine) -> None:
-    machine.events = [*[nothing] * (int(SETTLE_S) - 2), lambda: machine.gpus.__setitem__(0, gpu(0))]
-    with machine.lease(1, in_use(0)) as gpus:
-        assert indices(gpus) == [0]
 
 
 def test_waiting_stage_names_each_holder_once(machine: Machine) -> None:
@@ -325,13 +311,12 @@ def test_killed_holder_frees_its_gpus_though_its_worker_lives_on(start: Start, t
         worker.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_wait(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_ends_the_wait(start: Start, tmp_path: Path) -> None:
     first = start("a", count=1, num_gpus=1)
     wait_for_note(tmp_path, "a has")
     second = start("b", count=1, num_gpus=1)
     wait_for_note(tmp_path, "b says")
-    second.send_signal(number)
-    assert second.wait() == -number
+    second.send_signal(signal.SIGINT)
+    assert second.wait() == -signal.SIGINT
     let_return(first)
     assert not any(note.startswith("b has") for note in notes(tmp_path))

@@ -38,7 +38,6 @@ def change_pins(workspace: Path, keys: str, to: Any) -> None:
         *((f"docker/{name}", None, TARGETS) for name in ("Dockerfile", "install", "installer.lock")),
         ("docker/cpu.lock", None, ("cpu", "vllm-cpu")),
         ("docker/cuda.lock", None, ("cuda", "vllm")),
-        ("docker/check_triton.py", None, ("cuda", "vllm")),
         ("docker/flash-attn.lock", None, ("cuda", "vllm")),
         ("docker/vllm.lock", None, ("vllm",)),
         ("docker/vllm-cpu.lock", None, ("vllm-cpu",)),
@@ -71,16 +70,9 @@ def test_other_pins_are_another_image(workspace: Path, monkeypatch: pytest.Monke
     assert image_reference(workspace, "cpu") != before
 
 
-@pytest.mark.parametrize(
-    ("keys", "to", "message"),
-    [
-        ("bases python digest", "latest", r"bases\.python\.digest"),
-        ("flash_attn", "maybe", "flash_attn"),
-    ],
-)
-def test_wrong_pins_are_refused_by_their_dotted_path(workspace: Path, keys: str, to: Any, message: str) -> None:
-    change_pins(workspace, keys, to)
-    with pytest.raises(UserError, match=message):
+def test_wrong_pins_are_refused_by_their_dotted_path(workspace: Path) -> None:
+    change_pins(workspace, "bases python digest", "latest")
+    with pytest.raises(UserError, match=r"bases\.python\.digest"):
         read_pins(workspace)
 
 
@@ -97,15 +89,3 @@ def test_every_image_ends_as_a_user_without_rights() -> None:
         assert stages[target].startswith(f"{below} ")
         users = re.findall(r"^USER (.*)", stages["runtime"] + stages[target], re.MULTILINE)
         assert users[-1] == "1000:1000"
-
-
-def test_cuda_alone_has_a_compiler_with_which_triton_has_compiled() -> None:
-    stages = stages_of_the_dockerfile()
-    assert [name for name, text in stages.items() if "docker/install compiler" in text] == ["cuda"]
-    *_, last = (line for line in stages["cuda"].splitlines() if line)
-    assert last.startswith("RUN ")
-    assert last.endswith(" python /docker/check_triton.py")
-    places = [stages["cuda"].index(text) for text in ("install compiler", "USER 1000:1000", last)]
-    assert places == sorted(places)
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {"!docker/check_triton.py", "!docker/install"} <= set(ignored), "the build does not see its scripts"

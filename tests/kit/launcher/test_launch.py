@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from stages.kit.launcher.container import Outputs, refuse_links_out
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps, stage_run_of
-from stages.kit.launcher.pipeline import Request, declared_stages, gpus_wanted, hub_cache
+from stages.kit.launcher.pipeline import Request, declared_stages, gpus_wanted
 from stages.kit.launcher.process import STAGES, ProcessEngine
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
@@ -100,13 +99,6 @@ def test_stage_gets_the_free_gpu_and_keeps_tritons_kernels_in_the_repository(wor
     shutil.copy(ROOT / "params.yaml", workspace)
     train(workspace, TRITON_CACHE_DIR="/shared/by/all")
     assert (workspace / "triton").read_text() == "nowhere", "on a CPU"
-
-
-def test_stage_without_a_gpu_is_refused_before_it_runs(workspace: Path) -> None:
-    refused = train(workspace, code=1)
-    assert "train r1-llm-only wants 1 GPU" in refused
-    assert "Traceback" not in refused
-    assert not (workspace / "notes").exists()
 
 
 @pytest.mark.parametrize("link", ["data/bases", "data", "data/.outputs", ".bakeoff"])
@@ -207,18 +199,6 @@ def test_online_tracking_is_refused_in_a_container_alone() -> None:
     with pytest.raises(UserError, match=r"tracking\.wandb_mode is online.*BAKEOFF_ENGINE=process"):
         launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), container)
     launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), ProcessEngine())
-
-
-@pytest.mark.parametrize(
-    ("caller", "folder"),
-    [
-        ({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/cache"}, Path("/hf")),
-        ({"XDG_CACHE_HOME": "/cache"}, Path("/cache/huggingface")),
-        ({}, Path.home() / ".cache/huggingface"),
-    ],
-)
-def test_downloads_are_kept_in_the_hubs_own_cache(caller: Mapping[str, str], folder: Path) -> None:
-    assert hub_cache(caller) == folder
 
 
 def test_only_trainings_tracked_stages_and_publish_write_besides_their_outputs() -> None:

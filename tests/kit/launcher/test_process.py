@@ -181,20 +181,6 @@ def test_stage_ends_with_dvc_but_not_with_its_shell(
         launcher.kill()
 
 
-@ON_LINUX
-def test_launcher_whose_caller_died_while_it_started_ends(workspace: Path) -> None:
-    """docker/run passes on its parent: Python takes half a second to start."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "stages.kit.launcher.launch", "train", "wait"],
-        cwd=workspace,
-        env={**CALLER, "DVC_STAGE": "train@r1", "BAKEOFF_CALLER": "1"},
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGTERM
-    assert notes(workspace) == []
-
-
 @pytest.mark.parametrize(
     ("stage", "by_dvc", "left"),
     [

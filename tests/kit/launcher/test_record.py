@@ -115,14 +115,6 @@ def test_changes_since_the_commit_are_named_and_results_are_not(workspace: Path)
     assert "params.yaml" not in record.changed_code
 
 
-def test_without_git_there_is_no_commit(workspace: Path) -> None:
-    shutil.rmtree(workspace / ".git")
-    record = train(workspace)
-    assert (record.commit, record.changed) == (None, [])
-    run(workspace, "git", "init", "--quiet")
-    assert git_state(workspace, ["stages"])[0] is None
-
-
 def test_failed_stage_leaves_no_record_and_an_unwritable_record_fails_the_stage(workspace: Path) -> None:
     """DVC would miss an output; so does who runs the stage by hand."""
     (workspace / "data/provenance").write_text("no folder")

@@ -181,17 +181,3 @@ def test_optimizers_take_what_they_take_on_cuda() -> None:
     assert foreach["optimizer"] == states
     # 8 bits for 32, a scale for 256 of them, and small tensors stay as they are.
     assert shrunk["optimizer"] == pytest.approx(states / 4 * (1 + 4 / 256), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("settings", "saving"),
-    [
-        ({**R1, "max_length": 512}, {"attn": "flash_attention_2"}),  # it has no mask
-        # Layers are computed again in backward by the same kernels, which torch.utils.checkpoint checks.
-        (FULL, {"gradient_checkpointing": True}),
-    ],
-    ids=["flash-attn", "checkpointing"],
-)
-def test_a_setting_saves_activations(settings: dict[str, Any], saving: dict[str, Any]) -> None:
-    before, after = peaks_of(**settings), peaks_of(**settings, **saving)
-    assert after["forward"]["activations"] < before["forward"]["activations"]

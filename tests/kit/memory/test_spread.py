@@ -13,8 +13,7 @@ from stages.core.params.schema import DeviceParams
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.fit import Fit, decide
 from stages.kit.memory.predict import predict
-from stages.kit.memory.recorder import Recorder, Recording
-from stages.kit.memory.stand_in import copied
+from stages.kit.memory.recorder import Recorder
 from stages.kit.models.load import balanced_gpus, gpu_of, meta_model
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import PHASES
@@ -29,7 +28,6 @@ from tests.kit.memory.small import (
     plan_of,
     predicted,
     processor_of,
-    recorded,
 )
 
 CHECKPOINTED = {"gradient_checkpointing": True}
@@ -99,50 +97,6 @@ def test_each_gpu_holds_the_weights_that_the_map_gives_it() -> None:
         assert found.budget["weights"] == pytest.approx(expected, rel=0.002)  # the rotary embedding's buffer
         assert found.budget["optimizer"] == pytest.approx(2 * expected, rel=0.005)
         assert found.phases["step"] == pytest.approx(step_bytes * expected / sum(held), rel=0.01)
-
-
-def test_what_is_computed_lies_where_its_layer_does() -> None:
-    """Logits with the head; an image's activations with the vision tower; what crosses over on both sides."""
-    text = "model.language_model"
-    layers = {f"{text}.layers.{layer}": layer // 2 for layer in range(4)}
-    there = {f"{text}.embed_tokens": 0, f"{text}.norm": 1, f"{text}.rotary_emb": 1}
-
-    def step(gpus: dict[str, int] | None) -> Recording:
-        return recorded("detection", spread(plan_of(**R4, **CUDA)), depth=DEPTH, gpus=gpus)
-
-    def gpus_of(recording: Recording, budget: str) -> set[int]:
-        return {storage.gpu for storage in recording.storages if storage.budget == budget}
-
-    one = step({"": 0})
-    several = step({**layers, **there, "model.visual": 0, "lm_head": 1})
-    moved = step({**layers, **there, "model.visual": 1, "lm_head": 0})
-    assert gpus_of(one, "activations") == gpus_of(one, "logits") == {0}
-    assert gpus_of(several, "activations") == gpus_of(several, "gradients") == {0, 1}
-    assert (gpus_of(several, "logits"), gpus_of(moved, "logits")) == ({1}, {0})
-    # The vision tower's adapters are trained where it lies.
-    sizes = [
-        sum(each.size_bytes for each in recording.on(1).storages if each.budget == "adapters")
-        for recording in (several, moved)
-    ]
-    assert 0 < sizes[0] < sizes[1]
-    crossing = len(several.storages) - len(one.storages)
-    assert 0 < crossing < 100
-    assert sum(each.size_bytes for each in several.storages) > sum(each.size_bytes for each in one.storages)
-    # Spread over one GPU it is what it is on one.
-    assert one.on(0).peaks() == step(None).peaks()
-    assert not one.on(1).storages
-
-
-def test_a_gradient_goes_back_to_where_its_tensor_was_copied_from() -> None:
-    recorder = Recorder(cuda=True, vocab_size=1024)
-    with recorder:
-        tensor = torch.empty(8, 8, requires_grad=True)
-        recorder.place(tensor, 1)
-        copy = copied(tensor, recorder=recorder, gpu=0)
-        (copy * 2).sum().backward()
-        assert tensor.grad is not None
-        assert [recorder.gpu_of(each) for each in (copy, tensor.grad)] == [0, 1]
-        assert copied(tensor, recorder=recorder, gpu=1) is tensor
 
 
 def test_the_fullest_gpu_decides() -> None:
