@@ -12,16 +12,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from ruamel.yaml import YAML
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
 from stages.kit.reporting.page import render_page
-from stages.kit.reporting.runs import cards_dir, evaluation_stage
+from stages.kit.reporting.runs import cards_dir
 from stages.kit.reporting.sections import comparison_table
 from tests.made_up_runs import (
     DETECTION_NAMES,
-    PARAMS_PATH,
     made_up_ious,
     made_up_memory,
     project_params,
@@ -115,13 +113,6 @@ def test_the_terminal_shows_table_headline_and_insights(complete: tuple[Path, st
     assert "seed" not in differing
 
 
-def test_commands_for_missing_runs_are_stages_of_the_pipeline() -> None:
-    stages = YAML(typ="safe", pure=True).load(PARAMS_PATH.parent / "dvc.yaml")["stages"]
-    for trained, subjects in ((True, "${recipes}"), (False, "${baselines}")):
-        stage = evaluation_stage("name", trained=trained).partition("@")[0]
-        assert stages[stage]["foreach"] == subjects
-
-
 def test_markdown_and_csv_say_the_same_as_the_terminal(complete: tuple[Path, str]) -> None:
     data_dir, shown = complete
     written = report(data_dir, "comparison.md").replace("\\", "")
@@ -159,31 +150,6 @@ def test_the_page_stands_alone(complete: tuple[Path, str]) -> None:
     assert len(found.ids) == len(set(found.ids))
     linked = {target[1:] for target in found.targets if target.startswith("#")}
     assert linked | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(found.ids)
-
-
-def test_the_page_shows_every_part(complete: tuple[Path, str]) -> None:
-    page = report(complete[0], "index.html")
-    assert page.index("r4-joint is best") < page.index("<table")
-    assert "The evidence is enough<" in page
-    assert page.count("<svg") == 4
-    assert page.count("data:image/png") == 3 * len(DETECTION_NAMES)
-    for words in ("parts.vision", "688,000", "1 min 14 s", "1.21 GiB", "tensors on the CPU", "not corrected"):
-        assert words in page
-    assert "prefers-color-scheme: dark" in page
-
-
-def test_memory_by_stage_is_on_the_page_and_in_markdown(complete: tuple[Path, str]) -> None:
-    data_dir, shown = complete
-    written, page = report(data_dir, "comparison.md"), report(data_dir, "index.html")
-    rows = [line.split(" | ")[:2] for line in written.partition("## Memory by stage")[2].splitlines() if "MiB" in line]
-    expected = [("base-vlm", "evaluate")]
-    expected += [(name, stage) for name in DETECTION_NAMES[1:] for stage in ("train", "merge", "evaluate")]
-    assert [(model.removeprefix("| "), stage) for model, stage in rows] == expected
-    assert "| 7.41 GiB | 600 MiB | 700 MiB | 1000 MiB | 7.32 GiB |" in written
-    table = page.partition("<h3>Memory by stage</h3>")[2].partition("</table>")[0]
-    assert table.count("<tr>") == 1 + len(expected)
-    assert "1000 MiB" in table
-    assert "Memory by stage" not in shown
 
 
 def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:

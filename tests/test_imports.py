@@ -71,10 +71,6 @@ def test_what_must_start_at_once_imports_nothing_heavy() -> None:
     assert heavy_imports([module for name in FAST for module in modules_below(name)]) == {}
 
 
-def test_a_heavy_import_is_seen() -> None:
-    assert heavy_imports(["stages.core.errors", "torch"])["torch"] == ["torch"]
-
-
 def test_a_typing_error_is_answered_without_torch() -> None:
     code = f"""
 import sys
@@ -99,10 +95,3 @@ def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     reads_params = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel"}
     reads_params |= {"cython_runtime"}  # ruamel's parser in C
     assert installed <= {"click", "psutil", "stages", *reads_params}
-
-
-def test_a_process_ends_without_looking_for_garbage_in_all_that_it_imported() -> None:
-    # Functions registered first are called last.
-    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import stages"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(result.stdout) > 1000

@@ -241,11 +241,3 @@ def test_an_evaluation_and_a_merge_that_run_out_of_memory_generate_fewer_at_once
     change_plan(workspace, schedule={}, quantization="none")  # then a merge generates nothing
     with pytest.raises(click.ClickException, match="it needs a machine or a profile with more"):
         down_the_ladder(Engine(at_load(stages.merge, "load_model")), "merge", RECIPE, workspace)
-
-
-def test_what_never_fits_ends_with_one_message_and_leaves_nothing(workspace: Path) -> None:
-    change_plan(workspace, schedule={"micro_batch": 1, "grad_accumulation": 4})
-    with pytest.raises(click.ClickException) as refusal:
-        down_the_ladder(Engine(at_load(stages.train, "load_base"), at_step(1)), "train", RECIPE, workspace)
-    assert "  as planned\n  gradient_checkpointing off -> on\n" in refusal.value.format_message()
-    assert {path.name for path in (workspace / "data/runs" / RECIPE).iterdir()} == {"memory.json", "plan.yaml"}

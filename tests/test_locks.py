@@ -70,21 +70,6 @@ def test_no_cuda_library_comes_to_a_machine_without_a_gpu() -> None:
     assert [package for package in locked("try") if cuda.match(package)] == [], "it works on the torch there is"
 
 
-def test_the_tests_run_the_triton_that_trains() -> None:
-    """Its wheels are for Linux alone, as the marker says; it brings no library of CUDA's."""
-    assert locked("dev")["triton"] == locked("cuda")["triton"]
-    lock = (ROOT / "docker/dev.lock").read_text()
-    assert re.search(r"^triton==\S+ ; sys_platform == 'linux'", lock, re.MULTILINE)
-    cuda = re.compile(r"nvidia|cuda|torch$")
-    assert [package for package in locked("dev") if cuda.match(package)] == []
-
-
-def test_torch_as_the_cpu_lock_sees_it_is_the_torch_that_is_installed() -> None:
-    settings = tomllib.loads((ROOT / "docker/cpu-lock.toml").read_text())
-    (metadata,) = settings["dependency-metadata"]
-    assert (metadata["name"], metadata["version"]) == ("torch", required("cuda")["torch"])
-
-
 @pytest.mark.parametrize("lock", LOCKS)
 def test_every_locked_package_has_a_hash_and_none_an_index(lock: str) -> None:
     text = (ROOT / f"docker/{lock}.lock").read_text()

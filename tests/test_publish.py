@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from PIL import Image
 from rich.console import Console
-from ruamel.yaml import YAML
 
 from stages.compare import compare_task
 from stages.core.errors import UserError
@@ -29,8 +28,6 @@ from stages.kit.publishing.folder import check_published
 from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, read_statement, sign, signing_key
 from stages.publish import gather, main, publish_run
 from tests import ROOT
-from tests.documents import write_yaml
-from tests.kit.models.test_prompts import PLAIN_TEMPLATE
 from tests.made_up_publication import RUN, made_up_workspace
 from tests.tiny_families import template_of
 from tools.verify.__main__ import main as verify
@@ -206,12 +203,11 @@ def code_of_card(question: Conversation, model_dir: Path) -> str:
     return (model_dir / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, template_of("qwen3")], ids=["plain", "qwen3"])
 def test_the_code_of_a_text_models_card_gives_the_prompt_that_was_scored(
-    template: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(ROOT / "data/tiny/qwen2", workspace / "text"))
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template_of("qwen3"))
     parts = [{"type": "text", "text": "tôi đi", "shortenable": True}, {"type": "text", "text": " đâu ?"}]
     question = Conversation(sample_id="a", messages=[{"role": "user", "content": parts}])
     code = code_of_card(question, folder)
@@ -268,16 +264,6 @@ def test_publishing_again_gives_the_same_bytes_apart_from_the_signature(workspac
     assert first.keys() == second.keys()
     key = workspace / ".bakeoff/signing/key.pem"
     assert key.stat().st_mode & 0o077 == 0, "readable by its owner alone"
-
-
-def test_unknown_licences_are_not_in_the_card(workspace: Path) -> None:
-    params = YAML(typ="safe").load(Path("params.yaml"))
-    del params["licenses"]
-    write_yaml(params, Path("params.yaml"))
-    card = ModelCard.load(publish() / "README.md")
-    assert card.data.license is None
-    assert card.data.base_model is None
-    assert "| base | vlm | folder:data/tiny/qwen2-vl | not known |" in card.text
 
 
 def test_base_and_data_of_the_hub_have_their_names_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

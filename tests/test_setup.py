@@ -81,12 +81,6 @@ def test_the_cpu_build_comes_from_pytorchs_index_if_pip_lacks_it_or_not_at_all(w
     )
 
 
-@pytest.mark.parametrize(("target", "problem"), [("cuda", "there is no C compiler"), ("cuda", ""), ("cpu", "none")])
-def test_a_missing_compiler_is_named_only_for_a_gpu(workspace: Path, target: str, problem: str) -> None:
-    code, said, _ = set_up(workspace, TARGET=target, FAKE_PROBLEM=problem)
-    assert (code, problem in said and "compiler" in said) == (0, target == "cuda" and bool(problem))
-
-
 def test_a_second_set_up_installs_only_new_extras_and_changed_locks(workspace: Path) -> None:
     set_up(workspace, TARGET="cpu")
     assert [set_up(workspace, *extras)[2] for extras in ((), ("dev",), ("dev",), ("dev", "try"), ())] == [
@@ -111,13 +105,6 @@ def test_a_set_up_that_failed_or_was_killed_starts_again(workspace: Path) -> Non
     assert set_up(workspace)[2] == FROM_PIP
     (workspace / ".venv/.bakeoff/incomplete").touch()
     assert set_up(workspace)[2] == FROM_PIP
-
-
-def test_an_extra_that_cannot_be_fetched_leaves_the_rest_usable(workspace: Path) -> None:
-    set_up(workspace, TARGET="cpu")
-    assert set_up(workspace, "dev", UV_LACKS="dev.lock")[0] != 0
-    assert set_up(workspace)[2] == []
-    assert not (workspace / ".venv/.bakeoff/incomplete").exists()
 
 
 @pytest.mark.parametrize(

@@ -168,13 +168,6 @@ def test_torch_computes_by_the_pinned_instructions_and_threads_change_no_bit() -
     assert result.split()[1] == "AVX2"
 
 
-def test_threads_give_each_item_its_result_in_order_and_raise_its_error() -> None:
-    sizes = {f"file {number}": number % 5 for number in range(40)}
-    assert list(map_largest_first(str.upper, sizes).items()) == [(name, name.upper()) for name in sizes]
-    with pytest.raises(ZeroDivisionError):
-        map_largest_first(lambda number: 1 // number, {0: 1, 1: 2})
-
-
 def test_large_items_start_first_and_others_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "usable_cores", lambda: 2)
     begun, small_done = [], threading.Event()

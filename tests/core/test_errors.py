@@ -16,11 +16,9 @@ from stages.core.errors import (
     configure_logging,
     install_excepthook,
     is_disk_full,
-    join_truncated,
-    listed,
     printable,
 )
-from stages.core.signals import ENDING, handling
+from stages.core.signals import handling
 from tests import ROOT
 
 WORDS = os.strerror(errno.ENOSPC)
@@ -72,23 +70,6 @@ def test_a_quoted_text_cannot_command_the_terminal_and_every_language_is_printab
     assert "first\nsecond \\x1b]0;owned" in message
     for text in ("Tôi đọc sách .", "नमस्ते, क्‍ष", "┃ 12.52 of 21.84 GiB", "a\nb"):
         assert printable(text) == text
-
-
-def test_long_lists_are_cut_and_the_rest_is_counted() -> None:
-    assert [join_truncated(["a", "b", "c"][:count], 2) for count in (1, 2, 3)] == ["a", "a, b", "a, b and 1 more"]
-    assert join_truncated(["x"] * 1_005).endswith("x, x and 1,000 more")
-    assert listed(["a", "b", "c"], 2) == "  a\n  b\n  and 1 more"
-
-
-@pytest.mark.parametrize("number", ENDING)
-def test_signals_that_ask_to_end_are_handled_within_the_block_only(number: signal.Signals) -> None:
-    received: list[int] = []
-    before = signal.getsignal(number)
-    with pytest.raises(ZeroDivisionError), handling(lambda number, _frame: received.append(number)):
-        signal.raise_signal(number)
-        raise ZeroDivisionError
-    assert received == [number]
-    assert signal.getsignal(number) == before
 
 
 def test_nohup_stays_in_force() -> None:

@@ -136,11 +136,6 @@ def test_all_values_that_are_wrong_alone_are_reported_at_once_with_the_nearest_k
     assert f"{R1}.epoch: unknown key (did you mean 'epochs'?)" in message
 
 
-@pytest.mark.parametrize("inputs", ["/srv/x.txt", "https://x.org/x.txt", "data/https://x.org/x.txt", "data", ""])
-def test_inputs_lie_in_data(inputs: str, tmp_path: Path) -> None:
-    assert "example-sentences.inputs: " in refusal(changed({"predictions.example-sentences.inputs": inputs}), tmp_path)
-
-
 NO_DOMAINS = [{"recipe": "r1-llm-only"}, {"recipe": "r2-vision-only"}]
 SHARDED = {f"{TINY}.memory.placement": "sharded"}
 
@@ -213,12 +208,6 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
 )
 def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     assert problem in refusal(changed(changes), tmp_path)
-
-
-def test_a_cycle_through_several_builds_is_found(tmp_path: Path) -> None:
-    other = {"task": "detection", "base": "bases/vlm", "experts": [{"recipe": "after"}, {"recipe": "r1-llm-only"}]}
-    message = refusal(changed({"builds.other": other, f"{R2}.base": "builds/other"}), tmp_path)
-    assert "recipes.after.base: forms a cycle: after -> builds/mixture -> r2-vision-only -> builds/other" in message
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
-from stages.core.records import Record, Unreadable, dotted, problems, publish_text, published, read_yaml
+from stages.core.records import Record, Unreadable, problems, publish_text, published, read_yaml
 from tests.damage import TEXTS, VALUES, damaged_bytes, quick
 
 
@@ -126,12 +126,6 @@ def test_a_missing_record_or_a_folder_gives_the_command(tmp_path: Path) -> None:
         Written.read(tmp_path / "x.json")
     with pytest.raises(UserError, match=r"cannot be read: Is a directory; rebuild it with: dvc repro"):
         Written.read(tmp_path)
-
-
-@given(steps=st.lists(TEXTS | st.text() | st.integers(), max_size=4))
-@quick(60)
-def test_a_dotted_path_is_on_one_line(steps: list[str | int]) -> None:
-    assert dotted(steps).isprintable()
 
 
 def test_a_folder_appears_whole_in_place_of_the_old_one_or_of_a_killed_runs(tmp_path: Path) -> None:

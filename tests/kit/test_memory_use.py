@@ -1,12 +1,9 @@
 """Memory of a stage: readings on this CPU and on made-up GPUs, limits of control groups, errors for want of memory."""
 
 import errno
-import json
-import logging
 import multiprocessing
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -18,19 +15,14 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit import memory_use
 from stages.kit.memory_use import (
     MemoryLog,
     StageMemory,
     free_and_total_bytes,
     recognised_out_of_memory,
-    resident_bytes,
-    stage_memory_path,
-    write_stage_memory,
 )
 from stages.kit.models.load import gpus_in_use
 from tests import ROOT
-from tests.made_up_records import made_up_reading
 
 MIB, GIB = 2**20, 2**30
 V2 = ("memory.max", "memory.current", "inactive_file")
@@ -88,20 +80,6 @@ def test_readings_on_a_cpu_separate_before_model_and_work() -> None:
     assert 0 < after.free_bytes <= after.total_bytes == before.total_bytes
 
 
-def test_the_largest_of_several_models_counts(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    log = MemoryLog(gpus_in_use(DeviceParams(kind="cuda")))
-    for size in (2 * GIB, 5 * GIB, 3 * GIB):
-        gpus.allocate(0, size)
-        log.loaded()
-        gpus.allocate(0, -size)
-    memory = log.finish("build", "moe")
-    assert (memory.after_load.used_bytes, memory.after_load.free_bytes) == (5 * GIB, 14 * GIB)
-    assert memory.end.used_bytes == 0
-    assert len(caplog.records) == 4
-    assert "5.00 GiB in tensors on the GPU, 10.00 reserved; 14.00 of 24.00 GiB free" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("placement", "rank", "num_gpus", "free_gib", "used_gib"),
     [("single", None, 1, 24, 1), ("ddp", "1", 1, 17, 2), ("sharded", "2", 1, 24, 3), ("balanced", None, 3, 65, 6)],
@@ -128,37 +106,6 @@ def test_a_process_reads_the_gpus_that_it_uses(
     assert memory.before_load.total_bytes == num_gpus * 24 * GIB
     assert memory.after_load.used_bytes == memory.end.peak_bytes == used_gib * GIB
     assert memory.after_load.free_bytes == (free_gib - 2 * used_gib) * GIB
-
-
-def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(UserError, match=r"wants 99 CUDA device"):
-        gpus_in_use(DeviceParams(kind="cuda", count=99))
-
-
-def test_the_peak_is_at_least_each_reading_and_is_written_below_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    readings = iter([made_up_reading(5, 5), made_up_reading(9, 8), made_up_reading(7, 8)])
-    monkeypatch.setattr(memory_use, "cpu_reading", lambda: next(readings))
-    log = MemoryLog(())
-    log.loaded()
-    memory = log.finish("train", "r1")
-    assert (memory.end.used_bytes, memory.end.peak_bytes, memory.end.peak_reserved_bytes) == (7, 9, 9)
-    write_stage_memory(memory, task="amr")
-    path = stage_memory_path(tmp_path / "data", "amr", name="r1", stage="train")
-    assert json.loads(path.read_text()) == asdict(memory)
-
-
-def test_the_resident_peak_outlives_what_was_freed() -> None:
-    before, _ = resident_bytes()
-    taken = bytearray(b"x" * (64 * MIB))
-    during, _ = resident_bytes()
-    del taken
-    after, peak = resident_bytes()
-    assert during - before > 48 * MIB
-    # The kernel adds each core's last pages to its figures late (mm/memory.c, RSS_STAT).
-    assert after < during <= peak + MIB
 
 
 def test_the_resident_peak_excludes_the_parent_process() -> None:

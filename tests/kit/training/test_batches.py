@@ -214,38 +214,6 @@ def all_one(position_ids: torch.Tensor) -> PackedRow:
     return PackedRow([length], torch.tensor([0, length], dtype=torch.int32))
 
 
-def three_rows(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "position_ids": batch["position_ids"][1:]}
-
-
-def counted_through(batch: dict[str, Any]) -> dict[str, Any]:
-    places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["position_ids"])
-    return {**batch, "position_ids": places}
-
-
-def places_of_text(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "position_ids": batch["position_ids"][:1].expand(4, -1, -1)}
-
-
-@pytest.mark.parametrize(
-    ("attn", "spoil"),
-    [("sdpa", places_of_text), ("sdpa", counted_through), ("eager", counted_through), ("eager", three_rows)],
-)
-def test_with_wrong_positions_it_is_another_step(build: Build, padded: Step, attn: Any, spoil: Any) -> None:
-    trainer = build(one_step(padding_free=True, attn=attn))
-    collator = trainer.data_collator
-    trainer.data_collator = lambda examples: spoil(collator(examples))
-    assert_other_step(padded, take(trainer))
-
-
-def test_three_rows_of_positions_are_refused_with_sdpa(build: Build) -> None:
-    trainer = build(one_step(padding_free=True))
-    collator = trainer.data_collator
-    trainer.data_collator = lambda examples: three_rows(collator(examples))
-    with pytest.raises(AssertionError, match="only positions say"):
-        trainer.train()
-
-
 class TestOtherVisionFamilies:
     @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
     def tiny_vlm(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
@@ -260,29 +228,6 @@ class TestOtherVisionFamilies:
             assert_same_step(padded, take(build(one_step(**changes))))
         monkeypatch.setattr(kernels, "row_of", all_one)
         assert_other_step(padded, take(build(one_step(padding_free=True))))
-
-
-@pytest.mark.parametrize("padding_free", [True, False])
-def test_a_packed_row_computes_tokens_alone_and_tokens_are_counted(build: Build, padding_free: bool) -> None:
-    trainer = build(one_step(micro_batch=4, padding_free=padding_free))
-    collator = trainer.data_collator
-
-    def longer_and_longer(number: int) -> Conversation:
-        sample = table_conversation(number)
-        (part,) = sample.messages[-1]["content"]
-        part["text"] *= number + 1
-        return sample
-
-    collator.converse, collator.records = longer_and_longer, range(8)
-    computed: list[int] = []
-    layer = trainer.model.model.language_model.layers[0]
-    layer.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[:2].numel()))
-    trainer.remove_callback(trainer.rehearsal)
-    trainer.train()
-    (counted,) = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    assert counted == sum(collator.lengths)
-    share = counted / sum(computed)
-    assert share >= 0.97 if padding_free else share < 0.9, share
 
 
 def test_a_row_holds_a_padded_batch_without_its_padding(build: Build) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,16 +15,13 @@ from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, s
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.internals.torch_internals import cpu_peak
 from stages.kit.models.adapters import apply_recipe, count_trainable, part_of
 from stages.kit.models.load import check_placement, load_model
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan
-from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.trainer import (
     MAX_OVERFLOWS,
     ContractBreach,
@@ -39,7 +34,6 @@ from stages.kit.training.trainer import (
 from tests.kit.training.small import PARAMS, log_of, plan_for, weights
 
 Build = Callable[..., RecipeTrainer]
-MIB = 2**20
 
 
 def test_training_changes_what_is_trained_and_nothing_else(build: Build) -> None:
@@ -93,16 +87,6 @@ def test_micro_batches_of_an_effective_batch_follow_one_trajectory(build: Build,
             torch.testing.assert_close(end[name], tensor, rtol=0, atol=2e-5)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(build: Build) -> None:
-    ends = []
-    for seed in (1, 1, 2):
-        trainer = build(plan_for("r1-llm-only", seed=seed, epochs=1))
-        trainer.train()
-        ends.append(weights(trainer))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert not all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
-
-
 @pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
 def test_checkpointing_changes_nothing_but_memory(build: Build, recipe: str) -> None:
     """And sends nothing back through a frozen vision tower."""
@@ -116,18 +100,6 @@ def test_checkpointing_changes_nothing_but_memory(build: Build, recipe: str) -> 
     assert needs_gradient == {recipe == "r2-vision-only"}
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6)
-
-
-def test_progress_is_shown_once_and_the_collator_goes_to_workers(build: Build) -> None:
-    trainer = build(plan_for("r1-llm-only"))
-    assert not [
-        each for each in trainer.callback_handler.callbacks if isinstance(each, ProgressCallback | PrinterCallback)
-    ]
-    collator = trainer.data_collator
-    assert isinstance(collator, ConversationCollator)
-    collator.converse = copy.copy
-    again = pickle.loads(pickle.dumps(collator))  # noqa: S301 - our own bytes
-    assert torch.equal(again([{"sample": 1}])["labels"], collator([{"sample": 1}])["labels"])
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -210,12 +182,6 @@ def test_two_processes_share_out_each_step() -> None:
     whole = list(loader(1))
     shares = [list(loader(1, processes=2, process=process)) for process in range(2)]
     assert [batch for pair in zip(*shares, strict=True) for batch in pair][: len(whole)] == whole
-
-
-@pytest.mark.parametrize(("micro_batch", "sampler"), [(4, SeedableRandomSampler), (2, SortedInSteps)])
-def test_only_a_step_of_several_micro_batches_is_sorted(build: Build, micro_batch: int, sampler: type) -> None:
-    batches: Any = build(plan_for("r1-llm-only", micro_batch=micro_batch)).get_train_dataloader()
-    assert type(batches.get_sampler()) is sampler
 
 
 # The start contract.
@@ -407,24 +373,3 @@ def test_the_rehearsal_takes_the_largest_samples_with_states_and_gradients_there
     assert seen[2:4] == [(largest, True, False), (largest, True, True)]
     assert not seen[4][2]
     assert trainer.peak_bytes()[0] > 0
-
-
-def tensor_of(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8)
-
-
-def test_the_peak_of_a_cpu_is_what_was_alive_at_once() -> None:
-    """A storage that existed before counts once, and not at all if an earlier block saw it."""
-    existing = tensor_of(5 * MIB)
-    with cpu_peak([existing, existing[MIB:], existing.view(5, MIB)]) as peak:
-        first = tensor_of(3 * MIB)
-        del first
-        tensor_of(2 * MIB)
-        left = tensor_of(2 * MIB)
-        third = left.clone()
-    assert peak.size_bytes == 9 * MIB
-    assert third.numel() == 2 * MIB
-    with cpu_peak([]) as peak:
-        del left
-        tensor_of(4 * MIB)
-    assert peak.size_bytes == 4 * MIB
