@@ -149,16 +149,6 @@ def test_random_swaps_give_about_the_p_value_of_the_t_test() -> None:
     assert difference(ours, theirs).p_value == pytest.approx(expected, abs=0.005)
 
 
-def test_pairing_narrows_the_interval() -> None:
-    rng = np.random.default_rng(10)
-    hardness = rng.normal(0, 0.2, 60)
-    ours, theirs = 0.62 + hardness + rng.normal(0, 0.02, 60), 0.60 + hardness + rng.normal(0, 0.02, 60)
-    paired, unpaired = (
-        found(difference(ours[None], each[None]).interval) for each in (theirs, rng.permutation(theirs))
-    )
-    assert paired.high - paired.low < 0.25 * (unpaired.high - unpaired.low)
-
-
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize(("samples", "verdict"), [(1, "too few samples"), (5, "too few samples"), (6, "better")])
 def test_fewer_than_six_samples_show_nothing(seeds: int, samples: int, verdict: str) -> None:
@@ -245,11 +235,6 @@ def test_a_score_over_seeds_has_their_spread() -> None:
     assert (once.between_seeds, once.interval) == (None, Interval(0.5, 0.5))
 
 
-def test_same_scores_give_the_same_result() -> None:
-    scores = ious(np.random.default_rng(14), 2, 1, 50)
-    assert difference(*scores) == difference(*scores)
-
-
 def test_scores_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="not the same samples"):
         difference(np.zeros((1, 3)), np.zeros((1, 2)))
@@ -308,14 +293,6 @@ def test_many_samples_give_the_plain_percentile_interval() -> None:
 def test_missing_values_are_refused(broken: float) -> None:
     with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite, the first at row 1"):
         bootstrap([0.1, broken, 0.2])
-
-
-def test_same_arguments_give_the_same_interval() -> None:
-    values = iou_like(np.random.default_rng(8), 40)
-    assert bootstrap(values) == bootstrap(values)
-    assert bootstrap(values) != bootstrap(values, resamples=9_999)
-    assert bootstrap([0.25] * 10) == Interval(0.25, 0.25)
-    assert bootstrap(values[:1]) is None
 
 
 def test_chunks_bound_the_memory_and_agree_with_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:

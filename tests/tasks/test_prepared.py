@@ -121,12 +121,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "detection": [
         ({"image": b"<html>"}, "cannot identify image"),
         ({"image": png(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
-        ({"image": png()[:-40]}, "unreadable image"),
         ({"boxes": []}, "0 boxes, but 1 categories"),
-        ({"boxes": [[0.1, 0.2]]}, "not enough values"),
         ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),
-        ({"boxes": [[0.1, 0.1, float("nan"), 0.3]]}, "is not x0 < x1"),
-        ({"boxes": [[0.1, 0.1, None, 0.3]]}, "not supported between"),
         ({"boxes": [None]}, "not iterable"),
         ({"categories": [None]}, "categories .None,., labels"),
         ({"labels": ["barcode"]}, "labels .'barcode',. of .'nutrition-table',."),
@@ -136,18 +132,15 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "amr": [
         ({"canonical": "(a / "}, "a parenthesis is never closed"),
-        ({"canonical": ""}, "there is no graph"),
         ({"canonical": "(" * 10_000}, "nested more than"),
     ],
     "moe": [
         ({"domain": "trivia"}, "unknown domain 'trivia'"),
         ({"correct": []}, "the best answer is none"),
-        ({"correct": ["No."]}, "the best answer is none"),
         ({"incorrect": [None]}, "an answer is missing"),
     ],
     "chat": [
         ({"messages": []}, "no answer: the last message is not the assistant's"),
-        ({"messages": [("user", "Who?")]}, "no answer"),
         ({"messages": [("user", None), ("assistant", "You.")]}, "a message has no content"),
         ({"messages": [None]}, "must be a mapping"),
         ({"metrics": ["bleu"]}, "unknown metric 'bleu'"),
@@ -175,12 +168,3 @@ def test_a_wrong_row_is_named(prepared: Prepared, change: dict[str, Any], proble
 def test_a_missing_task_or_module_is_refused(task: str, module: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_task(task, module)
-
-
-def test_a_missing_library_is_no_missing_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ModuleNotFoundError(name="penman")
-
-    monkeypatch.setattr("stages.tasks.import_module", broken)
-    with pytest.raises(ModuleNotFoundError):
-        load_task("amr", "sources")

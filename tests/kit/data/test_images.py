@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageFile
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stages.kit.data.images import MAX_IMAGE_PIXELS, ImageRecord, parse_image
 from tests.kit.data.images import patch_jpeg, png
@@ -36,30 +35,18 @@ def test_an_upright_image_keeps_its_bytes() -> None:
     ("row", "problem"),
     [
         ({"image_id": None, "image": {"bytes": png()}}, "image_id is None, expected a non-empty string"),
-        ({}, "no image"),
         ({"image": None}, "no image"),
         ({"image": {"bytes": None, "path": "a.jpg"}}, "no image"),
         ({"image": {"bytes": b"<html>not found</html>"}}, "unreadable image: cannot identify"),
         ({"image": {"bytes": saved("EPS")}}, "cannot identify image"),  # Pillow would start Ghostscript
         ({"image": {"bytes": patch_jpeg((0, 0, 1, 1), (160, 120), 1)[:-300]}}, "unreadable image: .*truncated"),
-        ({"image": {"bytes": png(size=(160, 120))[:-30]}}, "unreadable image"),
         ({"image": {"bytes": png(size=(805, 4))}}, "image of 'a' is 805 x 4 pixels: .* more than 200 times"),
-        ({"image": {"bytes": png(size=(1, 201))}}, "1 x 201 pixels"),
         ({"image": {"bytes": saved("PNG", mode="I;16")}}, "greyscale pixels of more than 8 bits .*I;16"),
-        ({"image": {"bytes": saved("TIFF", mode="I")}}, "greyscale pixels of more than 8 bits"),
-        ({"image": {"bytes": saved("TIFF", mode="F")}}, "greyscale pixels of more than 8 bits"),
     ],
 )
 def test_a_row_without_a_whole_image_is_reported(row: dict[str, Any], problem: str) -> None:
     (found,) = problems(row)
     assert re.search(problem, found)
-
-
-def test_the_longest_valid_image_is_the_longest_that_the_processor_takes() -> None:
-    assert problems({"image": {"bytes": png(size=(800, 4))}}) == []
-    smart_resize(4, 800)
-    with pytest.raises(ValueError, match="aspect ratio"):
-        smart_resize(4, 801)
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,17 +77,6 @@ def test_lists_that_would_take_all_memory_are_refused_before_they_are_decoded(
         list(read_rows(tmp_path / "t.parquet"))
 
 
-def test_rows_of_several_large_images_are_written_so_that_they_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "MAX_BYTES", 1_600_000)
-    monkeypatch.setattr(tables, "ROW_GROUP_BYTES", 100_000)
-    schema = pa.schema([("images", pa.list_(pa.struct([("image", pa.binary())])))])
-    found = [{"images": [{"image": bytes([row, place]) * 5000} for place in range(8)]} for row in range(ROW_GROUP)]
-    write_rows(found, tmp_path / "t.parquet", schema)
-    assert list(read_rows(tmp_path / "t.parquet")) == found
-
-
 def test_a_flipped_bit_of_a_value_is_found_though_it_would_make_a_value_too(tmp_path: Path) -> None:
     path, image = tmp_path / "train.parquet", bytes(range(200))
     write_rows([{"image": image}], path, pa.schema([("image", pa.binary())]))

@@ -7,13 +7,11 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import errors
 
 from stages.core.errors import UserError
 from stages.kit.data.sources import (
     describe_folder,
     fetch_snapshot,
-    files_by_split,
     parquet_folder,
     read_parquet_split,
 )
@@ -55,16 +53,6 @@ def test_a_short_commit_must_name_exactly_one(hub: list[dict[str, object]], give
     assert not hub
 
 
-@pytest.mark.parametrize("error", [errors.LocalEntryNotFoundError("not cached"), OSError(28, "No space left")])
-def test_a_failed_download_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=r"owner/name@0123.*(not cached|No space left).*folder:PATH"):
-        fetch_snapshot("model", "owner/name", FIRST, patterns=["*"])
-
-
 @pytest.mark.parametrize("source", ["nonsense", "folder:", "hub:owner/name", "ftp:somewhere@1", "folder:nowhere"])
 def test_an_unknown_source_or_missing_folder_is_refused(source: str) -> None:
     with pytest.raises(UserError, match=r"expected folder:PATH or hub:OWNER/NAME@REVISION|no dataset folder nowhere"):
@@ -101,12 +89,6 @@ def test_a_missing_column_or_split_is_refused_with_the_expected_files(tmp_path: 
         read(tmp_path, "train", "name", "age", "box.width")
     with pytest.raises(UserError, match=r"split val: it holds 2 .parquet files.*Expected: files with names"):
         read(tmp_path, "val")
-
-
-def test_files_belong_to_a_split_by_their_names() -> None:
-    files = [Path(name) for name in ("dev.txt", "notes.txt", "test.txt", "train_1.txt", "training.txt")]
-    assert files_by_split(files) == {"train": files[3:], "val": files[:1]}
-    assert files_by_split(files[1:2]) == {"train": []}
 
 
 def test_the_files_of_a_folder_are_described_by_kind_and_links_not_followed(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -178,21 +177,6 @@ def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
 
 
-def test_cut_answers_are_counted_in_the_log(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load_model(tiny_vlm, device=DeviceParams(kind="cpu"), precision="fp32").eval()
-    processor = load_processor(tiny_vlm, None)
-
-    def cuts(complete: Callable[[str], bool] | None = None) -> list[str]:
-        caplog.clear()
-        generate_answers(model, processor, QUESTIONS[:3], batch_size=2, max_new_tokens=4, complete=complete)
-        return [record.message for record in caplog.records if "cut" in record.message]
-
-    assert cuts() == ["3 answers cut at max_new_tokens 4"]
-    assert cuts(lambda text: len(text) > 1) == []
-    model.generation_config.eos_token_id = list(range(model.config.text_config.vocab_size))
-    assert cuts() == []
-
-
 def test_a_shortenable_question_leaves_room_for_the_answer(tiny_dense: Any) -> None:
     model, tokenizer = tiny_dense
     parts = [{"type": "text", "text": "so " * 400, "shortenable": True}, {"type": "text", "text": "What?"}]
@@ -220,21 +204,6 @@ def test_every_conversation_is_in_one_batch_the_longest_first(sizes: list[tuple[
     assert [sizes[index] for index in order] == sorted(sizes, reverse=True)
     assert {len(batch) for batch in batches[:-1]} <= {batch_size}
     assert 1 <= len(batches[-1]) <= batch_size
-
-
-def test_the_next_batch_is_prepared_while_this_one_is_computed() -> None:
-    prepared = {batch: threading.Event() for batch in range(3)}
-
-    def prepare(batch: list[int]) -> threading.Thread:
-        prepared[batch[0]].set()
-        return threading.current_thread()
-
-    for [batch], thread in prepared_ahead([[0], [1], [2]], prepare):
-        assert thread is not threading.current_thread()
-        if batch < 2:
-            assert prepared[batch + 1].wait(timeout=60)
-        if batch == 0:
-            assert not prepared[2].is_set(), "one batch ahead only: images take memory"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

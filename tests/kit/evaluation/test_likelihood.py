@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation import likelihood
 from stages.kit.evaluation.likelihood import answer_log_likelihoods, routing
@@ -56,23 +55,6 @@ def test_the_sum_covers_the_answer_and_the_end_of_its_turn(tiny_dense: Any, monk
         assert found.sum_logprob == pytest.approx(total, abs=1e-4)
 
 
-def test_a_transcript_is_cut_and_the_answer_is_not(tiny_dense: Any) -> None:
-    model, tokenizer = tiny_dense
-    long = [answered("What?", "It was agreed.", "so " * 300)]
-    (cut,) = answer_log_likelihoods(model, tokenizer, long, batch_size=1, max_length=80)
-    (whole,) = answer_log_likelihoods(model, tokenizer, long, batch_size=1)
-    assert cut.num_tokens == whole.num_tokens
-    assert abs(cut.sum_logprob - whole.sum_logprob) > 1e-3
-
-
-def test_chat_markup_in_a_text_is_refused_by_name(tiny_dense: Any) -> None:
-    model, tokenizer = tiny_dense
-    with pytest.raises(UserError, match=r"sample Odd[^$]*holds chat markup, <\|im_"):
-        answer_log_likelihoods(
-            model, tokenizer, [answered("Odd<|im_start|>assistant\nfoo<|im_end|>", "yes")], batch_size=1
-        )
-
-
 def question(text: str) -> Conversation:
     return Conversation(sample_id=text, messages=[{"role": "user", "content": [{"type": "text", "text": text}]}])
 
@@ -118,14 +100,3 @@ def test_routing_is_the_models_own(tiny_mixture: Any, normalized: bool) -> None:
     assert found[0].load == pytest.approx(weights.mean((0, 1)).tolist(), abs=1e-5)
     entropy = -(probabilities * probabilities.log()).sum(-1).mean() / torch.tensor(4.0).log()
     assert found[0].entropy == pytest.approx(entropy.item(), abs=1e-5)
-
-
-def test_zero_routers_are_undecided_and_no_hook_stays(tiny_mixture: Any) -> None:
-    model, tokenizer = copy.deepcopy(tiny_mixture[0]), tiny_mixture[1]
-    for router in routers(model):
-        torch.nn.init.zeros_(router.weight)
-    hooks = [len(router._forward_hooks) for router in routers(model)]  # transformers has its own
-    found = routing(model, tokenizer, QUESTIONS, batch_size=3)
-    assert found is not None
-    assert [each.entropy for each in found] == pytest.approx([1, 1, 1])
-    assert [len(router._forward_hooks) for router in routers(model)] == hooks

@@ -1,16 +1,12 @@
 """The samples that a report shows, for any task."""
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from PIL import Image
 
 from stages.kit.evaluation.score import EXAMPLES, write_examples
-from stages.tasks.amr import scoring as amr
-from stages.tasks.detection import scoring as detection
-from stages.tasks.moe import scoring as moe
 
 SCORING: Any = SimpleNamespace(
     ordered_by=lambda record: "score", draw_prediction=lambda record, row: Image.new("RGB", (record, 1))
@@ -35,8 +31,3 @@ def test_best_worst_and_random_examples_are_written(tmp_path: Path) -> None:
 def test_random_examples_are_the_same_for_every_model(tmp_path: Path) -> None:
     one, two = (written(tmp_path / str(score), [score] * 9) for score in (0.1, 0.9))
     assert [one[f"random-{rank}"] for rank in (1, 2, 3)] == [two[f"random-{rank}"] for rank in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("scoring", [amr, detection, moe])
-def test_samples_are_ordered_by_a_column_of_the_predictions(scoring: ModuleType) -> None:
-    assert scoring.ordered_by(None) in scoring.PREDICTIONS.names

@@ -42,8 +42,7 @@ def merged(base_dir: Path, experts: dict[str, Path], folder: Path, **options: An
     return folder
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("count", "top_k"), [(2, 2), (3, 2), (5, 3)])
+@pytest.mark.parametrize(("count", "top_k", "tied"), [(2, 2, True), (5, 3, False)])
 def test_identical_experts_are_the_dense_model(tmp_path: Path, count: int, top_k: int, tied: bool) -> None:
     base_dir = save_base(tmp_path / "base", tie_word_embeddings=tied)
     expert = save_expert(tmp_path / "expert", base_dir)
@@ -120,25 +119,17 @@ def test_outside_the_mlps_is_the_base_and_changes_are_measured(base_dir: Path, t
             assert getattr(changes[name], where) == pytest.approx((change / norm).sqrt().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("of_base", "of_expert", "of_mixture"),
-    [
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float16, torch.float32),
-    ],
-)
-def test_the_widest_dtype_is_kept(
-    tmp_path: Path, of_base: torch.dtype, of_expert: torch.dtype, of_mixture: torch.dtype
-) -> None:
-    base_dir = save_base(tmp_path / "base", dtype=of_base)
+def test_the_widest_dtype_is_kept(tmp_path: Path) -> None:
+    base_dir = save_base(tmp_path / "base", dtype=torch.bfloat16)
     experts = {
-        name: save_expert(tmp_path / name, base_dir, seed=seed, dtype=of_expert) for seed, name in enumerate("ab", 1)
+        name: save_expert(tmp_path / name, base_dir, seed=seed, dtype=torch.float16)
+        for seed, name in enumerate("ab", 1)
     }
     found = weights_of(merged(base_dir, experts, tmp_path / "m"))
-    assert {tensor.dtype for tensor in found.values()} == {of_mixture}
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     name = "model.layers.1.mlp.{}down_proj.weight"
-    assert torch.equal(found[name.format("experts.1.")], weights_of(experts["b"])[name.format("")].to(of_mixture))
-    assert json.loads((tmp_path / "m/config.json").read_text())["dtype"] == str(of_mixture).removeprefix("torch.")
+    assert torch.equal(found[name.format("experts.1.")], weights_of(experts["b"])[name.format("")].float())
+    assert json.loads((tmp_path / "m/config.json").read_text())["dtype"] == "float32"
 
 
 def test_missing_and_surplus_weights_are_refused(base_dir: Path, experts: dict[str, Path], tmp_path: Path) -> None:
@@ -201,17 +192,14 @@ def other_words(folder: Path) -> None:
     ("change", "reason"),
     [
         (lambda folder: edit_config(folder, num_attention_heads=8), r"one has num_attention_heads 8, .* has 4"),
-        (lambda folder: edit_config(folder, rms_norm_eps=1e-5), r"one has rms_norm_eps 1e-05"),
         (lambda folder: edit_config(folder, tie_word_embeddings=True), r"one has tie_word_embeddings True"),
         (lambda folder: edit_config(folder, model_type="qwen3"), r"is a qwen3; a mixture is made from dense Qwen2"),
-        (lambda folder: edit_config(folder, quantization_config={"load_in_4bit": True}), r"quantized already"),
         (lambda folder: edit_config(folder, use_sliding_window=True), r"sliding window"),
         (
             lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
             r"one has another chat template",
         ),
         (other_words, r"one has another vocabulary"),
-        (lambda folder: (folder / "model.safetensors").unlink(), r"lacks model.safetensors"),
     ],
 )
 def test_models_that_do_not_fit_together_are_refused(

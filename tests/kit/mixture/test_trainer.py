@@ -16,7 +16,7 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, PartsParams
 from stages.kit.mixture.build import merge_experts
 from stages.kit.mixture.routing import outputs_of
-from stages.kit.mixture.trainer import BalancedTrainer, LoadBalance, RouterLabels, RouterTrainer, make_trainer
+from stages.kit.mixture.trainer import BalancedTrainer, RouterLabels, RouterTrainer, make_trainer
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import load_processor
@@ -149,25 +149,6 @@ def test_the_balance_reaches_a_gate_trained_alone(mixture_dir: Path, tmp_path: P
             assert (with_it[name] - without[name]).norm() > 0.1 * without[name].norm()
 
 
-def test_the_balance_of_a_micro_batch_alone_is_another_loss(base_dir: Path, mixture_dir: Path) -> None:
-    """SFTTrainer takes the mean over micro-batches of their own balance."""
-    model = load(mixture_dir)
-    batches = [batch_of(mixture_dir, [number], "assistant-only") for number in range(8)]
-
-    def balances(balance: LoadBalance) -> float:
-        total = 0.0
-        for batch in batches:
-            with torch.no_grad(), outputs_of(balance.routers) as outputs:
-                model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-            total += balance.loss(outputs, batch["attention_mask"]).item()
-        return total
-
-    whole = LoadBalance(model)
-    whole.step_counts = whole.count(model, batches)
-    assert abs(balances(whole) - balances(LoadBalance(model)) / len(batches)) > 1e-3
-    assert not LoadBalance(load(base_dir)).matters
-
-
 @pytest.fixture(scope="module")
 def by_hand(mixture_dir: Path) -> tuple[float, float, Gradients]:
     """The loss, the accuracy and each router's gradient, sample by sample and layer by layer, from the outputs of the
@@ -228,12 +209,6 @@ def test_tokens_are_labelled_with_their_samples_expert(mixture_dir: Path) -> Non
     assert collator_of(mixture_dir).largest_batch(2)["labels"].shape[0] == 2
 
 
-@pytest.mark.parametrize(("name", "found"), [("mixture", 3), ("base", 0)])
-def test_another_number_of_experts_is_refused(mixture_dir: Path, name: str, found: int) -> None:
-    with pytest.raises(UserError, match=rf"domains are 2 \(facts, meetings\), but the model has {found} experts"):
-        RouterLabels(load(mixture_dir.with_name(name)), ("facts", "meetings"))
-
-
 @pytest.mark.parametrize(
     ("domains", "samples", "problem"),
     [
@@ -247,9 +222,3 @@ def test_domains_that_samples_do_not_have_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         experts_of(labels_plan(task="moe", domains=domains), [fact(1), meeting(2), fact(3)], samples)
-
-
-def test_experts_are_numbered_in_the_order_of_the_domains() -> None:
-    records = [fact(1), meeting(2), fact(3)]
-    assert experts_of(labels_plan(domains=("qmsum", "truthfulqa")), records, moe_samples) == [1, 0, 1]
-    assert experts_of(labels_plan(domains=("truthfulqa", "qmsum")), records, moe_samples) == [0, 1, 0]

@@ -24,7 +24,6 @@ from stages.kit.models.kernels import (
     autocast_experts,
     packed_attention,
     replace_modules,
-    row_of,
 )
 from stages.kit.models.load import load_model
 from stages.kit.models.merge import probe_logits, weight_digests
@@ -104,11 +103,6 @@ def routed(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     torch.manual_seed(0)
     hidden = torch.randn(6, experts.hidden_dim, dtype=dtype, requires_grad=True)
     return hidden, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]), torch.full((6, 2), 0.5, dtype=dtype)
-
-
-def test_experts_without_autocast_are_those_of_transformers(experts: Any) -> None:
-    inputs = routed(experts, torch.float32)
-    assert autocast_experts(experts, *inputs).equal(grouped_mm_experts_forward(experts, *inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -195,32 +189,3 @@ def test_a_packed_row_is_one_call_of_flash_attention_on_a_gpu(monkeypatch: pytes
         output, _ = packed_attention(DECODER, *given, None, scaling=0.3, position_ids=POSITIONS)
     assert output.shape == (1, sum(LENGTHS), HEADS, WIDTH)
     torch.testing.assert_close(output.float(), masked(*states()), rtol=0, atol=0.03)
-
-
-def test_a_vision_tower_gets_sdpa() -> None:
-    tower: Any = SimpleNamespace(is_causal=False)
-    query = states()[0]
-    output, _ = packed_attention(tower, query, query, query, None, is_causal=False)
-    torch.testing.assert_close(output, F.scaled_dot_product_attention(query, query, query).transpose(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("mask", "options", "reason"),
-    [
-        (torch.ones(1, 18), {"position_ids": POSITIONS}, "no padding to mask"),
-        (None, {}, "only positions say"),
-        (None, {"position_ids": POSITIONS, "sliding_window": 4}, "a window would have to end"),
-    ],
-)
-def test_other_rows_than_packed_ones_are_refused(mask: Any, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(AssertionError, match=reason):
-        packed_attention(DECODER, *states(), mask, **options)
-
-
-def test_the_ends_of_a_row_are_read_once_for_all_layers() -> None:
-    """Each reading waits for the GPU."""
-    assert row_of(POSITIONS).lengths == LENGTHS
-    assert row_of(POSITIONS) is row_of(POSITIONS)
-    other = torch.tensor([[0, 1, 0]])
-    assert row_of(other).lengths == [2, 1]
-    assert row_of(other).ends.tolist() == [0, 2, 3]

@@ -23,7 +23,6 @@ from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.models.folders import geometry_config_path
 from stages.kit.models.load import (
     balanced_gpus,
-    gpu_of,
     load_config,
     load_model,
     meta_model,
@@ -131,12 +130,6 @@ def spread_plan(count: int, **settings: Any) -> Plan:
     return plan_of(**{**R1, "precision": "bf16", "placement": "balanced", **settings, "device": device})
 
 
-def geometry_map(geometry: str, count: int, **settings: Any) -> dict[str, int]:
-    gpus = balanced_gpus(spread_plan(count, **settings), load_config(geometry_config_path(geometry).parent))
-    assert gpus is not None
-    return gpus
-
-
 class Decided(Exception):
     """from_pretrained has its map."""
 
@@ -163,33 +156,6 @@ def test_the_balanced_map_is_that_of_from_pretrained_on_empty_gpus(
             )
     ours = balanced_gpus(spread_plan(count, quantization=quantization), load_config(tiny_vlm))
     assert [ours] == found
-
-
-@pytest.mark.parametrize("geometry", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen1.5-moe-a2.7b"])
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_balanced_layers_stay_whole_and_tied_weights_together(geometry: str, quantization: str) -> None:
-    gpus = geometry_map(geometry, 2, quantization=quantization)
-    model = meta_model(load_config(geometry_config_path(geometry).parent))
-    placed = {name: gpu_of(name, gpus) for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert set(placed.values()) == {0, 1}
-    for name, module in model.named_modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            assert gpu_of(name, gpus) is not None, name
-    embeddings = model.get_input_embeddings()
-    tied = embeddings.weight is model.get_output_embeddings().weight
-    assert tied == (geometry == "qwen2-vl-2b")
-    if tied:
-        name = next(name for name, module in model.named_modules() if module is embeddings)
-        assert gpu_of("lm_head", gpus) == gpu_of(name, gpus)
-
-
-def test_quantized_layers_count_at_their_size() -> None:
-    """The embeddings, which stay in bf16, are then as large as a dozen layers."""
-    plain, nf4 = geometry_map("qwen2-vl-7b", 2), geometry_map("qwen2-vl-7b", 2, quantization="nf4")
-    num_layers = [
-        sum(gpu == 0 for name, gpu in gpus.items() if ".language_model.layers." in name) for gpus in (plain, nf4)
-    ]
-    assert num_layers[0] > num_layers[1]
 
 
 def test_the_map_depends_on_no_gpus_size_and_other_placements_have_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,14 +135,3 @@ def test_a_lost_connection_leaves_nothing_and_the_next_try_succeeds(hub: Hub, fo
     hub.lose = ""
     upload(folder, REPO)
     assert hub.repositories[REPO].commits == 1
-
-
-def test_a_repository_that_could_not_be_removed_is_named(
-    hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.lose = "PUT /objects/|DELETE"
-    with pytest.raises(UserError, match="the connection failed"), caplog.at_level(logging.WARNING, "stages"):
-        upload(folder, REPO)
-    assert f"{hub.url}/{REPO} was made, is private, and could not be removed" in caplog.text
-    assert hub.repositories[REPO].private
-    assert not hub.repositories[REPO].files

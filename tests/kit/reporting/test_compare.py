@@ -86,25 +86,12 @@ def test_the_best_is_better_than_every_other() -> None:
     assert families == {4}, "the questions, and whether the best is better than the next"
 
 
-def test_the_highest_is_not_the_best_without_a_difference() -> None:
-    comparison = compared({"base": 0.1, "a": 0.5, "b": 0.5})
-    assert not comparison.conclusive
-    rival = "a" if comparison.best.name == "b" else "b"
-    assert comparison.headline.endswith(f"but no difference is shown against that of {rival}.")
-
-
 def test_whether_the_best_is_better_is_corrected_for_the_number_of_questions() -> None:
     comparison = compared({"base": 0.1, "a": 0.5, "b": 0.512})
     found = comparison.insights[0].difference
     assert found is not None
     assert found.p_value < 0.05 < found.adjusted_p
     assert not comparison.conclusive
-
-
-def test_a_base_can_be_the_best() -> None:
-    comparison = compared({"base": 0.6, "a": 0.3, "b": 0.2})
-    assert comparison.headline.startswith("The model of base is best")
-    assert comparison.insights[-1].words.startswith("the model of b is worse than that of base by -0.")
 
 
 def test_missing_runs_limit_the_claims() -> None:
@@ -157,12 +144,6 @@ def test_recipes_are_compared_over_their_seeds() -> None:
     assert b.figure("score") == pytest.approx(np.mean([run.metrics["score"] for run in b.runs]))
 
 
-def test_seeds_further_apart_than_recipes_show_no_difference() -> None:
-    comparison = compared({"a": [0.5, 0.55, 0.45], "b": [0.56, 0.5, 0.6]})
-    assert comparison.insights[0].words.startswith("no difference shown between b and a")
-    assert comparison.headline.endswith("but no difference is shown against a.")
-
-
 def test_a_recipe_with_one_seed_takes_no_part_among_several() -> None:
     comparison = compared({"a": [0.9], "b": [0.6, 0.61], "base": [0.1]})
     assert comparison.best.name == "b"
@@ -185,11 +166,6 @@ def test_metrics_that_do_not_match_the_predictions_are_refused(metrics: dict[str
     report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
     with pytest.raises(UserError, match=problem):
         score_contender(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
-
-
-def test_an_evaluation_without_samples_is_refused() -> None:
-    with pytest.raises(UserError, match="a was evaluated on no sample"):
-        score_contender(REPORT, "a", [run_of("a", np.zeros(0), {"score": 0.0})], baseline=None)
 
 
 def test_a_figure_that_only_some_models_have_is_optional() -> None:

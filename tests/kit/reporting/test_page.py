@@ -12,19 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.kit.reporting.compare import Contender
 from stages.kit.reporting.page import (
     MAX_IMAGE_WIDTH,
     IntervalRow,
-    contender_colours,
     inline_image,
     plot_intervals,
     plot_losses,
     plot_scores,
-    share_at_least,
-    smooth,
     svg,
-    typeset,
 )
 from stages.kit.reporting.runs import Curve
 from stages.kit.statistics import Interval
@@ -60,31 +55,10 @@ def test_a_drawing_has_a_label_and_its_text_as_text() -> None:
     assert {"a <b>", "one sample", "+0.1"} <= set(texts)
 
 
-def test_share_at_least_counts_the_threshold_itself() -> None:
-    shares = share_at_least(np.array([0.0, 0.5, 0.5, 1.0]), np.array([0.0, 0.5, 0.51, 1.0]))
-    assert shares.tolist() == [1.0, 0.75, 0.25, 0.25]
-
-
-def test_smoothing_keeps_the_length_and_ignores_gaps() -> None:
-    values = np.array([np.nan, *np.linspace(1, 0, 40), np.inf])
-    smoothed = smooth(values)
-    assert len(smoothed) == len(values)
-    assert smoothed[20] == pytest.approx(values[20], abs=1e-9)
-    assert np.isfinite(smoothed[0])
-
-
 def test_a_page_is_drawn_without_pyplot_and_torch() -> None:
     unwanted = "('matplotlib.pyplot', 'torch', 'transformers')"
     probe = f"import sys, stages.compare; sys.exit(any(name in sys.modules for name in {unwanted}))"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode == 0
-
-
-def test_a_small_image_is_stored_unchanged(tmp_path: Path) -> None:
-    path = tmp_path / "small.png"
-    Image.new("RGB", (30, 20), "red").save(path)
-    image = inline_image(path, "an image")
-    assert base64.b64decode(image.source.removeprefix("data:image/png;base64,")) == path.read_bytes()
-    assert (image.width, image.height, image.description) == (30, 20, "an image")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L"])
@@ -97,27 +71,3 @@ def test_a_large_image_is_scaled_down_and_shrunk(tmp_path: Path, mode: str) -> N
     stored = Image.open(io.BytesIO(base64.b64decode(image.source.partition(",")[2])))
     assert stored.size == (image.width, image.height) == (MAX_IMAGE_WIDTH, 128)
     assert len(image.source) < path.stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("r4-joint by -0.1 [-0.2, +0.3].", "r4-joint by −0.1 [−0.2,\N{NO-BREAK SPACE}+0.3]."),
-        ("v1-2 and x.-3", "v1-2 and x.-3"),
-        ("no difference", "No difference"),
-        ("not run", "Not run"),
-        ("nox is best", "nox is best"),
-    ],
-)
-def test_typesetting_keeps_names(words: str, shown: str) -> None:
-    assert typeset(words) == shown
-
-
-def test_a_recipe_keeps_its_colour_whether_or_not_others_were_run() -> None:
-    contenders = [
-        Contender(name="base", baseline=None, primary="score"),
-        *(Contender(name=name, baseline="base", primary="score") for name in "abcdefgh"),
-    ]
-    colours = contender_colours(contenders)
-    assert colours["base"] == "series-0"
-    assert [colours[name] for name in "abgh"] == ["series-1", "series-2", "series-7", "series-1"]

@@ -46,29 +46,12 @@ def test_a_run_that_was_not_evaluated_is_none(tmp_path: Path, absent: str) -> No
     assert read_run(run_dir, identity=("image_id",), columns=("iou",), trained=False) is None
 
 
-@pytest.mark.parametrize("curve", ["", "step\tloss\n", "step\n1\n"])
-def test_a_curve_without_points_is_left_out(tmp_path: Path, curve: str) -> None:
-    run_dir = write_made_up_run(tmp_path, "r1-llm-only", [0.5], params=project_params())
-    (run_dir / LOSS_CURVE).write_text(curve, encoding="utf-8")
-    assert read(run_dir, trained=True).loss is None
-
-
-def test_memory_is_read_in_the_order_of_the_stages(tmp_path: Path) -> None:
-    run_dir = write_made_up_run(tmp_path, "base-vlm", [0.5])
-    train, evaluate = (made_up_memory(stage, "base-vlm") for stage in ("train", "evaluate"))
-    paths = {memory.stage: write_made_up_memory(tmp_path, "detection", memory) for memory in (train, evaluate)}
-    by_stage = {"evaluate": paths["evaluate"], "merge": tmp_path / "nowhere.json", "train": paths["train"]}
-    assert read(run_dir, memory_by_stage=by_stage).memory == (evaluate, train)
-
-
 @pytest.mark.parametrize(
     ("column", "values", "problem"),
     [
         ("other", [0.5, 0.6], "has no column iou; it has image_id, "),
-        ("iou", [0.5, None], "1 of 2 values of iou"),
         ("iou", [0.5, float("nan")], "1 of 2 values of iou"),
         ("iou", ["a", "b"], "is no number"),
-        ("iou", [[0.5], [0.6]], "is no number"),
     ],
 )
 def test_a_sample_without_a_score_is_refused(tmp_path: Path, column: str, values: list[Any], problem: str) -> None:

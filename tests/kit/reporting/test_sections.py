@@ -12,11 +12,9 @@ from stages.core.provenance import records_dir
 from stages.kit.reporting.runs import Run, read_run
 from stages.kit.reporting.sections import (
     cost_table,
-    flatten,
     memory_table,
     origin_warnings,
     origins_table,
-    plan_settings,
     split_settings,
     trainable_table,
 )
@@ -44,11 +42,6 @@ def runs_with_records(tmp_path: Path, **changes: dict[str, Any]) -> dict[str, Ru
     return found
 
 
-def test_settings_are_flattened_to_text() -> None:
-    settings = {"a": {"b": 1e-4, "c": ("x", "y")}, "d": None, "e": True, "f": {}}
-    assert flatten(settings) == {"a.b": "0.0001", "a.c": "x, y", "d": "–", "e": "yes", "f": "–"}
-
-
 def test_settings_are_split_and_the_uncommon_ones_stand_out() -> None:
     by_run = {
         "one": {"rank": "64", "seed": "42", "rate": "0.1"},
@@ -60,14 +53,6 @@ def test_settings_are_split_and_the_uncommon_ones_stand_out() -> None:
     assert outstanding == {(0, 2), (1, 3)}
     assert [row.cells for row in shared.rows] == [("seed", "42")]
     assert split_settings({})[0].rows == ()
-
-
-def test_recipes_of_the_project_differ_in_their_settings(tmp_path: Path) -> None:
-    runs = runs_with_records(tmp_path).values()
-    differing, _, shared = split_settings({run.name: plan_settings(run.plan) for run in runs if run.plan})
-    assert "parts.vision" in [row.cells[0] for row in differing.rows]
-    assert "seed" in [row.cells[0] for row in shared.rows]
-    assert "recipe" not in [row.cells[0] for row in (*differing.rows, *shared.rows)]
 
 
 def test_parameters_and_costs_by_run(tmp_path: Path) -> None:
@@ -129,7 +114,3 @@ def test_origins_by_run(tmp_path: Path) -> None:
 def test_other_code_devices_and_packages_are_warned_of(tmp_path: Path, change: dict[str, Any], warning: str) -> None:
     (found,) = origin_warnings(list(runs_with_records(tmp_path, r2_vision_only=change).values()))
     assert warning in found
-
-
-def test_a_base_may_be_evaluated_on_another_device_than_a_recipe_is_trained_on(tmp_path: Path) -> None:
-    assert origin_warnings(list(runs_with_records(tmp_path, base_vlm={"gpus": ["NVIDIA H200"]}).values())) == []

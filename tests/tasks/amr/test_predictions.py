@@ -1,4 +1,3 @@
-import logging
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ def sentences_in(tmp_path: Path, content: str | bytes) -> list[str]:
     "content",
     [
         "tôi đi .\nanh ở lại .\n",
-        "\ufefftôi đi .\r\nanh ở lại .",
         "\n tôi đi . \n\nanh ở lại .\n\n\n",
         "#::snt tôi đi .\r\n#::snt anh ở lại .\r\n",
         "# ::id 1\n# ::snt tôi đi .\n\n# ::id 2\n# ::snt anh ở lại .\n",
@@ -34,22 +32,14 @@ def test_sentences_are_read_from_every_form(tmp_path: Path, content: str) -> Non
     assert sentences_in(tmp_path, content) == ["tôi đi .", "anh ở lại ."]
 
 
-def test_blank_lines_between_sentences_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert sentences_in(tmp_path, "a\n\n\nb\n\n") == ["a", "b"]
-    assert "2 blank lines between sentences skipped" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "the file is empty"),
-        (b" \r\n\n", "the file is empty"),
         (b"t\xf4i\n", "not UTF-8: byte 0xf4 in line 1"),
         (b"#::snt a\n(a / a)\n\n#::snt \n(b / b)\n", "line 4: an empty sentence"),
         (b"(a / a)\n\n#::snt b\n(b / b)\n", "line 1: no sentence above this"),
         (b"a\nb <|im_end|>\n", r"line 2: a text holds chat markup, <\|im_end\|>"),
-        (b"#::snt a\n(a / a)\n\n#::snt <|im_start|>system\n(b / b)\n", "line 4: a text holds chat markup"),
     ],
 )
 def test_files_without_their_sentences_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -76,8 +66,9 @@ def test_broken_answers_are_repaired_or_replaced() -> None:
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
-@given(answers=st.lists(TEXTS, min_size=1, max_size=4))
-def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answers: list[str]) -> None:
+@given(answered_by=st.lists(TEXTS | graphs(), min_size=1, max_size=4))
+def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answered_by: list[str | Node]) -> None:
+    answers = [each if isinstance(each, str) else encode(each, answer_format) for each in answered_by]
     sentences = [f"câu {number} ." for number in range(len(answers))]
     found = submission(sentences, answers, answer_format=answer_format)
     blocks = list(read_blocks(found.text.split("\r\n")))
@@ -87,10 +78,3 @@ def test_there_are_always_as_many_blocks_as_sentences(answer_format: str, answer
         assert (graph == EMPTY) or index not in found.empty
         if answered is not None:
             assert graph == canonical(answered)
-
-
-@given(graph=graphs())
-def test_a_submitted_graph_is_the_graph_answered(graph: Node) -> None:
-    found = submission(["câu ."], [encode(graph, "full")], answer_format="full")
-    (block,) = read_blocks(found.text.split("\r\n"))
-    assert read_graph(block.graph_text()) == canonical(graph)

@@ -56,14 +56,6 @@ def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> Non
     assert render_page(comparison, table, profile="tiny").count("<img") == 27
 
 
-def test_the_corpus_f1_of_a_redraw_comes_from_the_rows(tmp_path: Path) -> None:
-    contender = evaluated(tmp_path, "a", "full", 10)
-    assert contender.run is not None
-    assert contender.score.mean == pytest.approx(contender.run.metrics["smatch_f1"], abs=1e-12)
-    assert contender.score.interval is not None
-    assert contender.score.interval.low == contender.run.metrics["smatch_f1_low"]
-
-
 def test_recipes_are_compared_over_seeds_by_the_f1_of_each_corpus(tmp_path: Path) -> None:
     def over_seeds(name: str, answer_format: str, right: tuple[int, ...]) -> Contender:
         runs = [evaluated(tmp_path / f"{name}-{number}", name, answer_format, number).runs[0] for number in right]

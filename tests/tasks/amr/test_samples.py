@@ -51,19 +51,12 @@ def test_the_first_step_is_restored_but_for_constants_that_look_like_variables(g
         assert decode(encode(graph, "mtup"), "mtup").restored == canonical(graph)
 
 
-def test_renaming_captures_no_undefined_variable() -> None:
-    graph = read_graph("(x / tôi :a t :b x :c (y / ta :d t2))")
-    assert encode(graph, "full") == "(t3 / tôi :a t :b t3 :c (t4 / ta :d t2))"
-
-
 @pytest.mark.parametrize(
     ("text", "answer_format", "reason"),
     [
         ("", "full", "there is no graph"),
-        ("Đây là đồ thị: (t / tôi)", "full", "starts with a parenthesis"),
         ("(tôi :agent #1)", "ptr", "no node carries the pointer #1"),
         ("(tôi #1 :agent (ta #1))", "ptr", "two nodes carry the pointer #1"),
-        ("(t / tôi)", "ptr", "/ is neither a role nor a word"),
         ("(t / tôi)", "mtup", "not followed by a line of ---"),
         (f"(tôi){SEPARATOR}(t / tôi", "mtup", "never closed"),
     ],
@@ -100,7 +93,6 @@ def test_any_completion_is_decoded_and_repaired(answer_format: str, text: str) -
     [
         ("Đáp án: (t / tôi) .", "full", "(t / tôi)"),
         ("(đ / đi :agent (t / tôi) :time (n / ngày", "full", "(đ / đi :agent (t / tôi) :time (n / ngày))"),
-        ("(đ / đi :agent (t / tôi) :time (n", "full", "(đ / đi :agent (t / tôi))"),
         ("(đ / đi :agent :time 2)", "full", "(đ / đi :time 2)"),
         ("(đ / đi :agent (t / tôi) (b / bạn) :mod 2)", "full", "(đ / đi :agent (t / tôi) :mod 2)"),
         ("(đ / đi :agent (t / tôi) :mod (t / ta) :op1 t)", "full", "(đ / đi :agent (t / tôi) :mod (x / ta) :op1 t)"),
@@ -134,12 +126,6 @@ def test_an_answer_is_complete_at_its_last_parenthesis_and_not_before(
     text = encode(graph, answer_format)
     assert complete(text + rest, answer_format)
     assert not any(complete(text[:end], answer_format) for end in range(len(text)))
-
-
-def test_parentheses_in_quotes_do_not_complete_a_graph() -> None:
-    assert not complete('(a / b :c ":)"', "full")
-    assert not complete('(a / b :c ") ', "full")
-    assert not complete(":) ", "full")
 
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)

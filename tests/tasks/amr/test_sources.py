@@ -125,11 +125,6 @@ def test_every_malformed_sample_is_named_with_file_line_and_reason(tmp_path: Pat
         assert problem in message
 
 
-def test_blank_lines_and_comments_within_a_graph_keep_its_line_numbers(tmp_path: Path) -> None:
-    source = folder(tmp_path / "amr", train="#::snt a .\n(a / b\n\n# lời\n:c( / d))\n", val=block(1))
-    assert "train.txt line 5: a node has no variable" in refused(source)
-
-
 def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,28 +154,16 @@ def test_a_tenth_of_the_sentences_is_held_out_where_no_file_validates(tmp_path: 
     assert stats["splits"]["val"]["files"] == ["train.txt"]
 
 
-def test_the_hub_is_refused_as_a_source(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown source 'hub:vlsp/amr@abc'; expected folder:PATH \(the"):
-        prepare("amr", "hub:vlsp/amr@abc", out_dir=tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     "marked",
     [
-        "#::snt nói <|im_end|> .\n(n / nói)\n\n",
         "#::snt nói .\n(n / nói :op1 <|im_start|>)\n\n",
-        '#::snt nói .\n(n / nói :op1 "<|endoftext|>")\n\n',
-        "#::snt nói .\n(n / nói :op1 (x / <|im end|>))\n\n",
         "#::snt nói .\n(<|image_pad|> / nói)\n\n",
     ],
 )
 def test_chat_markup_is_refused(tmp_path: Path, marked: str) -> None:
     source = folder(tmp_path / "amr", train=block(1), val=block(2) + marked)
     assert "val.txt line 7: a text holds chat markup, <|" in refused(source)
-
-
-def test_a_folder_without_training_files_says_what_it_expected(tmp_path: Path) -> None:
-    assert "it holds 1 .txt file (val.txt). Expected: train*.txt" in refused(folder(tmp_path / "amr", val=block(1)))
 
 
 CORPUS = (block(1) + "# ::id x.2\n" + block(2) + block(3) + BAD + block(4)).encode()

@@ -29,14 +29,9 @@ def one(metric: TextMetric, answer: str, truth: str, figure: str) -> float:
         ("exact", "Hue\u0302\u0301", "Hu\u1ebf", 1),
         # 3 of 4 and 3 of 5 words, without "the" and the full stop: 2 * 3 / 9.
         ("token_f1", "The red lamp is lit.", "red lamp stood lit today", 2 * 3 / 9),
-        ("token_f1", "đèn đỏ", "Đèn xanh", 0.5),
-        ("token_f1", "", "lamp", 0),
         # "red lamp lit" is the longest common sequence: 3 of 5 and 3 of 4.
         ("rouge_l", "the red lamp is lit", "red lamp, lit now", 2 * 0.6 * 0.75 / 1.35),
-        ("rouge_l", "lamp red", "red lamp", 0.5),
         ("rouge_l", "chiếc đèn đỏ", "đèn đỏ", 2 * 2 / 3 / (1 + 2 / 3)),
-        ("rouge_l", "", "lamp", 0),
-        ("chrf", "lamp", "lamp", 1),
         ("chrf", "", "lamp", 0),
     ],
 )
@@ -60,22 +55,13 @@ def test_chrf_counts_recall_twice() -> None:
         ('{"goods": "lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2]}}', 4 / 6),
         ('{"goods": "red lamp", "count": 3, "to": {"city": "Huế", "days": [1, 2, 3]}}', 5 / 6),
         ('{"goods": "red lamp", "count": "3", "to": {"city": "Huế", "days": [2, 1]}}', 2 / 8),
-        (f"{ORDER} ", 1),
         (f"Here it is: {ORDER}", 0),
-        (ORDER[:-1], 0),
         ("", 0),
-        ('{"count": NaN}', 0),
         ("[" * 100_000, 0),
     ],
 )
 def test_fields_are_counted_by_path_and_value(answer: str, share: float) -> None:
     assert field_accuracy(answer, ORDER) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(("one", "other"), [("[]", "{}"), ("true", "1"), ("null", "false"), ('"1"', "1"), ("[1]", "1")])
-def test_kinds_of_values_are_distinguished(one: str, other: str) -> None:
-    assert field_accuracy(one, other) == 0
-    assert field_accuracy(one, one) == field_accuracy(other, other) == 1
 
 
 @given(data=st.data())

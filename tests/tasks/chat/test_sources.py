@@ -14,7 +14,7 @@ from stages.core.errors import UserError
 from stages.tasks.chat.samples import Message, Record, conversation, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
-from tests.kit.data.images import RED, WHITE, patch_jpeg, png
+from tests.kit.data.images import png
 from tests.tasks import prepare
 from tests.tasks.chat.conversations import line, messages, write_lines
 
@@ -130,18 +130,6 @@ def test_a_single_image_may_be_in_a_column_of_its_own(tmp_path: Path) -> None:
     assert [(each.image_id, each.image) for each in found[0]] == [("a.png", BLUE)]
 
 
-def test_an_image_is_stored_upright(tmp_path: Path) -> None:
-    as_lines(tmp_path, {"messages": asked(IMAGE), "images": [patch_jpeg((0, 0, 0.5, 0.5), (60, 40), 6)]})
-    as_lines(tmp_path, line(1), name="val")
-    (shown,) = prepared(tmp_path)["train"][0].shown_images
-    image = shown.open_image()
-    assert image.size == (shown.width, shown.height) == (60, 40)
-    for place, colour in (((5, 5), RED), ((55, 35), WHITE)):
-        pixel = image.getpixel(place)
-        assert isinstance(pixel, tuple)
-        assert all(abs(a - b) < 20 for a, b in zip(pixel, colour, strict=True))
-
-
 def test_the_pixels_of_images_belong_to_the_question(tmp_path: Path) -> None:
     as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [BLUE]})
     as_lines(tmp_path, {"messages": asked(IMAGE, TEXT), "images": [GREEN]}, line(1), name="val")
@@ -230,13 +218,6 @@ def test_a_table_without_an_images_bytes_is_refused_by_row(tmp_path: Path) -> No
     assert "train.parquet row 0: image 2 is" in refusal(tmp_path)
 
 
-def test_the_limit_of_pixels_is_the_datasets(tmp_path: Path) -> None:
-    as_lines(tmp_path, {"messages": asked(IMAGE), "images": [BLUE]})
-    as_lines(tmp_path, line(1), name="val")
-    assert "40 x 30 pixels, more than max_image_pixels, 1,199" in refusal(tmp_path, max_image_pixels=1199)
-    assert prepared(tmp_path, max_image_pixels=1200)
-
-
 def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", line(1, who="a"), line(2, who="b"), line(3, who="c"))
     write_lines(tmp_path / "val.jsonl", line(9, who="z"), {"messages": messages("what  is 2?", "No."), "who": "y"})
@@ -244,12 +225,6 @@ def test_the_same_question_is_in_one_split_whatever_its_group(tmp_path: Path) ->
     assert "1 training sample whose question or who is in the validation split too" in message
     assert "train.jsonl line 2 and val.jsonl line 2: 'What is 2?'" in message
     assert "1 training sample whose question is" in refusal(tmp_path)
-
-
-def test_a_long_question_in_two_splits_is_named_in_short(tmp_path: Path) -> None:
-    for name in ("train.jsonl", "val.jsonl"):
-        write_lines(tmp_path / name, {"prompt": "Why?\n" * 1000, "completion": name})
-    assert all(len(each) < 200 for each in refusal(tmp_path).splitlines())
 
 
 def test_a_group_is_held_out_whole_with_all_that_ask_the_same(tmp_path: Path) -> None:

@@ -83,32 +83,17 @@ def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "box", [(0.5, 0.1, 0.4, 0.2), (0.1, 0.1, 0.1, 0.2), (0.1, 0.1, 1.1, 0.2), (float("nan"), 0.1, 0.4, 0.2)]
-)
-def test_encoding_refuses_what_is_no_box(box: Box) -> None:
-    with pytest.raises(ValueError, match="is not x0 < x1, y0 < y1"):
-        encode_boxes([box])
-
-
-@pytest.mark.parametrize(
     ("text", "problem"),
     [
         (label("(500,100),(400,900)"), "reversed"),
-        (label("(100,900),(400,100)"), "reversed"),
         (label("(100,100),(100,900)"), "zero area"),
-        (label("(100,900),(400,900)"), "zero area"),
         (label("(100,100),(1001,900)"), "outside"),
         (label("(100,100),(99999999999,900)"), "is not"),
-        (label("(-1,100),(400,900)"), "is not"),
         (label("(0.1,0.1),(0.4,0.9)"), "is not"),
-        (label("(100,100), (400,900)"), "is not"),
-        (label("(100,100)"), "is not"),
         (label(""), "is not"),
         (label("(\u0661\u0660\u0660,100),(400,900)"), "is not"),  # digits, but not the tokenizer's
-        ("<|box_start|>(100,100),(400,90", "no <|box_end|>"),
         ("<|box_start|>(100,100),(400,900)", "no <|box_end|>"),
         ("(100,100),(400,900)<|box_end|>", "no <|box_start|>"),
-        ("The table is at (100,100),(400,900).", "no <|box_start|>"),
         ("<|box_end|>", "no <|box_start|>"),
     ],
 )
@@ -120,11 +105,6 @@ def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, prob
     beside = decode_boxes(text + label("(0,0),(500,1000)"))
     assert beside.boxes == ((0.0, 0.0, 0.5, 1.0),)
     assert len(beside.problems) == 1
-
-
-def test_words_without_a_box_are_invalid_and_not_malformed() -> None:
-    decoded = decode_boxes("There is no nutrition table here.<|im_end|>")
-    assert (decoded.boxes, decoded.problems) == ((), ())
 
 
 TOKENS = [
@@ -257,16 +237,10 @@ def test_box_lies_on_its_patch_after_exif_rotation(orientation: int) -> None:
         (raw_row(bbox=[]), "no boxes"),
         (raw_row(bbox=[[0.1, 0.2, 0.5, 0.9]], names=[]), "1 boxes, but 0 category names"),
         (raw_row(bbox=[[0.1, 0.2, 0.5, 1.2]]), r"box 0 \(0.1, 0.2, 0.5, 1.2\) lies outside 0..1"),
-        (raw_row(bbox=[[-0.1, 0.2, 0.5, 0.9]]), "box 0 .* lies outside 0..1"),
-        (raw_row(bbox=[[10, 20, 50, 90]]), "box 0 .* lies outside 0..1"),
         (raw_row(bbox=[[0.5, 0.2, 0.1, 0.9]]), "box 0 .* wrong order"),
-        (raw_row(bbox=[[0.1, 0.9, 0.5, 0.2]]), "box 0 .* wrong order"),
         (raw_row(bbox=[[0.1, 0.2, 0.1, 0.9]]), "box 0 .* zero area"),
-        (raw_row(bbox=[[0.1, 1.0, 0.5, 1.0000005]]), "box 0 .* zero area"),
         (raw_row(bbox=[[0.1, 0.2, float("nan"), 0.9]]), "box 0 .* not a number"),
-        (raw_row(bbox=[[0.1, 0.2, None, 0.9]]), "box 0 .* not a number"),
         (raw_row(bbox=[[0.1, 0.2, 0.5]]), "box 0 is .*, expected"),
-        (raw_row(bbox=[None]), "box 0 is None, expected"),
         (raw_row(names=[None]), "category 0 is None"),
         (raw_row(names=["barcode"]), "no box of a category that starts with nutrition-table; found barcode"),
     ],

@@ -1,8 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import write_examples
@@ -71,19 +69,3 @@ def test_the_report_tells_the_story_by_domain(tmp_path: Path) -> None:
     page = render_page(comparison, table, profile="tiny")
     assert page.count("<img") == 27
     assert "Left of the dashed line" in page
-
-
-def test_mixtures_are_compared_over_seeds_by_each_domains_perplexity(tmp_path: Path) -> None:
-    def over_seeds(name: str, truthfulqa: tuple[float, ...]) -> Contender:
-        runs = [
-            evaluated(tmp_path / f"{name}-{rate}", name, rates={"truthfulqa": rate, "qmsum": 0.3}).runs[0]
-            for rate in truthfulqa
-        ]
-        return score_contender(REPORT, name, runs, baseline="base-dense")
-
-    gate, expert = over_seeds("moe-gate", (0.5, 0.51, 0.52)), over_seeds("moe-expert-truthfulqa", (0.2, 0.21, 0.22))
-    words = {each.topic: each.words for each in compare(REPORT, [gate, expert]).insights}
-    against = "The gated mixture against TruthfulQA's expert, on "
-    assert words[f"{against}TruthfulQA"].startswith("moe-gate is worse than moe-expert-truthfulqa by +")
-    assert words[f"{against}QMSum"].startswith("no difference shown between moe-gate and moe-expert-truthfulqa")
-    assert gate.score.by_training == pytest.approx([run.metrics["perplexity"] for run in gate.runs])

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core.errors import UserError
 from stages.kit.data.parquet import read_rows, write_rows
 from stages.kit.evaluation.likelihood import AnswerLikelihood
 from stages.kit.evaluation.score import rouge
@@ -73,12 +72,6 @@ def test_empty_and_wrong_answers_are_counted_and_never_fail() -> None:
     assert metrics["empty_rate"] == 0.5
 
 
-def test_a_single_domain_has_no_figures_of_the_other() -> None:
-    metrics, _ = score([fact(1), fact(2)], ["a", "b"], likelihoods=likelihoods_of([fact(1), fact(2)]))
-    assert metrics["perplexity"] == metrics["perplexity_truthfulqa"]
-    assert not {"perplexity_qmsum", "rouge1", "samples_qmsum"} & metrics.keys()
-
-
 def test_routing_says_how_far_apart_the_domains_are() -> None:
     def routed(*load: float) -> Routing:
         return Routing(load=load, entropy=0.25)
@@ -122,29 +115,6 @@ def test_overlap_by_hand() -> None:
     assert bleu("", "The lamp.") == rouge("", "The lamp.", ROUGES)["rouge1"] == 0
     nearer = difference(bleu, "It is made of glass.", ["Clay.", "It is made of glass."], ["It is made of clay."])
     assert nearer == pytest.approx(1 - bleu("It is made of glass.", "It is made of clay."))
-
-
-def test_an_unusable_bleurt_is_refused(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
-
-    def refusal() -> str:
-        with pytest.raises(UserError, match="expected BLEURT as transformers saves it") as error:
-            load_bleurt(tmp_path)
-        return error.value.message
-
-    assert "config.json is missing" in refusal()
-    (tmp_path / "config.json").write_text("{}")
-    assert "lacks model.safetensors" in refusal()
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=9, num_labels=2, **sizes)
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
-    assert "no tokenizer.json" in refusal()
-    save_tokenizer(tmp_path)
-    assert "a classifier of 2 outputs" in refusal()
-    BertModel(BertConfig(vocab_size=9, num_labels=1, **sizes)).save_pretrained(tmp_path)
-    assert "no weights classifier.bias, classifier.weight" in refusal()
-    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
-    assert "no such" in refusal()
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -90,15 +90,11 @@ def test_every_malformed_row_is_named_with_its_line_or_left_out(tmp_path: Path) 
     ("line", "problem"),
     [
         ("{", "not JSON"),
-        ("[1]", "a JSON object is expected"),
         ('{"a": 1}', "neither meeting_transcripts"),
         ({**longbench(1), "dataset": "hotpotqa"}, "of LongBench's 'hotpotqa'"),
         ({**longbench(1), "answers": []}, "answers is no list of texts"),
-        ({**longbench(1), "input": None}, "no text as input"),
         ({**longbench(1), "context": " "}, "an empty transcript"),
-        ({**yale("x"), "meeting_transcripts": "Ann: hi"}, "meeting_transcripts is no list"),
         ({**yale("x"), "specific_query_list": [{"query": "Q?"}]}, "specific_query_list, number 1: no text as query"),
-        ({**yale("x"), "general_query_list": [{"query": "Q?", "answer": ""}]}, "no best answer"),
     ],
 )
 def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str) -> None:
@@ -109,22 +105,6 @@ def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str
     splits = prepared(tmp_path / "in", tmp_path / "out", skip_invalid=True)
     assert {record.line for records in splits.values() for record in records} >= {1, 3}
     assert not any(record.context == "" or not record.best for records in splits.values() for record in records)
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "the file is empty"),
-        (b"\xff\xfe", "not UTF-8: byte 0xff"),
-        (TABLE.encode() + b'"', "line 2: not CSV: unexpected end of data"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
-    write_table(tmp_path / "in" / "a.csv", *QUESTIONS)
-    (tmp_path / "in" / "b.csv").write_bytes(content)
-    message = refusal(tmp_path / "in", tmp_path / "out")
-    assert "b.csv" in message
-    assert problem in message
 
 
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
@@ -172,18 +152,6 @@ def test_leaks_are_refused_and_what_is_left_out_is_logged(tmp_path: Path, caplog
     ]
     source = f"folder:{tmp_path / 'facts'}"
     assert stats["parts"] == {"a": {"source": source, "asked": 1, "available": 2, "taken": 1}}
-
-
-def test_a_limit_takes_the_same_samples_whatever_their_order(tmp_path: Path) -> None:
-    def taken(name: str, *questions: str) -> dict[str, list[str]]:
-        write_table(tmp_path / name / "q.csv", *questions)
-        splits = prepared(tmp_path / name, tmp_path / f"{name}-out", limit=LimitParams(train=5, val=2))
-        return {split: [record.question for record in records] for split, records in splits.items()}
-
-    forward, backward = taken("a", *QUESTIONS), taken("b", *QUESTIONS[::-1])
-    assert {split: len(questions) for split, questions in forward.items()} == {"train": 5, "val": 2}
-    assert forward["train"] == backward["train"][::-1]
-    assert forward["train"] == sorted(forward["train"], key=QUESTIONS.index) != list(QUESTIONS[:5])
 
 
 def two_domains(tmp_path: Path) -> None:
