@@ -156,8 +156,6 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
             {f"{R2}.base": "runs/r3-two-stage/merged"},
             f"{R2}.base: forms a cycle: r2-vision-only -> r3-two-stage -> r2-vision-only",
         ),
-        ({"slurm.cpu.options": ["--output=/etc/x"]}, "slurm.cpu.options: --output=/etc/x "),
-        ({"slurm.gpu.options": ["--qos=high", "--wra=x"]}, "slurm.gpu.options: --wra=x "),
         # Recipes
         ({f"{R1}.parts": {}}, f"{R1}.parts: "),
         ({f"{R1}.lora": None}, f"{R1}.lora: missing"),

@@ -27,12 +27,6 @@ from stages.core.params.schema import (
 )
 from stages.core.records import nearest, read_settings, refusal
 
-OWN_JOB_OPTIONS = (
-    *("array", "batch", "bcast", "chdir", "error", "export", "get-user-env", "input", "job-name", "no-requeue"),
-    *("open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
-)
-"""Options of sbatch by which the launcher finds a job, and sets what the job runs and writes."""
-
 Problems = Iterator[tuple[str, str]]
 """Dotted paths and the problem of each."""
 
@@ -87,12 +81,6 @@ def _top_level(params: Params) -> Problems:
         yield "profile", _unknown("profile is called", params.profile, params.profiles)
     if params.scored == "selection" and not params.data.selection:
         yield "scored", "is selection, but data.selection sets no samples aside; e.g. 0.15"
-    for kind in ("cpu", "gpu"):
-        for option in getattr(params.slurm, kind).options:
-            name = option.removeprefix("--").partition("=")[0]
-            # sbatch accepts the beginning of an option's name.
-            if any(own.startswith(name) or name.startswith(own) for own in OWN_JOB_OPTIONS):
-                yield f"slurm.{kind}.options", f"{option} belongs to the launcher"
 
 
 def _names(here: str, subject: RecipeParams | BaselineParams | BuildParams, params: Params) -> Problems:

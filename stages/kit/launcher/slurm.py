@@ -1,8 +1,7 @@
 """Jobs of Slurm: its commands, the folder of a job, the resources that it requests, and the launcher inside a job.
 
-Works with any Slurm since 20.11: without JSON and without accounting. `sbatch --wait` polls slowly and reports a death
-by signal as exit code 1, and submitit needs accounting, so neither is used. slurm_wait.py submits jobs and waits for
-them. Both sides communicate by files, as all that they are sure to share is the file system:
+Works with any Slurm since 20.11, without accounting. slurm_wait.py submits jobs and waits for them. Both sides
+communicate by files, as all that they are sure to share is the file system:
 
     data/.outputs/STAGE/waiter              locked by the launcher that waits for a job of the stage
     data/.outputs/STAGE/job-FINGERPRINT/    folder of one job
@@ -11,8 +10,7 @@ them. Both sides communicate by files, as all that they are sure to share is the
         cancel                              made before it is asked to end
         failed-START                        exit code of another node than the first, in that start of the job
         outputs/                            outputs of the stage, under their paths in the workspace
-        end.json                            written last: how it ended
-        taken/                              `outputs`, from the moment that a launcher publishes them
+        end                                 written last: the stage's exit code
 
 DVC removes a stage's outputs before it starts the stage, those of a job that runs or has ended unattended too. So the
 job puts them aside, and the launcher that waits, or the next one, moves them to their places.
@@ -28,7 +26,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -92,7 +90,7 @@ def submit(script: str, name: str, options: Sequence[str], *, environment: Mappi
     """
     try:
         ended = subprocess.run(
-            ["sbatch", "--parsable", f"--job-name={name}", "--export=ALL", *options],
+            ["sbatch", *options, "--parsable", f"--job-name={name}", "--export=ALL"],
             input=script,
             capture_output=True,
             text=True,
@@ -108,9 +106,6 @@ def submit(script: str, name: str, options: Sequence[str], *, environment: Mappi
         ) from None
     if ended.returncode == 0:
         return ended.stdout.strip().partition(";")[0]
-    for job in queued_jobs():  # it may have been accepted, and the answer lost
-        if job.name == name:
-            return job.number
     raise UserError(
         f"Slurm refuses the job: {_reason(ended)}\nIts options were: {' '.join(options)}\n"
         "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
@@ -140,15 +135,6 @@ def ask_to_end(number: str, *, alone: bool) -> None:
 def cancel(number: str) -> None:
     """Withdraw a job that waits; end one that runs, at once."""
     _run("scancel", "--quiet", number)
-
-
-def requeue(number: str) -> str | None:
-    """Put a running job back into the queue; returns the reason if that is not possible."""
-    try:
-        _run("scontrol", "requeue", number)
-    except Unanswered as error:
-        return error.message
-    return None
 
 
 def _run(*command: str) -> str:
@@ -248,16 +234,6 @@ def rendezvous(job: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """The end of a job."""
-
-    code: int
-    """The stage's exit code."""
-    outputs: list[str]
-    """The outputs that are complete, by their paths in the workspace."""
-
-
 class JobDir:
     """The folder of one job."""
 
@@ -266,17 +242,13 @@ class JobDir:
         self.log_path = folder / "log"
         self.cancel_path = folder / "cancel"
         self.outputs_dir = folder / "outputs"
-        self.taken_dir = folder / "taken"
 
-    def end(self) -> End | None:
-        """None if the job has not ended, or ended without writing it."""
+    def end(self) -> int | None:
+        """The stage's exit code; None if the job has not ended, or ended without writing it."""
         try:
-            return End(**json.loads((self.folder / "end.json").read_bytes()))
+            return int((self.folder / "end").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-
-    def write_end(self, code: int, outputs: list[str]) -> None:
-        publish_text(json.dumps(asdict(End(code=code, outputs=outputs))), self.folder / "end.json")
 
     def renew(self, facts: Mapping[str, object]) -> None:
         """Empty the folder, and note what the new job is submitted for."""
@@ -290,41 +262,32 @@ class JobDir:
         now = json.loads(json.dumps(facts))
         return [name for name in now if now[name] != submitted.get(name)]
 
-    def put_aside(self, workspace_dir: Path, outputs: Iterable[str]) -> list[str]:
-        """Move the outputs out of the workspace; returns those that are complete, and have files.
+    def put_aside(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
+        """Move the outputs out of the workspace.
 
-        A DVC run that begins at this moment may be removing them: an output that loses a file meanwhile is incomplete.
+        A DVC run that begins at this moment may be removing them: an output that loses a file meanwhile is removed.
         """
-        complete = []
         for out in outputs:
             place, aside = workspace_dir / out, self.outputs_dir / out
-            try:
-                before = _sizes(place)
-                remove(aside)
-                aside.parent.mkdir(parents=True, exist_ok=True)
+            remove(aside)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                before = _names(place)
                 place.rename(aside)
-                if before and _sizes(aside) == before:
-                    complete.append(out)
-            except FileNotFoundError:
-                continue
-        return complete
+                if _names(aside) != before or not (before or aside.is_file()):
+                    remove(aside)
+
+    def has(self, outputs: Iterable[str]) -> bool:
+        return all((self.outputs_dir / out).exists() for out in outputs)
 
     def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
-        """Move outputs to their places, replacing what is there.
-
-        Raises UserError if another launcher does so, on a file system that does not share locks.
-        """
-        try:
-            self.outputs_dir.rename(self.taken_dir)
-        except OSError:
-            message = f"another launcher has taken the outputs in {self.folder}; run the same command again"
-            raise UserError(message) from None
+        """Move outputs to their places, replacing what is there."""
         for out in outputs:
             place = workspace_dir / out
-            if (self.taken_dir / out).exists():  # DVC reports a missing one
+            if (self.outputs_dir / out).exists():  # DVC reports a missing one
                 remove(place)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                (self.taken_dir / out).rename(place)
+                (self.outputs_dir / out).rename(place)
 
     def delete(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # a network file system may keep the open log
@@ -335,10 +298,9 @@ def stage_dir(stage: DeclaredStage, workspace_dir: Path) -> Path:
     return workspace_dir / ASIDE_DIR / stage.name
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """Size of each file at or below a path."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if not file.is_dir()]
-    return {str(file.relative_to(path)): file.lstat().st_size for file in files}
+def _names(path: Path) -> set[Path]:
+    """Files and folders below a path, relative to it."""
+    return {file.relative_to(path) for file in path.rglob("*")}
 
 
 def run_inside_job(
@@ -351,11 +313,9 @@ def run_inside_job(
 ) -> int:
     """Run the stage in its job: by `run`, which returns its exit code; put its outputs aside, and write how it ended.
 
-    If Slurm asks it to end because its time is up (SIGUSR1) or other jobs come first (SIGTERM), and not the person, a
-    training has saved its work, and the job goes back into the queue.
+    The outputs are put aside, as DVC removes those of a job that has ended unattended.
     """
     job, number = JobDir(Path(os.environ[JOB_VARIABLE])), os.environ.get("SLURM_JOB_ID", "")
-    saves_in = checkpoints_dir(repository_of(os.environ, workspace_dir), name) if stage == "train" else None
     if job.end() is not None:  # put back into the queue as it ended
         return 0
     # One name for each start: a failure before the job went back into the queue must not end the next start.
@@ -367,34 +327,43 @@ def run_inside_job(
             with suppress(Unanswered):  # the first node would wait for this one
                 ask_to_end(number, alone=False)
         return code
-    saved_before = newest_checkpoint(saves_in)
+    saves_in = checkpoints_dir(repository_of(os.environ, workspace_dir), name) if stage == "train" else None
+    saved_before = _checkpoints(saves_in)
     for out in declared.outs:  # DVC has removed them; a job that was cancelled after that may have left some
         remove(workspace_dir / out)
     code = run()
     if failed_path.exists():
         code = int(failed_path.read_text(encoding="utf-8") or code)
     elif code - 128 in ENDING and not job.cancel_path.exists():
-        if job_info(number).get("JobState", "RUNNING") != "RUNNING":  # without an answer it is taken to run
-            return code  # cancelled, or in the queue already
-        if code == 128 + TIME_IS_UP and newest_checkpoint(saves_in) == saved_before:
-            say(
-                "the time of its job was over before it "
-                + ("saved a new checkpoint" if saves_in else "ended, and it saves no checkpoints")
-                + "; increase slurm.gpu.minutes or slurm.cpu.minutes in params.yaml, or choose another partition"
-            )
-        elif (problem := requeue(number)) is None:
-            say(f"job {number} goes back into the queue, and resumes from there")
+        saved = code != 128 + TIME_IS_UP or _checkpoints(saves_in) > saved_before
+        if _runs_again(number, saved=saved, say=say):
             return code
-        else:
-            say(f"job {number} cannot go back into the queue ({problem}); run the same command to resume")
-    job.write_end(code, job.put_aside(workspace_dir, declared.outs) if code == 0 else [])
+    if code == 0:
+        job.put_aside(workspace_dir, declared.outs)
+    publish_text(str(code), job.folder / "end")
     return code
 
 
-def newest_checkpoint(recipe_dir: Path | None) -> tuple[int, Path] | None:
-    """Time and folder of the checkpoint that was written last; None if there is none."""
-    found: list[tuple[int, Path]] = []
-    for path in recipe_dir.glob("*/step-*") if recipe_dir else ():
-        with suppress(FileNotFoundError):  # another training of the recipe has removed it
-            found.append((path.stat().st_mtime_ns, path))
-    return max(found, default=None)
+def _runs_again(number: str, *, saved: bool, say: Callable[[str], None]) -> bool:
+    """Put a job back into the queue that Slurm, and not the person, asked to end: its time is up (SIGUSR1), or other
+    jobs come first (SIGTERM). saved: whether the next start would get further than this one.
+    """
+    if job_info(number).get("JobState", "RUNNING") != "RUNNING":  # without an answer it is taken to run
+        return True  # cancelled, or in the queue already
+    if not saved:
+        say(
+            "the time of its job was over before it saved a new checkpoint; "
+            "increase slurm.gpu.minutes or slurm.cpu.minutes in params.yaml, or choose another partition"
+        )
+        return False
+    try:
+        _run("scontrol", "requeue", number)
+    except Unanswered as error:
+        say(f"job {number} cannot go back into the queue ({error.message}); run the same command to resume")
+        return False
+    say(f"job {number} goes back into the queue, and resumes from there")
+    return True
+
+
+def _checkpoints(recipe_dir: Path | None) -> set[Path]:
+    return set(recipe_dir.glob("*/step-*")) if recipe_dir else set()

@@ -27,7 +27,6 @@ from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
 from stages.kit.launcher.slurm import (
     ENDING_STATE,
     TIME_IS_UP,
-    End,
     JobDir,
     QueuedJob,
     Unanswered,
@@ -50,17 +49,8 @@ APPEARS_S = 90.0
 """Time that a file that a node has written may take to appear here, on a network file system."""
 LOCK_S = 30.0
 """Longest wait for another launcher's lock: the sbatch of one that was killed keeps it until it has ended."""
-IMPOSSIBLE = (
-    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
-    *("PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
-)
-"""Reasons for which a job would wait for ever, however empty the cluster gets."""
 USUAL = ("None", "Priority", "Resources", "BeginTime")
 """Reasons that need no action."""
-FIXES = {
-    "TIMEOUT": "; it had no time to save: increase slurm.save_seconds in params.yaml",
-    "OUT_OF_MEMORY": "; request more host memory: slurm.gpu.memory_gb or slurm.cpu.memory_gb",
-}
 
 
 class StageJob:
@@ -82,7 +72,6 @@ class StageJob:
         self.options = job_options(request)
         self.number = ""
         self._shown_bytes = 0
-        self._last_reason = ""
         self._asked_at: float | None = None
 
     def run(self) -> int:
@@ -93,9 +82,6 @@ class StageJob:
         """
         with forwarded_signals() as signals, self._waiting_alone() as lock:
             own = self._cancel_others(signals)
-            if own is None and self.dir.taken_dir.exists():
-                self.say("a launcher was killed while it collected the job's outputs; running the stage again")
-                self.dir.delete()
             while not signals.received:
                 submitted = own is None and self.dir.end() is None
                 if submitted:
@@ -105,18 +91,18 @@ class StageJob:
                     self.say(f"reattached to job {own.number}, {own.state.lower()}")
                 else:
                     self.say("collecting the outputs of its job, which ended while no launcher waited")
-                end = self._follow(signals)
-                if end is None:
+                code = self._follow(signals)
+                if code is None:
                     break
-                if end.code == 0 and (submitted or set(end.outputs) == set(self.declared.outs)):
+                if code == 0 and (submitted or self.dir.has(self.declared.outs)):
                     self.dir.publish(self.workspace_dir, self.declared.outs)
                     self.dir.delete()
                     return 0
                 self._wait_until_unqueued()
                 self.dir.delete()
-                if end.code != 0:
-                    return end.code
-                self.say("dvc removed outputs of the job while it ended; running the stage again")
+                if code != 0:
+                    return code
+                self.say("outputs were removed or moved as the job or a launcher ended; running the stage again")
                 own = None
             return 128 + (signals.received or [signal.SIGHUP])[-1]
 
@@ -165,10 +151,10 @@ class StageJob:
         self._shown_bytes = 0
         log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
         request, alone = self.request, self.request.num_nodes == 1
-        options = [
+        options = [  # sbatch uses the last value
+            *self.options,
             *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
             f"--signal={'B:' if alone else ''}{TIME_IS_UP.name[3:]}@{request.params.slurm.save_seconds}",
-            *self.options,
         ]
         # A launcher on each node. A single one is the job's own process: srun would answer a signal by killing it.
         srun = "" if alone else 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
@@ -178,19 +164,20 @@ class StageJob:
         self.number = submit(script, self.name, options, environment=environment, lock=lock)
         self.say(f"job {self.number}")
 
-    def _follow(self, signals: ForwardedSignals) -> End | None:
-        """Show the job's output until it has ended; None if this launcher detaches from it, or it was cancelled.
+    def _follow(self, signals: ForwardedSignals) -> int | None:
+        """Show the job's output until it has ended; returns the stage's exit code, None if this launcher detaches from
+        it or it was cancelled.
 
-        Raises UserError if it will not end, or ended without writing how.
+        Raises UserError if it ended without writing how.
         """
         query_at, between_s = time.monotonic(), QUERY_S[0]
         gone_at: float | None = None
-        num_handled = 0
+        num_handled, last_reason = 0, ""
         while True:
-            end = self.dir.end()
+            code = self.dir.end()
             self._show()
-            if end is not None:
-                return end
+            if code is not None:
+                return code
             if asked := len(signals.received) > num_handled:
                 time.sleep(SETTLES_S)
             orphaned = self.request.by_dvc and os.getppid() != caller_pid()
@@ -204,8 +191,10 @@ class StageJob:
                 with suppress(Unanswered):  # the job does not depend on an answer
                     job = next((job for job in queued_jobs() if job.number == self.number), None)
                     gone_at = gone_at or time.monotonic() if job is None else None
-                    if job is not None and job.state == "PENDING":
-                        self._say_why_it_waits(job)
+                    if job is not None and job.state == "PENDING" and job.reason not in ("None", last_reason):
+                        last_reason = job.reason
+                        details = "" if last_reason in USUAL else f"; for details: scontrol show job {self.number}"
+                        self.say(f"job {self.number} waits in the queue: {last_reason}{details}")
                 between_s = QUERY_S[0] if gone_at or self._asked_at else min(1.5 * between_s, QUERY_S[1])
                 query_at = time.monotonic() + between_s
                 if gone_at is not None and self.dir.end() is None:
@@ -226,36 +215,21 @@ class StageJob:
                     sys.stdout.buffer.write(printed)
                     sys.stdout.buffer.flush()
 
-    def _say_why_it_waits(self, job: QueuedJob) -> None:
-        """Once for each reason. Raises UserError, the job withdrawn, if it would wait for ever."""
-        if job.reason in IMPOSSIBLE:
-            cancel(self.number)
-            self.dir.delete()
-            raise UserError(
-                f"job {self.number} would never start, for Slurm's reason {job.reason}, so it was withdrawn. "
-                f"Its options were: {' '.join(self.options)}"
-            )
-        if job.reason not in ("None", self._last_reason):
-            self._last_reason = job.reason
-            details = "" if job.reason in USUAL else f"; for details: scontrol show job {self.number}"
-            self.say(f"job {self.number} waits in the queue: {job.reason}{details}")
-
     def _refuse_if_dead(self, gone_s: float) -> None:
         """Raises UserError if the job has ended without writing how, and no file can still be on its way."""
         job = job_info(self.number)
-        state, code = job.get("JobState", "unknown to Slurm"), job.get("ExitCode", "")
-        # It writes how it ended, unless a signal killed it: that is the second number. A stage that Slurm calls
-        # OUT_OF_MEMORY may have been restarted by its launcher.
+        state = job.get("JobState", "unknown to Slurm")
+        # The job writes its end, unless Slurm has ended it. A stage that Slurm calls OUT_OF_MEMORY may have been
+        # restarted by its launcher.
         by_itself = state in ("COMPLETED", "FAILED", "OUT_OF_MEMORY", "unknown to Slurm")
-        by_itself = (by_itself and code.partition(":")[2] in ("", "0")) or self.dir.outputs_dir.exists()
         if state in ("PENDING", "RUNNING", ENDING_STATE) or (by_itself and gone_s < APPEARS_S):
             return
         silent = "" if self.dir.log_path.exists() else f"; it printed nothing: do the nodes see {self.workspace_dir}?"
         self.dir.delete()
-        reason = "" if job.get("Reason", "None") == "None" else f", {job['Reason']}"
         raise UserError(
-            f"job {self.number} of {self.declared.name} has ended without a result: {state}{reason}"
-            f"{f', exit code {code}' if code else ''}{FIXES.get(state, silent)}. Run the same command to resubmit it"
+            f"job {self.number} of {self.declared.name} has ended without a result: {state}, exit code "
+            f"{job.get('ExitCode', 'unknown')}{silent}. The limits of jobs are set below `slurm` in params.yaml; "
+            "run the same command to resubmit it"
         )
 
     def _wait_until_unqueued(self) -> None:
@@ -295,7 +269,7 @@ class StageJob:
             self.say(f"job {self.number} was not asked to end: {error.message}")
 
     def _request_end(self) -> bool:
-        """Ask a running job to end, withdraw a waiting one; returns whether it runs."""
+        """Ask a running job to end, withdraw a waiting one; returns whether it runs. Raises Unanswered."""
         self.dir.cancel_path.touch()
         try:
             waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
