@@ -4,7 +4,6 @@ import io
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -134,10 +133,8 @@ def bomb() -> bytes:
 @pytest.mark.parametrize(
     ("name", "given", "problem"),
     [
-        (DETECTION, "", "choose a photograph"),
         (DETECTION, bomb(), "pixels"),
         (DETECTION, b"\xff\xd8\xff\xe0 no more of it", "unreadable image"),
-        (DETECTION, b"", "no image"),
         (AMR, " \n", "write a sentence"),
         (AMR, "Tôi đọc .\nMẹ thấy .", "one sentence"),
         (AMR, "Tôi <|im_end|> đọc .", "chat markup"),
@@ -171,21 +168,10 @@ def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
 
 
 def test_a_run_that_cannot_be_tried_is_refused_at_once(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        assert f"port {port}: Address already in use" in refused("--port", port)
     monkeypatch.delitem(FORMS, "detection")
-    assert "tools/try_run/forms.py" in refused()
+    assert "tools/try_run/forms.py" in CliRunner().invoke(command.main, [DETECTION]).output
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert "make setup EXTRAS=try" in refused()
-
-
-def refused(*options: str) -> str:
-    result = CliRunner().invoke(command.main, [DETECTION, *options])
-    assert result.exit_code == 1
-    return result.output
+    assert "make setup EXTRAS=try" in CliRunner().invoke(command.main, [DETECTION]).output
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -2,17 +2,13 @@
 
 Reads   the cards of a task's runs in the workspace and in the experiments of HEAD, or in those that are named
         (experiments, branches, tags, commits, `workspace`), and what dvc.lock and the launcher recorded of them
-Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with an option nothing
+Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
 Run     python -m tools.compare detection
         python -m tools.compare detection --over 'recipes.*.learning_rate'
-        python -m tools.compare detection --with-itself r1-llm-only
 
 Experiments that differ in more than the seed, and in the settings of --over, are not mixed: an error if they are named,
 else they are left out and listed, as are those that failed or have not run. --over ranks the values of a setting for
 each recipe, on samples that no report scores (`scored: selection`), and prints the command that trains the best.
---with-itself deals the trainings of one recipe into two arms again and again, and counts how often one is called
-better, which is always wrong. Deals share trainings, so that the figure of few trainings is rough; the simulation of
-tests/benchmarks/false_claims.py says what holds in general.
 """
 
 from __future__ import annotations
@@ -43,11 +39,8 @@ from stages.kit.reporting.compare import (
 )
 from stages.kit.reporting.runs import Run, different_models, refuse_different_samples
 from stages.kit.reporting.tables import Column, Row, Table, terminal_table
-from stages.kit.statistics import LEVEL, Floats, Score, difference, score
+from stages.kit.statistics import Score, score
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
-
-LEAST_TRAININGS = 4
-"""Enough for two arms of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +56,9 @@ class Candidate:
 @click.argument("task")
 @click.argument("experiments", nargs=-1)
 @click.option("--over", help="Pattern of the settings to choose, e.g. recipes.*.learning_rate.")
-@click.option("--with-itself", "recipe", help="Compare this recipe with itself.")
-@click.option("--deals", default=1000, show_default=True, help="Deals for each size of the arms, with --with-itself.")
-def main(task: str, experiments: tuple[str, ...], over: str | None, recipe: str | None, deals: int) -> None:
+def main(task: str, experiments: tuple[str, ...], over: str | None) -> None:
     params, console = load_params(), Console(highlight=False)
-    if recipe:
-        compare_with_itself(params, task, experiments, recipe, deals, console=console)
-    elif over:
+    if over:
         choose_settings(params, task, experiments, over, console=console)
     else:
         compare_experiments(params, task, experiments, console=console)
@@ -121,50 +110,6 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
     share = ", ".join(sorted({value for fact, value in facts if fact.endswith(": data.selection")}))
     command = f"dvc exp run --queue {chosen} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
     console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
-
-
-def compare_with_itself(
-    params: Params, task: str, names: Sequence[str], recipe: str, deals: int, *, console: Console
-) -> None:
-    """Print how often two arms of a recipe's trainings are called different, by the size of the arms.
-
-    Raises UserError if it was trained under fewer than LEAST_TRAININGS seeds.
-    """
-    report = load_report(params, task)
-    with tempfile.TemporaryDirectory() as folder:
-        found, left_out = comparable(task, names, Path(folder))
-        read = [read_task_run(params, task, recipe, report, each.data_dir) for each in found]
-    runs = different_models([run for run in read if run])
-    refuse_different_samples(runs)
-    if len(runs) < LEAST_TRAININGS:
-        raise UserError(
-            f"{recipe} was trained under {len(runs)} seeds, expected at least {LEAST_TRAININGS}; train more with: "
-            f"dvc exp run --queue -S 'seed=range(43,55)' evaluate@{recipe}, then: dvc queue start "
-            f"({left_out_words(left_out)})"
-        )
-    if left_out:
-        console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
-    scores = np.stack([evidence_of(report.primary, run) for run in runs])
-    means = [float(report.primary.statistic(each.mean(axis=0))) for each in scores]
-    console.print(f"{recipe}, {len(runs)} trainings: {report.primary_words} {min(means):.3f} to {max(means):.3f}")
-    for size in range(1, len(runs) // 2 + 1):
-        called = f"{false_claims(scores, report, size=size, deals=deals):.1%} of {deals} pairs were called different"
-        promise = f"recipes of {size} seeds: {called}; promised: {1 - LEVEL:.0%} at most"
-        console.print(promise if size > 1 else f"models: {called}, and may truly be")
-
-
-def false_claims(scores: Floats, report: TaskReport, *, size: int, deals: int) -> float:
-    """The share of random deals into two arms of `size` trainings in which one arm is called better.
-
-    scores: (trainings, samples, columns). With a size of 1 the arms are models, which may truly differ.
-    """
-    rng, claims = np.random.default_rng(0), 0
-    for _ in range(deals):
-        order = rng.permutation(len(scores))
-        ours, theirs = scores[order[:size]], scores[order[size : 2 * size]]
-        found = difference(ours, theirs, statistic=report.primary.statistic, resamples=1000)
-        claims += found.verdict in ("better", "worse")
-    return claims / deals
 
 
 def candidates(

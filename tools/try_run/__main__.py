@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 import threading
 import webbrowser
@@ -45,8 +44,6 @@ def main(name: str, alone: bool, port: int | None) -> None:
     configure_logging(f"try {name}")
     if find_spec("gradio") is None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
-    if port is not None:
-        require_free(port)
     os.environ |= pinned_instructions(os.environ)  # torch reads them when it is imported
     run = read_run(name)
     form, task = form_of(run), run.params.subject(name).task
@@ -66,16 +63,6 @@ def main(name: str, alone: bool, port: int | None) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-
-
-def require_free(port: int) -> None:
-    """Raises UserError for a port in use, before the models are loaded."""
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores a page that has just ended
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise UserError(f"port {port}: {error.strerror}; choose another one: PORT=7900") from None
 
 
 def read_run(name: str) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
@@ -51,18 +51,22 @@ class Shown:
     """Markdown, in which text of a model or a person is escaped."""
 
 
-class Form(Protocol):
-    @property
-    def fields(self) -> tuple[Field, ...]: ...
+class Form:
+    """A form with nothing to show beside the completion."""
 
-    @property
-    def output(self) -> Literal["image", "text", "dialogue"]:
-        """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
+    fields: tuple[Field, ...]
+    output: Literal["image", "text", "dialogue"]
+    """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
+
+    def __init__(self, run: Run) -> None:
+        pass
 
     def question(self, *values: str) -> Conversation:
         """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
+        raise NotImplementedError
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown: ...
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        return Shown()
 
 
 def message(role: str, text: str) -> dict[str, Any]:
@@ -85,9 +89,9 @@ def _text(value: str, name: str = "") -> str:
     return text
 
 
-class DetectionForm:
+class DetectionForm(Form):
     fields = (Field(kind="image", label="Drop a photograph"),)
-    output: Final = "image"
+    output = "image"
 
     def __init__(self, run: Run) -> None:
         data = run.params.subject(run.name).data
@@ -115,20 +119,19 @@ class DetectionForm:
         family = detection.codec_of(record.answer, answerer.model.config.model_type)
         decoded = detection.decode_boxes(answer, family=family, size=resized(record.width, record.height))
         found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
+        width, height = record.width, record.height
         boxes = [
-            f"x {x0 * record.width:.0f} to {x1 * record.width:.0f}, y {y0 * record.height:.0f} to "
-            f"{y1 * record.height:.0f} of {record.width} x {record.height} pixels"
-            for x0, y0, x1, y1 in decoded.boxes
+            f"x {x * width:.0f} to {x1 * width:.0f}, y {y * height:.0f} to {y1 * height:.0f} of {width} x {height} pixels"
+            for x, y, x1, y1 in decoded.boxes
         ]
         text = "The answer says that there is none." if decoded.none else "; ".join(boxes)
-        return Shown(
-            image=draw_boxes(record, found, PREDICTION_COLOUR), text=text or "No box can be read in the answer."
-        )
+        image = draw_boxes(record, found, PREDICTION_COLOUR)
+        return Shown(image=image, text=text or "No box can be read in the answer.")
 
 
-class AmrForm:
+class AmrForm(Form):
     fields = (Field(kind="line", label="A sentence"),)
-    output: Final = "text"
+    output = "text"
 
     def __init__(self, run: Run) -> None:
         assert run.answer_format is not None, "plans and baselines of this task have one"
@@ -177,15 +180,12 @@ def escaped(text: str) -> str:
     return "".join(char if char.isalnum() else f"#{ord(char)};" for char in text)
 
 
-class MoeForm:
+class MoeForm(Form):
     fields = (
         Field(kind="line", label="A question"),
         Field(kind="text", label="The transcript that it is about, or nothing"),
     )
-    output: Final = "text"
-
-    def __init__(self, run: Run) -> None:
-        pass
+    output = "text"
 
     def question(self, *values: str) -> Conversation:
         record = moe.Record(
@@ -201,30 +201,21 @@ class MoeForm:
         )
         return moe.conversation(record, answered=False)
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
-        return Shown()
 
-
-class ChatForm:
+class ChatForm(Form):
     fields = (
         Field(kind="line", label="A message"),
         Field(kind="text", label="A system prompt before all messages, or nothing"),
     )
-    output: Final = "dialogue"
-
-    def __init__(self, run: Run) -> None:
-        pass
+    output = "dialogue"
 
     def question(self, *values: str) -> Conversation:
         text, system = _text(values[0], "a message"), _text(values[1])
         before = [message("system", system)] if system else []
         return Conversation(sample_id="message", messages=[*before, message("user", text)])
 
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
-        return Shown()
 
-
-FORMS: dict[str, type[DetectionForm | AmrForm | MoeForm | ChatForm]] = {
+FORMS: dict[str, type[Form]] = {
     "detection": DetectionForm,
     "amr": AmrForm,
     "moe": MoeForm,

@@ -11,6 +11,7 @@ Prints each damaged path with the command that fixes it, and exits with 1; exits
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -20,10 +21,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from graphlib import TopologicalSorter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import click
 import psutil
@@ -98,18 +97,14 @@ def verify() -> int:
     cannot be read, or while DVC runs stages here.
     """
     _refuse_beside_dvc()
-    started, stages = time.monotonic(), _in_order(declared_stages(Path.cwd()))
+    started, stages = time.monotonic(), declared_stages(Path.cwd())
     findings = Findings(stages)
-    records = _read_records(findings)
     objects = check_cache(findings)
     lineages = check_lineages(findings)
-    digests = _digests(records, lineages)
-    absent = check_outputs(findings, records, digests, cached=bool(objects)) if Path(".dvc").is_dir() else 0
+    absent = check_outputs(findings, cached=bool(objects)) if Path(".dvc").is_dir() else 0
     check_certificates(findings, lineages)
-    check_records(findings, records, digests)
+    num_records = check_records(findings, lineages)
     lines = list(findings.lines())
-    if lines:
-        _refuse_beside_dvc()  # it may have started meanwhile
     for line in lines:
         click.echo(printable(line))
     if absent:
@@ -117,7 +112,7 @@ def verify() -> int:
     present = sum(Path(output).exists() for output in findings.makers)
     checked = (
         f"{pluralize(present, 'output')}, {pluralize(objects, 'cached object')}, "
-        f"{pluralize(len(lineages), 'model folder')}, {pluralize(len(records), 'record')} "
+        f"{pluralize(len(lineages), 'model folder')}, {pluralize(num_records, 'record')} "
         f"in {time.monotonic() - started:.1f} s"
     )
     if lines:
@@ -145,15 +140,22 @@ def check_cache(findings: Findings) -> int:
     return len(objects)
 
 
-def check_outputs(
-    findings: Findings, records: Mapping[Path, Provenance], digests: Mapping[str, str], *, cached: bool
-) -> int:
+def check_outputs(findings: Findings, *, cached: bool) -> int:
     """Compare data/ with dvc.lock, by DVC with an empty database, so that it reads every file. Returns the number of
     outputs that are not here.
 
     cached: whether DVC's cache has any object.
     """
-    status = _data_status()
+    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
+    with TemporaryDirectory() as empty:
+        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise UserError(
+            f"dvc data status failed: {ended.stderr.strip()}\n"
+            "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
+        )
+    status = json.loads(ended.stdout)
     changes = status.get("uncommitted", {})
     deleted = [path.rstrip("/") for path in changes.get("deleted", [])]
     absent = [path for path in deleted if path in findings.makers]
@@ -163,14 +165,10 @@ def check_outputs(
         output = findings.output_of(path := entry.rstrip("/"))
         if output and output not in absent:
             changed.setdefault(output, []).extend([path.removeprefix(f"{output}/")] if path != output else [])
-    unlocked = [record for record in records.values() if _is_newer(record, findings, changed, digests)]
     for output, files in changed.items():
         stage, place = findings.makers[output], shlex.quote(output)
         problem = "differs from dvc.lock" + (f" in {join_truncated(files)}" if files else "")
         fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
-        if any(record.stage == stage for record in unlocked):
-            problem = "is newer than dvc.lock: dvc ended before it recorded it"
-            fix = f"dvc repro {stage}  # or, to keep it, if its inputs were not changed since: dvc commit -f {stage}"
         findings.add(output, problem, fix=fix)
     for output in dict.fromkeys(findings.output_of(path.rstrip("/")) for path in status.get("not_in_cache", [])):
         if output and cached and output not in absent and output not in changed:
@@ -208,33 +206,46 @@ def check_certificates(findings: Findings, lineages: Mapping[Path, Lineage]) -> 
         if lineage.kind not in ("merged", "built") or folder in findings:
             continue
         path = folder.with_name("merge.json" if lineage.kind == "merged" else f"{folder.name}.json")
+        certificate: MergeCertificate | BuildCertificate
         try:
-            if lineage.kind == "merged":
-                merge = MergeCertificate.read(path)
-                certified, problems = merge.merged_digest, merge.problems()
-            else:
-                build = BuildCertificate.read(path)
-                certified, problems = build.built_digest, build.problems()
+            certificate = (MergeCertificate if lineage.kind == "merged" else BuildCertificate).read(path)
         except UserError as error:
             findings.add(path, _problem(error))
             continue
-        if problems:
+        certified = certificate.merged_digest if isinstance(certificate, MergeCertificate) else certificate.built_digest
+        if problems := certificate.problems():
             findings.add(path, f"certifies a failure: {'; '.join(problems)}")
         if certified != lineage.digest:
             findings.add(path, f"certifies content {short(certified)}, but {folder} holds {short(lineage.digest)}")
 
 
-def check_records(findings: Findings, records: Mapping[Path, Provenance], digests: Mapping[str, str]) -> None:
-    """Outputs have the content that the record of their stage says, and so has what it read that no stage makes."""
-    for path, record in records.items():
+def check_records(findings: Findings, lineages: Mapping[Path, Lineage]) -> int:
+    """Outputs have the content that the record of their stage says, and so has what it read that no stage makes.
+    Returns the number of records."""
+    paths = _data_files(f"{Path(PROVENANCE_DIR).name}/**/*.json")
+
+    @functools.cache
+    def digest_of(path: str) -> str | None:
+        """The content of a path that is here; a model folder's only if it is intact."""
+        with suppress(UserError, OSError):
+            if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
+                return content_digest(Path(path))
+        return None
+
+    for path in paths:
+        try:
+            record = Provenance.read(path)
+        except UserError as error:
+            findings.add(path, _problem(error))
+            continue
         for output, digest in record.outputs.items():
-            now = digests.get(output, digest)
-            if now != digest and output not in findings:
-                findings.add(path, f"records {output} with content {short(digest)}, which now has {short(now)}")
+            if output not in findings and (now := digest_of(output)) not in (None, digest):
+                findings.add(path, f"records {output} with content {short(digest)}, which now has {short(str(now))}")
         for source, digest in record.inputs.items():
-            if findings.output_of(source) is None and digests.get(source, digest) != digest:
+            if findings.output_of(source) is None and digest_of(source) not in (None, digest):
                 fix = f"dvc repro {record.stage}  # or, if it was not changed on purpose, put back what it was"
                 findings.add(source, f"is not what {record.stage} read", fix=fix)
+    return len(paths)
 
 
 def report_published(folder: Path, key: Path | None) -> int:
@@ -261,52 +272,6 @@ def report_published(folder: Path, key: Path | None) -> int:
     return 0
 
 
-def _read_records(findings: Findings) -> dict[Path, Provenance]:
-    """The records of provenance that can be read, by file."""
-    records = {}
-    for path in _data_files(f"{Path(PROVENANCE_DIR).name}/**/*.json"):
-        try:
-            records[path] = Provenance.read(path)
-        except UserError as error:
-            findings.add(path, _problem(error))
-    return records
-
-
-def _digests(records: Mapping[Path, Provenance], lineages: Mapping[Path, Lineage]) -> dict[str, str]:
-    """The content of each path that a record names, if it is here; a model folder's only if it is intact."""
-    digests = {}
-    for path in {path for record in records.values() for path in (*record.outputs, *record.inputs)}:
-        with suppress(UserError, OSError):
-            if Path(path) in lineages or not (Path(path) / LINEAGE_FILE).exists():
-                digests[path] = content_digest(Path(path))
-    return digests
-
-
-def _data_status() -> dict[str, Any]:
-    """The differences between data/, dvc.lock and the cache, by kind, from `dvc data status`."""
-    command = [sys.executable, "-m", "dvc", "data", "status", "--granular", "--json"]
-    with TemporaryDirectory() as empty:
-        environment = {**os.environ, "DVC_SITE_CACHE_DIR": empty}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise UserError(
-            f"dvc data status failed: {ended.stderr.strip()}\n"
-            "  if dvc.lock is damaged, fix it with: git checkout HEAD -- dvc.lock || rm dvc.lock"
-        )
-    status: dict[str, Any] = json.loads(ended.stdout)
-    return status
-
-
-def _is_newer(
-    record: Provenance, findings: Findings, changed: Mapping[str, list[str]], digests: Mapping[str, str]
-) -> bool:
-    """Whether a stage ended well, and dvc was killed before it wrote dvc.lock: the stage's record is not the one of
-    dvc.lock, nor are its outputs, and they agree."""
-    outputs = [output for output in changed if findings.makers[output] == record.stage]
-    has_record = any(output.startswith(f"{PROVENANCE_DIR}/") for output in outputs)
-    return has_record and len(outputs) > 1 and all(digests.get(path) == each for path, each in record.outputs.items())
-
-
 def _data_files(pattern: str) -> list[Path]:
     """Files below data/, without those that a killed stage was writing."""
     return sorted(path for path in DATA_DIR.glob(pattern) if not any(part.startswith(".") for part in path.parts))
@@ -319,17 +284,6 @@ def _is_within(path: str, folder: str) -> bool:
 def _problem(error: UserError) -> str:
     """The message without the command that fixes it."""
     return " ".join(error.message.split("; rebuild it with")[0].split())
-
-
-def _in_order(stages: list[DeclaredStage]) -> list[DeclaredStage]:
-    """Each stage after those whose outputs it reads."""
-    makers = {out: stage.name for stage in stages for out in stage.outs}
-    graph = {
-        stage.name: {makers[out] for out in makers for dep in stage.inputs("data") if _is_within(dep, out)}
-        for stage in stages
-    }
-    by_name = {stage.name: stage for stage in stages}
-    return [by_name[name] for name in TopologicalSorter(graph).static_order()]
 
 
 def _refuse_beside_dvc() -> None:

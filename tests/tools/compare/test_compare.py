@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -145,22 +143,6 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Pat
     one_value = run(experiments[:2], "--over", "recipes.*.learning_rate")
     assert "no recipe was run with several values of recipes.*.learning_rate" in one_value
     assert "no model was scored on the selection split" in run(experiments, "on-val", "--over", "recipes.*.rank")
-
-
-def test_a_recipe_is_compared_with_itself(run: Any, tmp_path: Path) -> None:
-    experiments = []
-    for seed in range(8):
-        params = replace(project_params(), seed=seed)
-        scores = np.clip(made_up_ious(0.6, 40, seed=seed) + np.random.default_rng(seed).normal(0, 0.1), 0, 1)
-        write_made_up_run(cards_dir(tmp_path / f"exp-{seed}", "detection"), "r1-llm-only", scores, params=params)
-        experiments.append(Experiment(name=f"exp-{seed}", data_dir=tmp_path / f"exp-{seed}", lock={}))
-    options = ("--with-itself", "r1-llm-only", "--deals", "200")
-    first, *lines = run(experiments, *options).splitlines()
-    assert re.fullmatch(r"r1-llm-only, 8 trainings: mean IoU 0\.\d{3} to 0\.\d{3}", first)
-    shares = [float(line.split(": ")[1].split("%")[0]) for line in lines]
-    assert shares[0] > 50, "a lucky training is truly a better model"
-    assert max(shares[1:]) <= 10
-    assert "under 3 seeds, expected at least 4" in run(experiments[:3], *options)
 
 
 def dvc_lock(*, seed: int = 42, rank: int = 64, code: str = "c0de", data: str = "da7a") -> dict[str, Any]:

@@ -37,8 +37,6 @@ loss = 0.5 + float(os.environ.get("OMP_SHIFT", 0))
 if os.environ.get("OMP_SLEEPS"):
     pathlib.Path("asleep").write_text(str(os.getpid()))
     time.sleep(100)
-if os.environ.get("OMP_FAILS"):
-    raise SystemExit(3)
 """
 
 # Reads the folder that its profile names.
@@ -119,7 +117,7 @@ def test_differences_are_named_with_what_may_have_caused_them(workspace: Path, m
         file.write("# changed")
     result = rerun()
     assert result.exit_code == 1
-    assert "trained/weights.bin: differs from byte 10 of 11" in result.output
+    assert "trained/weights.bin: differs\n" in result.output
     assert "training/training.json: differs in final_loss\n" in result.output
     assert "the records of the two runs differ in: code, environment\n" in result.output
 
@@ -132,17 +130,12 @@ def test_a_file_that_was_damaged_after_the_run_is_named(workspace: Path) -> None
     assert "the records of the two runs differ in: nothing" in result.output
 
 
-def test_a_failing_stage_leaves_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_FAILS", "1")
-    assert "with exit code 3" in rerun().output
-
-
 def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_SLEEPS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-P", "-m", "tools.verify", "--rerun", NAME]
     process = subprocess.Popen(command, cwd=workspace, stderr=subprocess.PIPE, text=True)
-    while not (asleep := [*workspace.glob(".bakeoff/verify/*/workspace/asleep")]) or not asleep[0].read_text():
+    while not (asleep := [*workspace.glob(".bakeoff/verify/**/asleep")]) or not asleep[0].read_text():
         assert process.poll() is None
         time.sleep(0.05)
     stage = int(asleep[0].read_text())
