@@ -10,7 +10,6 @@ Run     make image TARGET=cpu ENGINE=docker
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import sys
@@ -23,8 +22,8 @@ from stages.kit.launcher import images
 from stages.kit.launcher.apptainer import IMAGES_DIR, sif_path
 from stages.kit.launcher.docker import Client
 from stages.kit.launcher.engines import CONTAINER_ENGINES
-from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Base, Pins
-from tools.image.sif import run_once, scratch_dir, sif_of_base, sif_of_image, unpack_base
+from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Pins
+from tools.image.sif import scratch_dir, sif_of_base, sif_of_image, unpack_base
 from tools.image.wheelhouse import WheelPlatform, make_wheelhouse, wheelhouse_digest
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[2]
@@ -66,7 +65,11 @@ def build_image(client: Client, target: str, max_jobs: int) -> str:
     if client.image_id(reference):
         say(f"{reference} is built already")
         return reference
-    builder, command = find_builder(client)
+    command: tuple[str, ...] = ("build",)
+    if client.is_podman:
+        command = ("build", "--timestamp", SOURCE_DATE_EPOCH, "--pull=never")
+    elif client.succeeds("buildx", "version"):  # since version 23 docker's client builds with this plugin only
+        command = ("buildx", "build", "--load")
     pins = images.read_pins(WORKSPACE_DIR)
     base = pins.bases.python
     if not client.image_id(base.reference):
@@ -79,11 +82,10 @@ def build_image(client: Client, target: str, max_jobs: int) -> str:
     build_wheelhouse(target, pins, machine)
     say(f"building {reference} on {base.image}")
     options = build_options(target, pins, reference, max_jobs)
-    if not builder.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
+    if not client.show(*command, *options, str(WORKSPACE_DIR), **BUILD_ENVIRONMENT):
         without = "; without flash-attn: flash_attn: false in docker/images.yaml" if "FLASH_ATTN=1" in options else ""
         raise UserError(f"{reference} was not built, for the reason above{without}")
-    size = int(client.ask("image", "inspect", "--format", "{{.Size}}", reference).stdout)
-    say(f"{reference} is built, {size / 1e9:.1f} GB")
+    say(f"{reference} is built")
     return reference
 
 
@@ -104,27 +106,6 @@ def known_machine(client: Client | None) -> str:
     return MACHINES[name.lower()]
 
 
-def find_builder(client: Client) -> tuple[Client, tuple[str, ...]]:
-    """A client of that name on the PATH that can build, and its command. Raises UserError if there is none.
-
-    docker's client builds by itself before version 23, and with its plugin buildx since.
-    """
-    if client.is_podman:
-        return client, ("build", "--timestamp", SOURCE_DATE_EPOCH, "--pull=never")
-    paths = [shutil.which(client.program), *(shutil.which(client.program, path=path) for path in os.get_exec_path())]
-    candidates = [Client(path) for path in dict.fromkeys(filter(None, paths))]
-    for candidate in candidates:
-        if candidate.succeeds("buildx", "version"):
-            return candidate, ("buildx", "build", "--load")
-        if int(candidate.ask("version", "--format", "{{.Client.Version}}").stdout.partition(".")[0]) < 23:
-            return candidate, ("build",)
-    raise UserError(
-        f"{' and '.join(candidate.program for candidate in candidates)} cannot build: the plugin buildx is missing. "
-        f"Install it (Debian: apt install docker-buildx; Docker's own packages: docker-buildx-plugin), "
-        f"or: make image ENGINE=podman"
-    )
-
-
 def wheelhouse_dir(target: str) -> Path:
     """The wheelhouse's folder, in which docker/Dockerfile finds it."""
     return WORKSPACE_DIR / ".bakeoff/wheelhouse" / target
@@ -136,7 +117,7 @@ def build_wheelhouse(target: str, pins: Pins, machine: str) -> None:
         build_wheelhouse(images.below(target), pins, machine)
     flash_attn = target in images.STAGE_TARGETS and images.has_flash_attn(target, pins)
     names = [target, "installer", *(["flash-attn"] if flash_attn else [])]
-    base: Base = pins.bases.python
+    base = pins.bases.python
     made = make_wheelhouse(
         wheelhouse_dir(target),
         [WORKSPACE_DIR / f"docker/{name}.lock" for name in names],
@@ -202,7 +183,6 @@ def make_sif(target: str, max_jobs: int) -> None:
             f"is compiled in another image. On a machine with one of them: make image ENGINE=apptainer TARGET={target}."
             f" Then copy {IMAGES_DIR}/{target}-* here"
         )
-    run_once(path)
     say(f"{path} is built, {path.stat().st_size / 1e9:.1f} GB")
 
 

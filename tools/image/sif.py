@@ -81,17 +81,6 @@ def image_variables(dockerfile: str) -> list[str]:
     return shlex.split(" ".join(instruction.replace("\\\n", " ") for instruction in instructions))
 
 
-def run_once(path: Path) -> None:
-    """Raises UserError if a container of this SIF does not start here."""
-    if not _apptainer(
-        "exec", *SEAL, "--net", "--network", "none", str(path), "python", "--version", work_dir=path.parent
-    ):
-        raise UserError(
-            f"{path} is built, but Apptainer cannot run it on this machine, for the reason above; it needs user "
-            "namespaces, or an installation with setuid"
-        )
-
-
 @contextmanager
 def scratch_dir(images_dir: Path) -> Iterator[Path]:
     """A temporary folder on the disk of the images: it takes more room than they do."""

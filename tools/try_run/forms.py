@@ -119,10 +119,10 @@ class DetectionForm(Form):
         family = detection.codec_of(record.answer, answerer.model.config.model_type)
         decoded = detection.decode_boxes(answer, family=family, size=resized(record.width, record.height))
         found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
-        width, height = record.width, record.height
+        w, h = record.width, record.height
         boxes = [
-            f"x {x * width:.0f} to {x1 * width:.0f}, y {y * height:.0f} to {y1 * height:.0f} of {width} x {height} pixels"
-            for x, y, x1, y1 in decoded.boxes
+            f"x {x0 * w:.0f} to {x1 * w:.0f}, y {y0 * h:.0f} to {y1 * h:.0f} of {w} x {h} pixels"
+            for x0, y0, x1, y1 in decoded.boxes
         ]
         text = "The answer says that there is none." if decoded.none else "; ".join(boxes)
         image = draw_boxes(record, found, PREDICTION_COLOUR)
