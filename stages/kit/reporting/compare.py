@@ -81,9 +81,6 @@ class TaskReport:
     """The primary metric within a sentence."""
     identity: tuple[str, ...]
     """Columns of predictions.parquet that identify a sample: its id, then its truth."""
-    score: str
-    """The per-sample column whose distribution is drawn, in 0..1."""
-    score_heading: str
     questions: tuple[Question, ...]
 
     @property
@@ -102,7 +99,7 @@ class TaskReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """The per-sample columns that a comparison needs."""
-        needed = {self.score}
+        needed: set[str] = set()
         for metric in self.measured:
             needed |= {*metric.evidence, *([metric.among] if metric.among else [])}
         return tuple(sorted(needed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from stages.core.errors import UserError
-from stages.kit.data.images import DECODING_ERRORS
 from stages.kit.reporting.compare import Comparison, Contender, Metric, interval_words
 from stages.kit.reporting.runs import Curve, Run
 from stages.kit.reporting.sections import (
@@ -66,7 +65,7 @@ PALETTE = {
     "series-6": "#c22f6b",
     "series-7": "#3d7890",
 }
-_DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_DASHES: Any = ("solid", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names are not formulas
@@ -88,7 +87,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
 }
-WIDTH, HEIGHT = 5.6, 3.5  # inches; a page scales them
+WIDTH = 5.6  # inches; a page scales it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,6 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
         lstrip_blocks=True,
     )
     environment.globals["cell_text"] = cell_text
-    environment.filters["typeset"] = typeset
     report, runs = comparison.report, comparison.runs
     trained = [run for run in runs if run.plan]
     colours = contender_colours(comparison.contenders)
@@ -147,7 +145,7 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
         colours=colours,
         scores=_score_drawing(comparison, colours),
         differences=[drawing for metric in report.measured if (drawing := _difference_drawing(metric, comparison))],
-        curves=_curve_drawings(comparison, runs, colours),
+        losses=_loss_drawing(runs, colours),
         galleries={run.name: _gallery(run) for run in runs if any(run.examples.values())},
         differing=differing,
         outstanding=outstanding,
@@ -168,18 +166,8 @@ def render_page(comparison: Comparison, table: Table, *, profile: str) -> str:
 
 def contender_colours(contenders: Sequence[Contender]) -> dict[str, str]:
     """Palette names: grey for baselines, and for each recipe its own, whether or not others were run."""
-    colours, recipes = {}, 0
-    for contender in contenders:
-        colours[contender.name] = "series-0" if contender.baseline is None else f"series-{1 + recipes % 7}"
-        recipes += contender.baseline is not None
-    return colours
-
-
-def typeset(words: str) -> str:
-    """A sentence with figures kept on one line, typographic minus signs, and a capital if it begins with `no`."""
-    whole = re.sub(r"\[[^\]]*\]", lambda interval: interval.group().replace(" ", "\N{NO-BREAK SPACE}"), words)
-    capital = re.sub(r"^no(?=t? )", "No", whole)
-    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", capital)
+    recipes = itertools.cycle(range(1, 8))
+    return {each.name: "series-0" if each.baseline is None else f"series-{next(recipes)}" for each in contenders}
 
 
 def inline_image(path: Path, description: str) -> InlineImage:
@@ -199,14 +187,11 @@ def inline_image(path: Path, description: str) -> InlineImage:
 
 def _gallery(run: Run) -> dict[str, list[InlineImage]]:
     """The examples of a run by kind."""
-    return {kind: [_example(run, path) for path in paths] for kind, paths in run.examples.items() if paths}
-
-
-def _example(run: Run, path: Path) -> InlineImage:
-    try:
-        return inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}")
-    except DECODING_ERRORS as error:
-        raise UserError(f"{path} is damaged: {error}; rebuild it with: dvc repro -f -s {run.stage}") from None
+    return {
+        kind: [inline_image(path, f"{run.name}, {path.stem.replace('-', ' ')}") for path in paths]
+        for kind, paths in run.examples.items()
+        if paths
+    }
 
 
 def _drawing(figure: Figure, name: str, caption: str, description: str) -> Drawing:
@@ -243,7 +228,7 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
             label=insight.topic,
             value=insight.difference.mean,
             interval=insight.difference.interval,
-            text=typeset(f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}"),
+            text=f"{insight.difference.mean:+.3f}{interval_words(insight.difference.interval, sign='+')}",
             colour=insight.difference.verdict if insight.difference.verdict in ("better", "worse") else "muted",
         )
         for insight in comparison.insights
@@ -262,58 +247,29 @@ def _difference_drawing(metric: Metric, comparison: Comparison) -> Drawing | Non
     )
 
 
-def _curve_drawings(comparison: Comparison, runs: Sequence[Run], colours: Mapping[str, str]) -> list[Drawing]:
-    report = comparison.report
-    scores = {run.name: run.columns[report.score] for run in runs}
-    drawings = [
-        _drawing(
-            plot_scores(scores, colours, report.score_heading),
-            "distribution",
-            f"Number of samples that reach a given {report.score_heading}. The higher a curve, the better.",
-            f"Share of samples by {report.score_heading} reached, one curve for each of {', '.join(scores)}",
-        )
-    ]
-    if losses := {run.name: run.loss for run in runs if run.loss is not None}:
-        drawings.append(
-            _drawing(
-                plot_losses(losses, colours),
-                "loss",
-                "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
-                f"Training loss by optimizer step, one curve for each of {', '.join(losses)}",
-            )
-        )
-    return drawings
+def _loss_drawing(runs: Sequence[Run], colours: Mapping[str, str]) -> Drawing | None:
+    losses = {run.name: run.loss for run in runs if run.loss is not None}
+    if not losses:
+        return None
+    return _drawing(
+        plot_losses(losses, colours),
+        "loss",
+        "Training loss as logged (faint) and smoothed. Losses of different masking do not compare.",
+        f"Training loss by optimizer step, one curve for each of {', '.join(losses)}",
+    )
 
 
 def plot_losses(curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Figure:
     """Training loss by step: the logged values, faint, and a smoothed curve."""
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(WIDTH, HEIGHT)
+        figure, axes = _axes(3.5)
         for index, (name, curve) in enumerate(curves.items()):
-            axes.plot(curve.steps, curve.values, color=PALETTE[colours[name]], linewidth=0.8, alpha=0.3)
-            _plot_line(axes, curve.steps, smooth(curve.values), name, index, colours)
+            colour, dash = PALETTE[colours[name]], _DASHES[index % len(_DASHES)]
+            axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
+            axes.plot(curve.steps, smooth(curve.values), color=colour, linewidth=1.9, linestyle=dash, label=name)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("training loss")
-        _legend(figure)
-    return figure
-
-
-def plot_scores(scores: Mapping[str, Floats], colours: Mapping[str, str], heading: str) -> Figure:
-    """For each model, the share of samples that score at least x; at x = 0.5, it is the share over 0.5.
-
-    scores: by model, (samples,) in 0..1.
-    """
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(WIDTH, HEIGHT)
-        grid = np.linspace(0, 1, 201)
-        for index, (name, values) in enumerate(scores.items()):
-            _plot_line(axes, grid, share_at_least(values, grid), name, index, colours)
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.02)
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.set_xlabel(f"{heading} at least")
-        axes.set_ylabel("share of samples")
-        _legend(figure)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6, columnspacing=1.4)
     return figure
 
 
@@ -323,7 +279,7 @@ def plot_intervals(rows: Sequence[IntervalRow], xlabel: str, *, reference: float
     reference: position of a dashed line for no difference.
     """
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(WIDTH, 0.75 + 0.45 * len(rows))
+        figure, axes = _axes(0.75 + 0.45 * len(rows))
         axes.grid(visible=False, axis="y")
         if reference is not None:
             axes.axvline(reference, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (4, 3)))
@@ -356,11 +312,6 @@ def smooth(values: Floats, share: float = 0.15) -> Floats:
     return np.array([np.nanmean(window) if np.isfinite(window).any() else np.nan for window in windows])
 
 
-def share_at_least(values: Floats, grid: Floats) -> Floats:
-    """Share of `values` (n,) that are at least each of `grid` (m,). Returns (m,)."""
-    return 1 - np.searchsorted(np.sort(values), grid, side="left") / len(values)
-
-
 def svg(figure: Figure, *, name: str, title: str) -> str:
     """An `<svg>` element for a page, without references to other files.
 
@@ -385,14 +336,9 @@ def svg(figure: Figure, *, name: str, title: str) -> str:
     return drawn.strip()
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _axes(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
-
-
-def _plot_line(axes: Axes, x: Floats, y: Floats, name: str, index: int, colours: Mapping[str, str]) -> None:
-    dash: Any = _DASHES[index % len(_DASHES)]
-    axes.plot(x, y, color=PALETTE[colours[name]], linewidth=1.9, linestyle=dash, label=name)
 
 
 def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **style: Any) -> None:
@@ -408,7 +354,3 @@ def _write(axes: Axes, text: str, row: int, *, at: Literal["left", "right"], **s
         bbox={"facecolor": PALETTE["card"], "edgecolor": "none", "pad": 1.0},
         **style,
     )
-
-
-def _legend(figure: Figure) -> None:
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6, columnspacing=1.4)

@@ -175,11 +175,10 @@ def refuse_different_samples(runs: Sequence[Run]) -> None:
         + hashlib.sha256("\n".join(samples).encode()).hexdigest()[:8]
         for samples, group in groups.items()
     ]
-    first, second = list(groups.values())[:2]
     raise UserError(
         "these runs were evaluated on different samples, so their scores cannot be compared:\n"
         + "\n".join(lines)
-        + f"\n{_first_difference(first[0], second[0])}; evaluate them on the same data with: dvc repro "
+        + "\nevaluate them on the same data with: dvc repro "
         + " ".join(run.stage for run in runs)
     )
 
@@ -197,16 +196,6 @@ def different_models(runs: Sequence[Run]) -> list[Run]:
             "something else than the seed differs; leave all but one of them out"
         )
     return models
-
-
-def _first_difference(one: Run, other: Run) -> str:
-    for row, (ours, theirs) in enumerate(zip(one.samples, other.samples, strict=False)):
-        if ours != theirs:
-            ids = one.sample_ids[row], other.sample_ids[row]
-            what = f"the truth of {ids[0]!r}" if ids[0] == ids[1] else f"{ids[0]!r} against {ids[1]!r}"
-            return f"{one.name} and {other.name} first differ in row {row} ({what})"
-    shorter, longer = sorted((one, other), key=lambda run: len(run.samples))
-    return f"{longer.name} has more than the {len(shorter.samples)} samples of {shorter.name}"
 
 
 def _fix(stage: str) -> str:

@@ -60,8 +60,6 @@ REPORT = TaskReport(
     ),
     primary_words="Smatch F1",
     identity=("id", "sentence", "truth"),
-    score="f1",
-    score_heading="F1 of a sentence",
     questions=(
         Question("Pointers against the baseline", "amr-ptr", "amr-baseline"),
         Question("MTUP against the baseline", "amr-mtup", "amr-baseline"),

@@ -85,14 +85,11 @@ def report_for(datasets: Mapping[str, DatasetParams]) -> TaskReport:
         raise UserError(f"the datasets of the task chat name different metrics ({named}); give them the same ones")
     metrics = next(iter(chosen.values()), TEXT_METRICS)
     first, *others = (column for name in dict.fromkeys(metrics) for column in METRICS[name])
-    score = "token_probability" if first.key == "perplexity" else first.key
     return TaskReport(
         task="chat",
         title="Chat",
         metrics=(first, *(replace(other, evidence=()) for other in others)),  # one interval, or it is too wide
         primary_words=_WORDS[first.key],
         identity=("id", "question", "truth"),
-        score=score,
-        score_heading=f"{score.replace('_', ' ')} of an answer",
         questions=(Question("All weights against LoRA", "chat-full", "chat-lora"),),
     )

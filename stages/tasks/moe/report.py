@@ -91,8 +91,6 @@ REPORT = TaskReport(
     ),
     primary_words="perplexity",
     identity=("id", "question", "truth"),
-    score="token_probability",
-    score_heading="probability of an answer's token",
     questions=(
         *(
             Question(f"{topic}, on {name}", ours, theirs, metric=f"perplexity_{domain}")

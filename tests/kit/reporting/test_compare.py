@@ -37,8 +37,6 @@ REPORT = TaskReport(
     metrics=(Metric(key="score", heading="Score", format=".3f", meaning="The score.", evidence=("score",)),),
     primary_words="score",
     identity=("id",),
-    score="score",
-    score_heading="score",
     questions=(Question("B against A", "b", "a"), Question("B against an unknown one", "b", "z")),
 )
 LOSS = Metric(key="loss", heading="Loss", format=".3f", meaning="", higher_is_better=False, evidence=("loss",))

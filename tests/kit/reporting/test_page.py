@@ -18,7 +18,6 @@ from stages.kit.reporting.page import (
     inline_image,
     plot_intervals,
     plot_losses,
-    plot_scores,
     svg,
 )
 from stages.kit.reporting.runs import Curve
@@ -32,12 +31,10 @@ def drawings() -> list[str]:
         IntervalRow(label="one sample", value=-0.2, interval=None, text="-0.2", colour="muted"),
     ]
     curves = {name: Curve(np.arange(20.0), np.linspace(2, 1, 20)) for name in "ab"}
-    scores = {"a": np.array([0.1, 0.5]), "b": np.array([0.0, 1.0])}
     colours = {"a": "series-1", "b": "series-2"}
     return [
         svg(plot_intervals(rows, "difference", reference=0.0), name="forest", title='a "<b>" & c'),
         svg(plot_losses(curves, colours), name="loss", title="loss"),
-        svg(plot_scores(scores, colours, "IoU"), name="scores", title="scores"),
     ]
 
 

@@ -110,8 +110,8 @@ def test_a_broken_line_of_qmsum_is_named(tmp_path: Path, line: Any, problem: str
 def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     assert "it is empty. Expected: TruthfulQA" in refusal(tmp_path / "in", tmp_path / "out")
-    (tmp_path / "in" / "scores.csv").write_text("a,b\n1,2\n")
-    assert "it holds 1 .csv file (scores.csv)" in refusal(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in" / "scores.tsv").write_text("a,b\n1,2\n")
+    assert "it holds 1 .tsv file (scores.tsv)" in refusal(tmp_path / "in", tmp_path / "out")
     write_table(tmp_path / "in" / "q.csv", *QUESTIONS)
     write_lines(tmp_path / "in" / "m.jsonl", yale("a"))
     assert "holds two domains" in refusal(tmp_path / "in", tmp_path / "out")
@@ -119,15 +119,11 @@ def test_a_folder_of_nothing_known_or_of_two_domains_is_refused(tmp_path: Path) 
     assert "unknown source 'hub:a/b@c'" in refusal("hub:a/b@c", tmp_path / "out")
 
 
-@pytest.mark.parametrize("split", ["train", "val", "dev", "test"])
-def test_a_split_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path, split: str) -> None:
-    write_table(tmp_path / "facts" / "all.csv", *QUESTIONS)
-    (tmp_path / "facts" / f"{split}-1.csv").write_text("Question,Correct Answers\nWhy?,So\n")
+def test_a_table_of_an_unknown_form_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    write_table(tmp_path / "facts" / "train.csv", *QUESTIONS)
+    (tmp_path / "facts" / "val.csv").write_text("Question,Correct Answers\nWhy?,So\n")
     message = refusal(tmp_path / "facts", tmp_path / "out")
-    assert f"{split}-1.csv is named as a split is, but lacks the columns 'Best Answer', 'Incorrect Answers'" in message
-    write_lines(tmp_path / "meetings" / "all.jsonl", yale("a"), yale("b"))
-    write_lines(tmp_path / "meetings" / f"{split}.jsonl", {"input": "Why?"})
-    assert "nor input, context, answers, but input; fix it" in refusal(tmp_path / "meetings", tmp_path / "out")
+    assert "val.csv line 1: lacks the columns 'Best Answer', 'Incorrect Answers'" in message
 
 
 def test_leaks_are_refused_and_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -238,27 +238,17 @@ def load_bleurt(folder: Path = BLEURT_DIR) -> Callable[[str, str], float] | None
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     offline = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        check_model_folder(folder)
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, **offline
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
-        problem = ""
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
-            problem = "no tokenizer.json and no vocab.txt"  # transformers makes an empty tokenizer without them
-        elif model.config.num_labels != 1:
-            problem = f"a classifier of {model.config.num_labels} outputs, not 1"
-        elif missing := sorted(loaded["missing_keys"]):
-            problem = f"no weights {', '.join(missing[:3])}"
-    except UserError as error:
-        problem = error.message
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # raised by transformers for a damaged folder
-        problem = " ".join(str(error).split())
-    if problem:
+    check_model_folder(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(
+        folder, use_safetensors=True, output_loading_info=True, **offline
+    )
+    # transformers invents weights and an empty tokenizer in place of missing ones.
+    words = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+    if model.config.num_labels != 1 or loaded["missing_keys"] or not words:
         raise UserError(
-            f"{folder}: {problem}; expected BLEURT as transformers saves it: config.json of a BERT with one output, "
-            "model.safetensors and its tokenizer; put that there, or remove the folder"
+            f"{folder} is no BLEURT as transformers saves it: config.json of a BERT with one output, model.safetensors "
+            "with all its weights and its tokenizer; put that there, or remove the folder"
         )
     model.eval()
 

@@ -19,10 +19,10 @@ from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files
 from stages.core.records import dotted, shown
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
-from stages.kit.data.sources import READ_ON, VALIDATION, Place, describe_folder, files_by_split, source_folder
-from stages.kit.data.texts import SURROGATE, UnreadableText, json_lines, markup_problem, read_text
+from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
+from stages.kit.data.texts import SURROGATE, json_lines, markup_problem, read_text
 from stages.tasks import NoSettings
-from stages.tasks.moe.samples import DOMAINS, SCHEMA, Domain, Record, read_split
+from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
 """Columns of TruthfulQA's table that are read."""
@@ -98,34 +98,21 @@ def read(source: str, _: NoSettings) -> RawDataset[Record]:
     """The files of one domain in `folder:PATH`: TruthfulQA's CSV or QMSum's JSONL.
 
     Files train* and val*, dev* or test* are the two splits. Without train files a share of all questions is held out,
-    of QMSum whole meetings with all questions about them. Raises UserError if the folder holds no known file or those
-    of two domains.
+    of QMSum whole meetings with all questions about them. Raises UserError if the folder holds neither
+    CSV nor JSONL, or both.
     """
     folder = source_folder(source, known="folder:PATH or mix")
     files = sorted(given_files(folder, *(f"*{suffix}" for suffix in SUFFIXES)))
-    of_domain = _files_of_one_domain(folder, files)
-    chosen = files_by_split(of_domain)
+    if not files:
+        raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
+    if len({path.suffix for path in files}) > 1:
+        raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each")
+    chosen = files_by_split(files)
     held_out = f"{RULES.held_out:.0%} of what train files ask about, by a digest of each"
     if not chosen["train"]:
-        chosen = {"train": of_domain}
+        chosen = {"train": files}
         held_out = f"{RULES.held_out:.0%} of what is asked about, by a digest of each"
     return read_text_files(source, files, chosen, read_corpus, RULES, held_out=held_out)
-
-
-def _files_of_one_domain(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Raises UserError if no file is of a known domain, or if several domains are mixed."""
-    domains = {path: domain_of(path) for path in files}
-    for path in files:
-        if domains[path] is None and path.name.startswith(("train", *VALIDATION)):
-            raise UserError(f"{path} is named as a split is, but {unknown_form(path)}; fix it, or take it away")
-    found = {domain: [path for path in files if domains[path] == domain] for domain in DOMAINS}
-    known = [paths for paths in found.values() if paths]
-    if not known:
-        raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
-    if len(known) > 1:
-        names = "; ".join(f"{domain}: {', '.join(path.name for path in paths)}" for domain, paths in found.items())
-        raise UserError(f"{folder} holds two domains, but a dataset is of one; make a folder of each ({names})")
-    return known[0]
 
 
 def _limited(records: Sequence[Record], count: int | None) -> list[Record]:
@@ -138,32 +125,8 @@ def _order(record: Record) -> tuple[str, str]:
     return record.key(), record.id
 
 
-def domain_of(path: Path) -> Domain | None:
-    """The domain of a file, from the columns or keys at its beginning; None for another form.
-
-    A file that cannot be read counts as what its suffix promises, so that reading it says why.
-    """
-    try:
-        if path.suffix == ".csv":
-            return "truthfulqa" if set(COLUMNS) <= set(_columns(path)) else None
-        _, first = next(json_lines(read_text(path)))
-    except (UnreadableText, csv.Error):
-        return "truthfulqa" if path.suffix == ".csv" else "qmsum"
-    return "qmsum" if isinstance(first, str) or _reader(first) else None
-
-
-def unknown_form(path: Path) -> str:
-    """Describes what a file of no known domain lacks of those that its suffix promises."""
-    if path.suffix == ".csv":
-        columns = _columns(path)
-        return f"lacks the columns {_keys(name for name in COLUMNS if name not in columns)} of TruthfulQA"
-    _, found = next(json_lines(read_text(path)))
-    assert isinstance(found, dict), found
-    return f"begins with neither {_keys(MEETING)} nor {_keys(LONGBENCH)}, but {_keys(found)}"
-
-
 def read_corpus(path: Path) -> Iterator[Sample[Record]]:
-    """The samples of a file of a known domain. Raises as read_text does."""
+    """The samples of a file. Raises as read_text does."""
     text = read_text(path)
     for line, suffix, found in _truthfulqa(text) if path.suffix == ".csv" else _qmsum(text):
         place = Place(path.name, line)
@@ -204,6 +167,9 @@ def _truthfulqa(text: str) -> Iterator[tuple[int, str, Found]]:
         line, start = start, rows.line_num + 1
         if not columns or not row:
             columns = columns or row
+            if lacking := [name for name in COLUMNS if columns and name not in columns]:
+                yield line, "", f"lacks the columns {_keys(lacking)} of TruthfulQA"
+                return
         elif len(row) != len(columns):
             yield line, "", f"{len(row)} fields, expected the {len(columns)} of the first line"
         else:
@@ -294,7 +260,3 @@ def _has_texts(content: Any, *keys: str) -> bool:
 
 def _keys(names: Iterable[str]) -> str:
     return ", ".join(map(dotted, ([name] for name in names))) or "nothing"
-
-
-def _columns(path: Path) -> list[str]:
-    return next(csv.reader(io.StringIO(read_text(path), newline="")), [])
