@@ -37,14 +37,6 @@ def test_no_input_was_changed(finished: Path) -> None:
     assert git(finished, "status", "--porcelain").split() == ["??", "dvc.lock"]
 
 
-def test_every_file_in_dvcs_cache_is_what_its_name_says(finished: Path) -> None:
-    """Outputs are hard links to it, so a stage that could write to its inputs would damage it unseen."""
-    objects = [path for path in (finished / ".dvc/cache/files/md5").glob("??/*") if path.suffix != ".dir"]
-    assert len(objects) > 50
-    for path in objects:
-        assert hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == path.parent.name + path.name, path
-
-
 def test_only_declared_outputs_are_in_the_workspace(finished: Path) -> None:
     declared = {Path(path) for stage in declared_stages(finished) for path in (*stage.outs, *stage.deps)}
     for path in (finished / "data").rglob("*"):
@@ -101,16 +93,11 @@ def test_a_run_is_published_and_a_copy_of_it_proves_itself_elsewhere(finished: P
     dvc(workspace, "repro", "--single-item", "publish@r4-joint")
     record = Provenance.read(workspace / "data/provenance/publish@r4-joint.json")
     assert record.engine == ENGINE
-    copy = Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere"))
-    checked = check_published(copy)
+    checked = check_published(Path(shutil.copytree(workspace / "data/published/r4-joint", tmp_path / "elsewhere")))
     assert not checked.problems
     assert [record.stage for record in checked.records] == [
         f"{name}@r4-joint" for name in ("train", "merge", "evaluate")
     ]
-    weights = copy / "model.safetensors"
-    weights.chmod(0o644)
-    weights.write_bytes(bytes(8) + weights.read_bytes()[8:])
-    assert [problem.partition(":")[0] for problem in check_published(copy).problems] == ["model.safetensors"]
 
 
 def copy_of(finished: Path, tmp_path: Path) -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.kit.launcher.pipeline import item_of
 from tests import ROOT
 from tests.documents import write_yaml
 from tests.kit.launcher.small_checkout import commit, run, small_checkout
@@ -64,11 +63,6 @@ def test_hostile_names_run_no_code_and_remove_nothing(workspace: Path) -> None:
     assert re.findall(r"Running stage '(.*?)'", output)[-1] == "check"
     assert not list(workspace.glob("PWNED*"))
     assert outside.exists()
-
-
-def test_item_is_read_from_dvcs_name_of_a_stage() -> None:
-    assert item_of("train@r1") == item_of("../dvc.yaml:train@r1") == ("r1",)
-    assert item_of("check") == item_of("../a@b/dvc.yaml:check") == ()
 
 
 def test_dvc_names_the_stages_and_each_logs_its_engine(workspace: Path) -> None:

@@ -164,22 +164,6 @@ def test_wrong_visible_devices_are_refused(machine: Machine, visible: str, messa
     assert message in machine.refused(1, gpu(0), gpu(1), gpu(2), visible=visible)
 
 
-def test_waiting_stage_names_each_holder_once(machine: Machine) -> None:
-    holders = ExitStack()
-    holders.enter_context(machine.lease(1, gpu(0), holder="train r2"))
-
-    def change_hands() -> None:
-        holders.close()
-        holders.enter_context(machine.lease(1, holder="merge r3"))
-
-    machine.events = [*[nothing] * (10 * int(SETTLE_S)), change_hands, nothing, holders.close]
-    with machine.lease(1) as gpus:
-        assert indices(gpus) == [0]
-    first, second = machine.lines
-    assert first.startswith(f"waiting for 1 GPU, 0 free: GPU 0 is leased to train r2 (pid {os.getpid()}, since 20")
-    assert second.startswith("waiting for 1 GPU, 0 free: GPU 0 is leased to merge r3 (pid")
-
-
 def test_gpu_may_settle_when_its_lease_has_ended(machine: Machine) -> None:
     """GPU 0 is foreign for good; GPU 1 is returned much later by a stage, whose memory is still being freed."""
     other = ExitStack()

@@ -76,14 +76,9 @@ def test_wrong_pins_are_refused_by_their_dotted_path(workspace: Path) -> None:
         read_pins(workspace)
 
 
-def stages_of_the_dockerfile() -> dict[str, str]:
-    """Their instructions, by name."""
-    text = (ROOT / "docker/Dockerfile").read_text()
-    return {part.split(maxsplit=3)[2]: part for part in re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]}
-
-
 def test_every_image_ends_as_a_user_without_rights() -> None:
-    stages = stages_of_the_dockerfile()
+    parts = re.split(r"^FROM ", (ROOT / "docker/Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    stages = {part.split(maxsplit=3)[2]: part for part in parts}
     for target in TARGETS:
         below = BELOW_VLLM.get(target, "runtime")
         assert stages[target].startswith(f"{below} ")

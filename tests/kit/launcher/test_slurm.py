@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.kit.launcher import slurm
@@ -50,11 +49,6 @@ GIB = 2**30
 )
 def test_stage_is_submitted_once(stage: str, caller: dict[str, str], params: Params, in_slurm: bool) -> None:
     assert runs_in_slurm(stage, caller, params) is in_slurm
-
-
-def test_unknown_place_is_refused() -> None:
-    with pytest.raises(UserError, match="BAKEOFF_PLACE is 'slrum'; the places are here, slurm"):
-        runs_in_slurm("train", {"BAKEOFF_PLACE": "slrum"}, PARAMS)
 
 
 def request(workspace: Path, stage: str = "train", name: str = "r1", params: Params = PARAMS, **caller: str) -> Request:

@@ -118,14 +118,3 @@ def test_the_fullest_gpu_decides() -> None:
     assert sorted(gpu.verdict for gpu in fit.record(fit).gpus.values()) == ["does not fit", "fits"]
     with pytest.raises(UserError, match=rf"does not fit GPU {prediction.fullest_gpu} of profile tiny"):
         decide(fit, lambda _: prediction, "refuse")
-
-
-def test_a_gpu_that_the_map_leaves_empty_has_its_context_and_no_more() -> None:
-    """Four layers over eight GPUs."""
-    prediction = predicted("text", spread(plan_of(**R1, **CUDA), 8), depth=DEPTH)
-    empty = [gpu for gpu in prediction.gpus if not gpu.phases["load"]]
-    assert empty
-    for gpu in empty:
-        assert set(gpu.budget) == {"overhead"}
-        assert set(gpu.phases) == set(PHASES)
-        assert gpu.total_bytes >= load_calibration().context_mib.num_bytes

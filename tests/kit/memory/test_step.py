@@ -22,7 +22,7 @@ from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import pretended_processes
 from tests import ROOT
 from tests.kit.memory.real_steps import PROCESSES, TRAINED, measured_bytes, sharded, train
-from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R2, R4, peak_bytes, plan_of, recorded
+from tests.kit.memory.small import ALL, FULL, GATE, LABELS, R1, R4, peak_bytes, plan_of, recorded
 
 BF16, CHECKPOINTED = {"precision": "bf16"}, {"gradient_checkpointing": True}
 NF4, FUSED = {"quantization": "nf4"}, {"optimizer": "adamw_torch_fused"}
@@ -32,10 +32,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r1, nf4, checkpointed": ("detection", {**R1, **NF4, **CHECKPOINTED}),
     "detection r1, eager, one at a time": ("detection", {**R1, "attn": "eager", "micro_batch": 1}),
     "detection r1, from features": ("detection", {**R1, "features_bytes": 1}),
-    "detection r2, bf16, checkpointed": ("detection", {**R2, **BF16, **CHECKPOINTED}),
     "detection, all of it": ("detection", ALL),
     "text full, bf16, fused": ("text", {**FULL, **BF16, **FUSED}),
-    "text full, checkpointed, long": ("text", {**FULL, **CHECKPOINTED, "max_length": 256}),
     "moe full, bf16, fused": ("moe", {**FULL, **BF16, **FUSED}),
     "moe gate": ("moe", GATE),
     "detection r4, nf4, bf16, packed, checkpointed": ("detection", {**R4, **NF4, **BF16, **PACKED, **CHECKPOINTED}),
@@ -46,7 +44,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "detection r4, bf16, checkpointed, sharded": ("detection", sharded({**R4, **BF16, **CHECKPOINTED})),
     "detection, all of it, sharded": ("detection", sharded(ALL)),
     "moe full, sharded": ("moe", sharded({**FULL, "max_length": 32})),
-    "moe router labels, sharded": ("moe", sharded(LABELS)),
 }
 
 

@@ -17,7 +17,6 @@ from stages.kit.planning.ladder import (
     lowered_batch_size,
     rung_changes,
     rungs,
-    settings,
     sharded_over,
 )
 from stages.kit.planning.plan import Plan, resolve_plan
@@ -139,7 +138,6 @@ def test_changes_are_in_the_plans_words() -> None:
         "optimizer adamw_8bit -> paged_adamw_8bit",
         "quantization none -> nf4",
     ]
-    assert settings(plan)["micro_batch"] == "2"
     replicated = plan_with(1, 8, replicas=2, optimizer="adamw_torch_fused", gradient_checkpointing=True)
     assert rung_changes(replicated) == ["placement ddp over 2 -> sharded over 2"]
 

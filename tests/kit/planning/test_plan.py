@@ -29,20 +29,16 @@ def with_changes(recipe: dict[str, Any] | None = None, **memory: Any) -> Params:
     )
 
 
-def on(profile: str) -> Params:
-    return replace(PARAMS, profile=profile)
-
-
 @pytest.mark.parametrize("profile", PARAMS.profiles)
 def test_every_recipe_resolves_on_every_profile_and_survives_the_file(profile: str, tmp_path: Path) -> None:
     for recipe in PARAMS.recipes:
-        plan = resolve_plan(on(profile), recipe, train_samples=1083)
+        plan = resolve_plan(PARAMS.on(profile), recipe, train_samples=1083)
         plan.write(tmp_path / recipe / "plan.yaml")
         assert read_plan(recipe, runs_dir=tmp_path) == plan
 
 
 def test_the_7b_profile_has_the_original_experiments_schedule() -> None:
-    plan = resolve_plan(on("qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=1083)
+    plan = resolve_plan(PARAMS.on("qwen2-vl-7b-48gb"), "r1-llm-only", train_samples=1083)
     schedule = plan.schedule
     assert (schedule.micro_batch, schedule.grad_accumulation, schedule.effective_batch) == (2, 8, 16)
     assert schedule.num_steps == 3 * 68
@@ -71,7 +67,7 @@ def test_devices_share_the_effective_batch_where_each_has_a_process(placement: A
     spread = replace(with_changes(micro_batch=2, placement=placement).active, device=device)
     schedule = resolve_plan(replace(PARAMS, profiles={"tiny": spread}), "r1-llm-only", train_samples=10).schedule
     assert schedule.grad_accumulation == 2
-    balanced = resolve_plan(on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule
+    balanced = resolve_plan(PARAMS.on("qwen2-vl-7b-2x48gb"), "r1-llm-only", train_samples=10).schedule
     assert balanced.grad_accumulation == 8
 
 
