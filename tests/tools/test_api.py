@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.kit.reporting.runs import cards_dir
 from stages.kit.reporting.sections import comparison_table
@@ -53,12 +52,3 @@ def test_a_run_and_a_comparison_are_those_of_the_report(workspace: Path) -> None
     assert api.read_run("base-vlm").plan is None
     rows = [row.cells[0] for row in comparison_table(comparison).rows]
     assert all(str(name) in api.table_text(comparison) for name in rows)
-
-
-def test_what_cannot_be_answered_is_said_with_what_to_do(workspace: Path) -> None:
-    with pytest.raises(UserError, match="profile tiny runs on a CPU"):
-        api.predict_memory("r1-llm-only", memory_gb=24)
-    with pytest.raises(
-        UserError, match="r2-vision-only has not been evaluated; run: dvc repro evaluate@r2-vision-only"
-    ):
-        api.read_run("r2-vision-only")

@@ -69,14 +69,6 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     assert "&lt;b&gt;mug" in page
 
 
-def test_what_cannot_be_shown_is_refused_in_words(workspace: Path) -> None:
-    (workspace / "photos").mkdir()
-    assert "has no annotations of a known form: it is empty" in run("photos").output
-    assert "name a folder, or a dataset alone with --dataset: nutrition-tables" in run().output
-    assert "has no images with boxes of its own" in run("--dataset", "visempar").output
-    assert run("photos", "--format", "labelme").exit_code == 2
-
-
 def test_the_examples_are_the_same_again_and_have_every_label() -> None:
     from tests.tasks.detection.test_scoring import FAR, LEFT, sample
 

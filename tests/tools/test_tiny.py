@@ -4,24 +4,19 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from stages.kit.data.parquet import read_rows
 from stages.kit.models.folders import check_model_folder
 from stages.kit.models.prompts import load_processor
 from tests import ROOT
-from tests.tiny import SMALLEST
 from tools.tiny import scenes
 from tools.tiny.architecture import (
     SPECIAL_TOKENS,
-    build_tiny_qwen2_vl,
-    save_model,
     train_tokenizer,
 )
 from tools.tiny.bases import BASES
@@ -95,18 +90,3 @@ def test_a_conversation_is_rendered_as_qwen2_vl_renders_it() -> None:
     answer = [i for i, masked in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if masked]
     assert tokenizer.decode(answer) == "Here.<|im_end|>"
     assert all(len(tokenizer.encode(token, add_special_tokens=False)) == 1 for token in SPECIAL_TOKENS)
-
-
-def test_a_saved_model_has_the_built_weights_and_processor(tmp_path: Path) -> None:
-    model, processor = build_tiny_qwen2_vl(CORPUS, SMALLEST, seed=3)
-    expected = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
-    save_model(model, processor, tmp_path)
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, local_files_only=True)
-    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
-    saved = load_processor(tmp_path, None)
-    image = Image.radial_gradient("L").convert("RGB").resize((900, 300))
-    text = "<|vision_start|><|image_pad|><|vision_end|>Where?"
-    built, again = (each(text=text, images=[image], return_tensors="pt") for each in (processor, saved))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in built.items())
-    area = int(built["image_grid_thw"][0].prod()) * 14 * 14
-    assert SMALLEST.pixels[0] <= area <= SMALLEST.pixels[1]

@@ -13,7 +13,6 @@ settings and losses, the first of which a test reproduces.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +25,6 @@ import click
 import torch
 from torch import Tensor, nn
 
-from stages.core.errors import configure_logging
 from stages.core.records import published
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.batches import ConversationCollator
@@ -35,11 +33,6 @@ from stages.tasks.moe.samples import DOMAINS, conversation
 from tools.tiny import exercises, knowledge, pointing
 from tools.tiny.architecture import Geometry, build_tiny_qwen2, build_tiny_qwen2_vl, save_model
 from tools.tiny.scenes import OBJECTS
-
-log = logging.getLogger("stages")
-
-FIRST_STEPS, STEPS_A_LINE = 20, 25
-"""Losses that are recorded, and that a line of the log averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +115,6 @@ def qwen2_vl(settings: Settings) -> Training:
             return answer_loss + settings.pointing_weight * auxiliary(targets, is_cell), answer_loss
 
         yield from train_steps(model, settings, losses, auxiliary=auxiliary.parameters())
-        auxiliary.remove()
-        model.set_attn_implementation({"text_config": "sdpa"})
 
     return model, processor, train()
 
@@ -139,14 +130,13 @@ BASES: dict[str, tuple[Callable[[Settings], Training], Settings]] = {
 @click.argument("name", type=click.Choice(list(BASES)))
 @click.option("--out", "out_dir", type=click.Path(file_okay=False, path_type=Path), required=True)
 def main(name: str, out_dir: Path) -> None:
-    configure_logging("pretrain")
     prepare, settings = BASES[name]
     model, processor, losses = prepare(settings)
     seen = list(losses)
     record = {
         "settings": asdict(settings),
-        "first_losses": [round(loss, 4) for loss in seen[:FIRST_STEPS]],
-        "final_loss": round(fmean(seen[-STEPS_A_LINE:]), 4),
+        "first_losses": [round(loss, 4) for loss in seen[:20]],
+        "final_loss": round(fmean(seen[-25:]), 4),
     }
     with published(out_dir) as folder:
         save_model(model, processor, folder)
@@ -207,7 +197,6 @@ def train_steps(
         return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / settings.steps))))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor) for optimizer in optimizers]
-    seen: list[float] = []
     for step in range(settings.steps):
         minimised, yielded = losses(step)
         minimised.backward()
@@ -216,10 +205,7 @@ def train_steps(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        seen.append(yielded.item())
-        yield seen[-1]
-        if len(seen) % STEPS_A_LINE == 0:
-            log.info("step %d/%d  loss %.4f", step + 1, settings.steps, fmean(seen[-STEPS_A_LINE:]))
+        yield yielded.item()
 
 
 if __name__ == "__main__":

@@ -110,9 +110,7 @@ def clutter(image: Image.Image, rng: random.Random, colour: Colour, pieces: int)
             draw.line([(x, y), end], fill=fill, width=rng.randint(1, 6))
 
 
-def draw_barcode(image: Image.Image, rng: random.Random) -> None:
-    width, height = image.size
-    draw = ImageDraw.Draw(image)
+def draw_barcode(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     draw.rectangle([0, 0, width, height], fill=(255, 255, 255))
     x = 3
     while x < width - 4:
@@ -122,10 +120,9 @@ def draw_barcode(image: Image.Image, rng: random.Random) -> None:
         x += bar
 
 
-def draw_qr_code(image: Image.Image, rng: random.Random, modules: int = 11) -> None:
-    width, height = image.size
-    draw = ImageDraw.Draw(image)
+def draw_qr_code(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     draw.rectangle([0, 0, width, height], fill=(255, 255, 255))
+    modules = 11
     step_x, step_y = (width - 4) / modules, (height - 4) / modules
     for row in range(modules):
         for column in range(modules):
@@ -135,9 +132,7 @@ def draw_qr_code(image: Image.Image, rng: random.Random, modules: int = 11) -> N
                 draw.rectangle([x, y, x + step_x - 1, y + step_y - 1], fill=(0, 0, 0))
 
 
-def draw_logo(image: Image.Image, rng: random.Random) -> None:
-    width, height = image.size
-    draw = ImageDraw.Draw(image)
+def draw_logo(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     fill = pick_colour(rng)
     draw.ellipse([0, 0, width - 1, height - 1], fill=fill, outline=ink_on(rng, fill), width=rng.randint(1, 4))
     text = rng.choice(LOGO_TEXTS)
@@ -145,17 +140,14 @@ def draw_logo(image: Image.Image, rng: random.Random) -> None:
     draw.text((width / 2, height / 2), text, fill=ink_on(rng, fill), font=font, anchor="mm")
 
 
-def draw_panel(image: Image.Image, rng: random.Random) -> None:
-    width, height = image.size
+def draw_panel(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     fill = pick_colour(rng)
     outline = ink_on(rng, fill) if rng.random() < 0.5 else None
-    ImageDraw.Draw(image).rectangle([0, 0, width - 1, height - 1], fill=fill, outline=outline, width=2)
+    draw.rectangle([0, 0, width - 1, height - 1], fill=fill, outline=outline, width=2)
 
 
-def draw_text_block(image: Image.Image, rng: random.Random) -> None:
+def draw_text_block(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     """Running text, such as a list of ingredients, that fills the width."""
-    width, height = image.size
-    draw = ImageDraw.Draw(image)
     size = rng.uniform(7, 12)
     font = pick_font(rng, size)
     fill = pick_colour(rng, 170, 255) if rng.random() < 0.7 else pick_colour(rng, 0, 70)
@@ -170,10 +162,8 @@ def draw_text_block(image: Image.Image, rng: random.Random) -> None:
         y += size * 1.25
 
 
-def draw_nutrition_table(image: Image.Image, rng: random.Random) -> None:
+def draw_nutrition_table(draw: ImageDraw.ImageDraw, width: int, height: int, rng: random.Random) -> None:
     """A heading and rows of nutrients with one or two columns of amounts."""
-    width, height = image.size
-    draw = ImageDraw.Draw(image)
     heading = rng.choice(sorted(NUTRIENTS))
     fill = rng.choice(((255, 255, 255), (255, 255, 255), pick_colour(rng, 210, 255), pick_colour(rng, 0, 60)))
     ink = ink_on(rng, fill)
@@ -206,7 +196,7 @@ def draw_nutrition_table(image: Image.Image, rng: random.Random) -> None:
         draw.rectangle([0, 0, width - 1, height - 1], outline=ink, width=rng.choice((1, 2)))
 
 
-DRAW: dict[str, Callable[[Image.Image, random.Random], None]] = {
+DRAW: dict[str, Callable[[ImageDraw.ImageDraw, int, int, random.Random], None]] = {
     "barcode": draw_barcode,
     "logo": draw_logo,
     "panel": draw_panel,
@@ -219,7 +209,7 @@ DRAW: dict[str, Callable[[Image.Image, random.Random], None]] = {
 def drawn(category: str, width: int, height: int, rng: random.Random) -> Image.Image:
     """One object (RGBA) on an image of its own, so that nothing of it can stick out of its box."""
     image = Image.new("RGB", (width, height))
-    DRAW[category](image, rng)
+    DRAW[category](ImageDraw.Draw(image), width, height, rng)
     if category != "logo":
         return image.convert("RGBA")
     mask = Image.new("L", (width, height))

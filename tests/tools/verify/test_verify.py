@@ -121,17 +121,6 @@ def test_a_damaged_object_of_the_cache_is_found_and_made_again_from_the_workspac
     assert path.read_bytes() == Path(ADAPTER).read_bytes()
 
 
-def test_damage_in_a_file_that_is_linked_into_the_cache_is_fixed_by_running_the_stage_again(workspace: Path) -> None:
-    before, same = Path(ADAPTER).read_bytes(), cached(ADAPTER)
-    Path(ADAPTER).unlink()
-    os.link(same, ADAPTER)
-    flip(ADAPTER)
-    assert list(findings()) == [str(same), TRAINED]
-    while found := findings():
-        run(workspace, next(iter(found.values()))[1])
-    assert Path(ADAPTER).read_bytes() == before
-
-
 def test_a_changed_source_is_found(workspace: Path) -> None:
     flip("data/source/config.json")
     assert findings() == {"data/source": ("is not what base@vlm read", "dvc repro base@vlm")}
