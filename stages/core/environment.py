@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,10 +221,7 @@ def arithmetic(environment: Mapping[str, str]) -> str:
 
 def cpu_model() -> str:
     """The maker's name of the CPU, or the kind of processor if the system does not report it."""
-    if CPUINFO.exists():
-        return _cpuinfo("model name") or platform.machine()
-    asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or platform.machine()
+    return _cpuinfo("model name") or platform.machine()
 
 
 def _cpuinfo(key: str) -> str | None:
@@ -237,7 +233,7 @@ def _cpuinfo(key: str) -> str | None:
 
 def usable_cores() -> int:
     """Cores that this process may use, as torch counts them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:

@@ -181,7 +181,6 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{DATASETS}.both.mix": None}, f"{DATASETS}.both.mix: missing"),
         ({f"{DATASETS}.both.source": "folder:x"}, f"{DATASETS}.both.mix: set"),
         ({f"{DATASETS}.both.limit": {"train": 3}}, f"{DATASETS}.both.limit: set"),
-        ({f"{DATASETS}.both.mix": {"one": 0}}, f"{DATASETS}.both.mix: takes no training sample"),
         ({f"{DATASETS}.both.mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean"),
         ({f"{DATASETS}.both.mix": {"both": 3}}, "both.mix.both: is a mix itself"),
         ({f"{DATASETS}.both.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),

@@ -158,8 +158,6 @@ def _dataset(here: str, dataset: DatasetParams, datasets: dict[str, DatasetParam
         yield f"{here}.mix", f"{'set' if mix else 'missing'}, though the source is {dataset.source}"
     if dataset.source == "mix" and dataset.limit is not None:
         yield f"{here}.limit", "set, though mix says how much of each dataset to take"
-    if mix and not any(count is None or count > 0 for count in mix.values()):
-        yield f"{here}.mix", "takes no training sample of any dataset"
     for part in mix:
         if part not in datasets:
             yield f"{here}.mix.{part}", f"the profile has no such dataset{nearest(part, datasets)}"

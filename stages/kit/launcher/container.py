@@ -40,8 +40,6 @@ ASIDE_DIR = Path("data/.outputs")
 """On the file system of the outputs, so that taking them is a rename."""
 DVC_OBJECT = re.compile(r"(/files/md5)/[0-9a-f]{2}/[0-9a-f]{30}")
 """A file in a cache of DVC, to which DVC may link an output."""
-MAX_LINKS = 256
-"""Most links in a source folder: each one is a mount of its own."""
 READY_S = 10.0
 """Time that a signal waits for the container to report that it handles signals; a stage could remove that report."""
 
@@ -271,8 +269,6 @@ def _links_of_source(source_dir: Path, workspace_dir: Path) -> list[Mount]:
     """
     links = [link for link in _links(source_dir) if link.exists() and link != source_dir]
     links = [link for link in links if stays_inside(link, source_dir, workspace_dir=workspace_dir)]
-    if len(links) > MAX_LINKS:
-        raise UserError(f"{source_dir} has {len(links)} links, more than {MAX_LINKS}; name the folder with the files")
     return [Mount(link.resolve(), _literal_target(link)) for link in links]
 
 

@@ -11,13 +11,13 @@ import fcntl
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import psutil
 
@@ -32,23 +32,23 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. A figure that the driver does not support is None, and does not count as use."""
+    """One GPU."""
 
     index: int
     """nvidia-smi's index (PCI order); CUDA may count differently (CUDA_DEVICE_ORDER). A stage gets the UUID."""
     uuid: str
     """GPU-8932f937-d72c-..."""
     name: str
-    used_bytes: int | None = None
+    used_bytes: int = 0
     """In use by all processes, those of other containers included, without the driver's reserve."""
-    total_bytes: int | None = None
-    processes: Mapping[int, int | None] = field(default_factory=dict)
-    """Bytes of each process that computes on it, by process id; None if the driver does not report them."""
+    total_bytes: int = 0
+    processes: tuple[int, ...] = ()
+    """Process ids that compute on it."""
 
     @property
     def is_free(self) -> bool:
         """Whether no process computes on it."""
-        return not self.processes and (self.used_bytes or 0) <= IDLE_BYTES
+        return not self.processes and self.used_bytes <= IDLE_BYTES
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
@@ -97,26 +97,17 @@ def _read_gpu(index: int) -> Gpu | None:
     """None for a GPU that the driver has lost."""
     import pynvml
 
-    def query(function: Callable[..., Any], *args: Any, otherwise: Any) -> Any:
-        """`otherwise` if this machine (WSL, a virtual GPU, an old driver) does not support the query."""
-        try:
-            return function(device, *args)
-        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission):
-            return otherwise
-
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Version 1 counts the hundreds of MiB that the driver reserves as used.
-        memory = query(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2, otherwise=None)
-        # With its version: the plain name raises something else than NVMLError if the driver is too old.
-        processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, otherwise=())
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2)
         return Gpu(
             index=index,
             uuid=pynvml.nvmlDeviceGetUUID(device),
             name=pynvml.nvmlDeviceGetName(device),
-            used_bytes=memory and memory.used,
-            total_bytes=memory and memory.total,
-            processes={process.pid: process.usedGpuMemory for process in processes},
+            used_bytes=memory.used,
+            total_bytes=memory.total,
+            processes=tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(device)),
         )
     except pynvml.NVMLError_GpuIsLost:
         return None
@@ -196,11 +187,8 @@ class _Lease:
         tally = f"{len(self.free)} free, {len(self.held)} leased to other stages, {len(self.in_use)} in use"
         lines = [f"{self.holder} wants {pluralize(self.count, 'GPU')}; {tally} by processes without a lease:"]
         for gpu in self.in_use:
-            used = "" if gpu.used_bytes is None else f": {_bytes(gpu.used_bytes)} of {_bytes(gpu.total_bytes)} in use"
-            lines.append(f"  {gpu}{used}")
-            lines += [f"    pid {pid}, {_command_and_user(pid)}: {_bytes(used)}" for pid, used in gpu.processes.items()]
-            if not gpu.processes:
-                lines.append("    by a process that is not listed, e.g. in another container")
+            others = ", ".join(_command_and_user(pid) for pid in gpu.processes) or "a process that is not listed"
+            lines.append(f"  {gpu}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} in use by {others}")
         return "\n".join([*lines, "End these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES."])
 
 
@@ -249,14 +237,9 @@ def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
 
 
 def _command_and_user(pid: int) -> str:
-    """The command and user of a process, if the system reports them: it may be in another container."""
+    """The process, its command and its user, if the system reports them: it may be in another container."""
     try:
         process = psutil.Process(pid)
-        command = " ".join(process.cmdline()) or process.name()
-        return f"{textwrap.shorten(command, width=80, placeholder=' ...')} of {process.username()}"
+        return f"pid {pid} ({textwrap.shorten(' '.join(process.cmdline()), width=80)}, {process.username()})"
     except psutil.Error:
-        return "command unknown"
-
-
-def _bytes(num_bytes: int | None) -> str:
-    return "memory unknown" if num_bytes is None else bytes_text(num_bytes)
+        return f"pid {pid}"

@@ -49,7 +49,6 @@ from stages.kit.launcher.slurm_wait import StageJob, caller_pid
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import MemoryRecord
 from stages.kit.training.checkpoints import checkpoints_dir, remove_finished
 
 WORKSPACE_DIR = Path(__file__).resolve().parents[3]
@@ -180,14 +179,9 @@ def run_down_the_ladder(
     if not changes:
         raise UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
     tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
-    memory_path = stage_run.workspace_dir / "data/runs" / stage_run.args[0] / "memory.json"
-    predicted = ""
-    if stage_run.stage == "train" and memory_path.exists():
-        record = MemoryRecord.read(memory_path)
-        predicted = f"The prediction for the plan was {record.summary()} (calibration: {record.calibration}).\n"
     raise UserError(
         f"{what} ran out of memory with every setting lowered that keeps its result. It tried, one after the other:\n"
-        f"{tried}\n{predicted}Choose one of: a profile with more memory, fewer images.max_pixels, a smaller base"
+        f"{tried}\nChoose one of: a profile with more memory, fewer images.max_pixels, a smaller base"
     )
 
 

@@ -169,8 +169,7 @@ def run_stage(
     )
     signals.forward_to(child.send_signal)
     code = child.wait()
-    # macOS raises PermissionError for a group of which only zombies are left.
-    with suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

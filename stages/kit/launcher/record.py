@@ -83,11 +83,7 @@ class ProvenanceRecorder:
             driver=driver_version() if names else None,
             environment=numeric_settings(self.stage_run.caller),
         )
-        path = self.stage_run.workspace_dir / self.stage.provenance
-        try:
-            provenance.write(path)
-        except OSError as error:
-            raise UserError(f"the record of {self.stage.name} cannot be written to {path}: {error}") from None
+        provenance.write(self.stage_run.workspace_dir / self.stage.provenance)
 
 
 def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage: DeclaredStage) -> dict[str, str]:

@@ -35,7 +35,7 @@ def _handle(index: int) -> Any:
 
 
 def _processes(gpu: Any) -> list[SimpleNamespace]:
-    return [SimpleNamespace(pid=int(pid), usedGpuMemory=used) for pid, used in gpu["processes"].items()]
+    return [SimpleNamespace(pid=pid) for pid in gpu["processes"]]
 
 
 def _memory(gpu: Any, version: int) -> SimpleNamespace:
