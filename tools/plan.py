@@ -224,7 +224,7 @@ class Predictions:
                 "verdict": cheapest.verdict,
                 "total_gib": in_gib(cheapest.prediction.total_bytes),
             }
-            lines += advice(cheapest, found.predict)
+            lines.append(advice(cheapest))
         verdict = evaluation.verdict or "unknown"
         lines.append(f"evaluation  {gib_text(evaluation.prediction.total_bytes)} GiB, {batch_size} at once: {verdict}")
         batch = f"the largest samples of {inputs.data_dir}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,11 +96,9 @@ class MemoryLog:
         end = self._read()
         # The kernel counts a core's last pages late, so its peak can be below a reading before it.
         readings = (self._before, self._after, end)
-        end = replace(
-            end,
-            peak_bytes=max(end.peak_bytes, *(reading.used_bytes for reading in readings)),
-            peak_reserved_bytes=max(end.peak_reserved_bytes, *(reading.reserved_bytes for reading in readings)),
-        )
+        peak = max(end.peak_bytes, *(reading.used_bytes for reading in readings))
+        reserved = max(end.peak_reserved_bytes, *(reading.reserved_bytes for reading in readings))
+        end = replace(end, peak_bytes=peak, peak_reserved_bytes=reserved)
         log.info("memory at its peak: %s", self._amount(end.peak_bytes, end.peak_reserved_bytes))
         return StageMemory(
             stage=stage,
@@ -117,12 +114,9 @@ class MemoryLog:
         return gpu_reading(self._gpus) if self._gpus else cpu_reading()
 
     def _log(self, when: str, reading: MemoryReading) -> None:
-        amount, free, total = (
-            self._amount(reading.used_bytes, reading.reserved_bytes),
-            reading.free_bytes,
-            reading.total_bytes,
-        )
-        log.info("memory %s: %s; %.2f of %.2f GiB free", when, amount, free / GIB, total / GIB)
+        amount = self._amount(reading.used_bytes, reading.reserved_bytes)
+        free_gib, total_gib = reading.free_bytes / GIB, reading.total_bytes / GIB
+        log.info("memory %s: %s; %.2f of %.2f GiB free", when, amount, free_gib, total_gib)
 
     def _amount(self, used_bytes: int, reserved_bytes: int) -> str:
         if not self._gpus:
@@ -134,14 +128,8 @@ class MemoryLog:
 def cpu_reading() -> MemoryReading:
     used, peak = resident_bytes()
     free, total = free_and_total_bytes()
-    return MemoryReading(
-        used_bytes=used,
-        reserved_bytes=used,
-        peak_bytes=peak,
-        peak_reserved_bytes=peak,
-        free_bytes=free,
-        total_bytes=total,
-    )
+    amounts = {"used_bytes": used, "reserved_bytes": used, "peak_bytes": peak, "peak_reserved_bytes": peak}
+    return MemoryReading(**amounts, free_bytes=free, total_bytes=total)
 
 
 def gpu_reading(gpus: Sequence[int]) -> MemoryReading:
@@ -161,13 +149,11 @@ def gpu_reading(gpus: Sequence[int]) -> MemoryReading:
 
 def resident_bytes() -> tuple[int, int]:
     """(now, peak so far) of this process, without its children."""
-    status = Path("/proc/self/status")
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     now = psutil.Process().memory_info().rss
-    # getrusage's peak starts with the peak of the parent process; it is in bytes on macOS, else in KiB.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else unit * getrusage(RUSAGE_SELF).ru_maxrss
-    return now, max(now, peak)
+    # getrusage's peak starts with the peak of the parent process.
+    peak_kib = int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else getrusage(RUSAGE_SELF).ru_maxrss
+    return now, max(now, 1024 * peak_kib)
 
 
 # Mount point of the memory control group, and by version the names of its limit, its use, and the file cache within
@@ -189,9 +175,7 @@ def free_and_total_bytes(root: Path = Path("/")) -> tuple[int, int]:
 def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
     """(free, limit) of each control group with a limit that this process is in."""
     memberships = root / "proc/self/cgroup"
-    if not memberships.exists():  # not Linux
-        return
-    for line in memberships.read_text().splitlines():
+    for line in memberships.read_text().splitlines() if memberships.exists() else ():
         _, controllers, inside = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

@@ -186,7 +186,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
         assert result.exit_code == 0, result.output
     planned = json.loads(Path("data/runs/r1-llm-only/memory.json").read_text())
     found = json.loads(answer("r1-llm-only", "--json"))
-    assert found["memory"] == {**planned, "gpus": {}}
+    assert found["memory"] == planned
     assert found["batch"] == "the largest samples of data/prepared/nutrition-tables"
     assert "no data yet" in answer(*on_gpu("r1-llm-only"))  # the prepared data are another profile's
 

@@ -263,7 +263,13 @@ class _Preparation(Generic[R]):
     def check(self) -> None:
         """Raises UserError if samples are invalid or leaked and not to be skipped, or a split is empty."""
         self._refuse_invalid(self.splits)
-        self._refuse_leaks()
+        leaked = [f"{place} and {seen}: {name}" for split in self.splits.values() for place, seen, name in split.leaked]
+        if leaked and not self.data.skip_invalid:
+            raise UserError(
+                f"{self.dataset.source} has {pluralize(len(leaked), 'training sample')} whose {self.rules.subject} is "
+                f"in the validation split too, which makes scores worthless:\n{listed(leaked)}\n"
+                "Remove each from one of them, or leave the training ones out by data.skip_invalid: true in params.yaml"
+            )
         for name, split in self.splits.items():
             if not split.records:
                 left_out = split.invalid_rows + len(split.leaked)
@@ -285,16 +291,6 @@ class _Preparation(Generic[R]):
             advice = "Correct them, or leave them out with data.skip_invalid: true in params.yaml"
         raise UserError(
             f"{self.dataset.source} has {found} (rows count from 0, lines from 1):\n{listed(invalid)}\n{advice}"
-        )
-
-    def _refuse_leaks(self) -> None:
-        leaked = [f"{place} and {seen}: {name}" for split in self.splits.values() for place, seen, name in split.leaked]
-        if not leaked or self.data.skip_invalid:
-            return
-        raise UserError(
-            f"{self.dataset.source} has {pluralize(len(leaked), 'training sample')} whose {self.rules.subject} is in "
-            f"the validation split too, which makes scores worthless:\n{listed(leaked)}\n"
-            "Remove each from one of them, or leave the training ones out with data.skip_invalid: true in params.yaml"
         )
 
     def stats(self) -> dict[str, Any]:

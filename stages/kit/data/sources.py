@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from stages.core.errors import UserError, listed, pluralize
+from stages.core.errors import UserError, join_truncated, listed, pluralize
 from stages.core.given_files import given_files
 from stages.kit.data.parquet import count_rows, missing_columns, read_rows
 
@@ -77,10 +77,9 @@ def _full_commit(repo_type: str, repo_id: str, revision: str) -> str:
     commits = [commit.commit_id for commit in HfApi().list_repo_commits(repo_id, repo_type=repo_type)]
     matching = [commit for commit in commits if commit.startswith(revision)]
     if len(matching) != 1:
-        count = "no commit" if not matching else f"{len(matching)} commits"
+        count = pluralize(len(matching), "commit")
         raise UserError(
-            f"{count} of the {repo_type} {repo_id} on the hub start with {revision}, expected exactly one; "
-            f"its newest is {commits[0] if commits else 'missing'}"
+            f"{count} of {repo_id} on the hub start with {revision}, expected one; the newest is {commits[0]}"
         )
     return matching[0]
 
@@ -156,15 +155,11 @@ def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
 def describe_folder(folder: Path) -> str:
     """The files in a folder, by kind: `it holds 12 .jpg files (1.jpg, ...)`. Links are not followed."""
     walked = (Path(here, name) for here, _, names in os.walk(folder) for name in names)
-    files = list(islice(walked, MAX_FILES))
-    if not files:
-        return "it is empty"
     by_suffix: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(files):
-        by_suffix[path.suffix.lower()].append(path.relative_to(folder).as_posix())
+    for path in sorted(islice(walked, MAX_FILES)):
+        by_suffix[path.suffix.lower() or "other"].append(path.relative_to(folder).as_posix())
     kinds = []
     for suffix, names in sorted(by_suffix.items(), key=lambda kind: -len(kind[1])):
         shown = names[:MAX_NAMED] + ["..."] * (len(names) > MAX_NAMED)
-        kinds.append(f"{pluralize(len(names), (suffix or 'other') + ' file')} ({', '.join(shown)})")
-    more = " and others" if len(kinds) > MAX_NAMED or len(files) == MAX_FILES else ""
-    return f"it holds {', '.join(kinds[:MAX_NAMED])}{more}"
+        kinds.append(f"{pluralize(len(names), suffix + ' file')} ({', '.join(shown)})")
+    return f"it holds {join_truncated(kinds, MAX_NAMED)}" if kinds else "it is empty"

@@ -22,25 +22,8 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = [
-    "CpuPeak",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "active_fake_mode",
-    "cpu_peak",
-    "expand_segments",
-    "foreach_on_cpu",
-    "foreach_takes",
-    "in_kernel_invocation_manager",
-    "overridden_on_cpu",
-    "pretended_processes",
-    "storage_key",
-    "tree_leaves",
-    "tree_map_only",
-    "without_autocast",
-    "without_modes",
-]
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "active_fake_mode", "in_kernel_invocation_manager"]
+__all__ += ["tree_leaves", "tree_map_only"]
 
 without_modes = _disable_current_modes
 """A context in which neither fake tensors nor dispatch modes act."""

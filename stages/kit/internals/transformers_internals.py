@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +87,16 @@ class CheckpointHooks(Trainer):
     whole models in their final place, and pickles.
     """
 
-    def save_checkpoint(self) -> None:
-        """Save the step that has just ended."""
-        raise NotImplementedError
-
-    def restore_weights(self, checkpoint: Path) -> None:
-        """The first to be called. checkpoint: the folder that train() was given."""
-        raise NotImplementedError
-
-    def restore_optimizer(self) -> None:
-        """The second: optimizer, schedule and gradient scaler, which exist by then."""
-        raise NotImplementedError
-
-    def restore_progress(self) -> None:
-        """The last: random numbers and totals, once Trainer has reset its own and fetched the first samples."""
-        raise NotImplementedError
-
-    def on_grad_norm(self, grad_norm: torch.Tensor) -> None:
-        """Called after the backward passes of a step. grad_norm: (), before clipping."""
-        raise NotImplementedError
+    save_checkpoint: Callable[[], None]
+    """Saves the step that has just ended."""
+    restore_weights: Callable[[Path], None]
+    """The first to be called, with the folder that train() was given."""
+    restore_optimizer: Callable[[], None]
+    """The second: optimizer, schedule and gradient scaler, which exist by then."""
+    restore_progress: Callable[[], None]
+    """The last: random numbers and totals, once Trainer has reset its own and fetched the first samples."""
+    on_grad_norm: Callable[[torch.Tensor], None]
+    """Called after the backward passes of a step with the gradient norm, (), before clipping."""
 
     def running_totals(self) -> dict[str, Any]:
         """Sums since the last line of the log, which a checkpoint between two lines has to keep."""

@@ -18,7 +18,7 @@ _strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class Constant:
-    value: Annotated[float, Field(gt=0)]
+    value: float
     measured: Annotated[str, Field(pattern=r"^(assumed|\S.*, \d{4}-\d{2}-\d{2})$")]
     """`assumed`, or device and day."""
     why: Annotated[str, Field(min_length=1)]
@@ -31,34 +31,19 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class Share(Constant):
-    value: Annotated[float, Field(gt=0, le=1)]
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
-class ErrorBelow(Constant):
-    value: Annotated[float, Field(gt=-1, le=0)]
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
-class ErrorAbove(Constant):
-    value: Annotated[float, Field(ge=0)]
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
 class Calibration:
     """calibration.yaml describes each constant; the end of its name is its unit, without one it is a share."""
 
     context_mib: Constant
     cublas_workspaces_mib: Constant
     nccl_buffers_mib: Constant
-    usable_share: Share
-    usable_share_large: Share
+    usable_share: Constant
+    usable_share_large: Constant
     large_card_gb: Constant
-    allocated_error_low: ErrorBelow
-    allocated_error_high: ErrorAbove
-    reserved_error_low: ErrorBelow
-    reserved_error_high: ErrorAbove
+    allocated_error_low: Constant
+    allocated_error_high: Constant
+    reserved_error_low: Constant
+    reserved_error_high: Constant
 
     def label(self, *, several: bool) -> str:
         """Sources of the constants that decide a prediction; `assumed` if one of them is.

@@ -14,13 +14,9 @@ from stages.kit.planning.ladder import (
     changes_between,
     climbs,
     rungs,
-    settings,
-    sharded_over,
 )
 from stages.kit.planning.plan import Plan
 from stages.kit.planning.prediction import (
-    Budget,
-    GpuRecord,
     MemoryRecord,
     Prediction,
     Verdict,
@@ -30,10 +26,6 @@ from stages.kit.planning.prediction import (
 )
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
-
-MORE_DEVICES = (2, 4, 8)
-"""Numbers of GPUs that machines have."""
-SHARED_OUT: tuple[Budget, ...] = ("weights", "adapters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +43,9 @@ class Fit:
     def verdict(self) -> Verdict | None:
         return None if self.capacity_bytes is None else self.prediction.verdict(self.capacity_bytes)
 
+    def changed_to(self, plan: Plan, predict: Predict) -> Fit:
+        return replace(self, plan=plan, prediction=predict(plan), changes=changes_between(self.plan, plan))
+
     def lines(self) -> list[str]:
         """Schedule, disk for features, changes and memory, for logs; on a CPU in short if the plan fits."""
         plan, schedule = self.plan, self.plan.schedule
@@ -66,15 +61,11 @@ class Fit:
     def record(self, evaluation: Fit) -> MemoryRecord:
         """evaluation: how the same plan's evaluation fits."""
         prediction, device = self.prediction, self.plan.device
+        amounts = ("allocated", "reserved", "total", "low", "high")
         of_this_machine = device.kind == "cpu" and device.memory_gb is None
-        each = [replace(self, prediction=gpu) for gpu in prediction.gpus]
         return MemoryRecord(
             verdict=self.verdict or "unknown",
-            allocated_gib=in_gib(prediction.allocated_bytes),
-            reserved_gib=in_gib(prediction.reserved_bytes),
-            total_gib=in_gib(prediction.total_bytes),
-            low_gib=in_gib(prediction.low_bytes),
-            high_gib=in_gib(prediction.high_bytes),
+            **{f"{amount}_gib": in_gib(getattr(prediction, f"{amount}_bytes")) for amount in amounts},
             usable_gib=None if self.capacity_bytes is None or of_this_machine else in_gib(self.capacity_bytes),
             peak_phase=prediction.peak_phase,
             phases_gib=all_in_gib(prediction.phases),
@@ -83,15 +74,6 @@ class Fit:
             changes=list(self.changes),
             evaluation_verdict=evaluation.verdict or "unknown",
             evaluation_gib=in_gib(evaluation.prediction.total_bytes),
-            gpus={
-                str(number): GpuRecord(
-                    verdict=gpu.verdict or "unknown",
-                    total_gib=in_gib(gpu.prediction.total_bytes),
-                    peak_phase=gpu.prediction.peak_phase,
-                    budget_gib=all_in_gib(gpu.prediction.budget),
-                )
-                for number, gpu in enumerate(each)
-            },
         )
 
 
@@ -100,7 +82,7 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
     might, rung = None, fit
     for plan in rungs(fit.plan):
         if plan is not fit.plan:
-            rung = replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
+            rung = fit.changed_to(plan, predict)
         if rung.verdict in (None, "fits"):
             return rung
         if rung.verdict == "too close":
@@ -110,15 +92,11 @@ def cheapest_fit(fit: Fit, predict: Predict) -> Fit:
 
 def fastest_fit(fit: Fit, predict: Predict) -> Fit:
     """The plan of the same result that fits with the least `assumed_time`; the plan itself if none fits."""
-
-    def changed(plan: Plan) -> Fit:
-        return replace(fit, plan=plan, prediction=predict(plan), changes=changes_between(fit.plan, plan))
-
     found = []
     for climb in climbs(fit.plan):
-        fitting = bisect_left(climb, True, key=lambda plan: changed(plan).verdict != "fits")
+        fitting = bisect_left(climb, True, key=lambda plan: fit.changed_to(plan, predict).verdict != "fits")
         found += climb[fitting - 1 : fitting] if fitting else []
-    return changed(min(found, key=assumed_time)) if found else fit
+    return fit.changed_to(min(found, key=assumed_time), predict) if found else fit
 
 
 def decide(fit: Fit, predict: Predict, how: str) -> Fit:
@@ -133,7 +111,7 @@ def decide(fit: Fit, predict: Predict, how: str) -> Fit:
     cheapest = cheapest_fit(fit, predict)
     if how in ("auto", "fill") and cheapest.verdict != "does not fit":
         return cheapest
-    raise UserError(refusal(fit, cheapest, predict))
+    raise UserError(refusal(fit, cheapest))
 
 
 def fitting_batch_size(
@@ -157,7 +135,7 @@ def fitting_batch_size(
     return 1 << bisect_left(range(1, limit.bit_length()), True, key=does_not_fit)
 
 
-def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
+def refusal(fit: Fit, cheapest: Fit) -> str:
     plan, count = fit.plan, fit.plan.device.count
     if plan.on_gpu:
         device = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
@@ -168,42 +146,16 @@ def refusal(fit: Fit, cheapest: Fit, predict: Predict) -> str:
     lines = [
         f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",
         *fit.prediction.lines(fit.capacity_bytes),
-        *advice(cheapest, predict),
+        advice(cheapest),
         *([f"take that change: {flag}=auto"] if cheapest.verdict != "does not fit" else []),
         f"run it as it is: {flag}=off",
     ]
     return "\n  ".join(lines)
 
 
-def advice(cheapest: Fit, predict: Predict) -> list[str]:
-    """The changes that would make a plan fit, in words. cheapest: from `cheapest_fit`."""
+def advice(cheapest: Fit) -> str:
+    """The change that would make a plan fit. cheapest: from `cheapest_fit`."""
     least = f"{', '.join(cheapest.changes) or 'no change'}: {gib_text(cheapest.prediction.total_bytes)} GiB"
     if cheapest.verdict != "does not fit":
-        return [f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"]
-    lines = [f"no change that keeps its result makes it fit; the least is with {least}"]
-    if (sharded := sharded_fit(cheapest, predict)) is not None:
-        changed = ", ".join(f"{name} {value}" for name, value in settings(sharded.plan).items())
-        lines.append(
-            f"on {sharded.plan.device.count} such GPUs it fits with memory.placement sharded ({changed}): "
-            f"{gib_text(sharded.prediction.total_bytes)} GiB each"
-        )
-    return lines
-
-
-def sharded_fit(cheapest: Fit, predict: Predict) -> Fit | None:
-    """The plan sharded over the fewest GPUs that hold it, if its own ladder does not help.
-
-    cheapest: the last of that ladder. None if no machine's GPUs suffice, or the plan cannot be sharded.
-    """
-    plan, spent = cheapest.plan, cheapest.prediction.budget
-    if not plan.on_gpu or cheapest.capacity_bytes is None:
-        return None
-    shared_out = sum(spent.get(entry, 0) for entry in SHARED_OUT)
-    if cheapest.prediction.total_bytes - shared_out > cheapest.capacity_bytes:
-        return None  # what every process needs for itself is too much already
-    for count in MORE_DEVICES:
-        if count > plan.device.total and (over_more := sharded_over(plan, count)) is not None:
-            fit = replace(cheapest, plan=over_more, prediction=predict(over_more), changes=())
-            if fit.verdict == "fits":
-                return fit
-    return None
+        return f"it {'fits' if cheapest.verdict == 'fits' else 'might just fit'} with {least}"
+    return f"no change that keeps its result makes it fit; the least is with {least}"

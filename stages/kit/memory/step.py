@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,13 +44,20 @@ def record_step(
     """
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
-        recorder = stack.enter_context(_recording(plan, config))
+        gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
+        stack.callback(gc.unfreeze)
+        stack.callback(reset_accelerator)  # nothing of the step's trainer is left in this process
+        recorder = stack.enter_context(recorder_of(plan.device, plan.attn, config))
+        stack.enter_context(stand_in_kernels(MULTIPROCESSORS if plan.on_gpu else 1))
         if plan.features_bytes:
             batch = from_features(batch, config, plan.precision)
         batch = {name: without_contents(tensor) for name, tensor in batch.items()}
-        model = stack.enter_context(_prepared_model(here, config, recorder, processes=plan.device.total))
+        model = _prepared_model(here, config, recorder, stack, processes=plan.device.total)
         trainer = one_batch_trainer(here, model, processor, batch)
-        _label_parameters(model, recorder)
+        for name, parameter in model.named_parameters():
+            recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda of: recorder.label([local(of.grad)], "gradients"))
         if gpus is not None:
             spread(model, gpus, recorder)
         fill_optimizer_state(trainer)
@@ -70,38 +77,23 @@ def record_step(
         return recorder.finish()
 
 
-@contextmanager
-def _recording(plan: Plan, config: PreTrainedConfig) -> Iterator[Recorder]:
-    """A recorder of a step on the plan's device; afterwards nothing of the step's trainer is left in this process."""
-    gc.freeze()  # accelerate collects garbage, which takes long among all that torch and transformers have imported
-    try:
-        with (
-            recorder_of(plan.device, plan.attn, config) as recorder,
-            stand_in_kernels(MULTIPROCESSORS if plan.on_gpu else 1),
-        ):
-            yield recorder
-    finally:
-        reset_accelerator()
-        gc.unfreeze()
-
-
-@contextmanager
 def _prepared_model(
-    plan: Plan, config: PreTrainedConfig, recorder: Recorder, *, processes: int
-) -> Iterator[PreTrainedModel | PeftModel]:
-    """The model with its adapters, as the train stage prepares it; if sharded, this process's share of it."""
+    plan: Plan, config: PreTrainedConfig, recorder: Recorder, stack: ExitStack, *, processes: int
+) -> PreTrainedModel | PeftModel:
+    """The model with its adapters, as the train stage prepares it; if sharded, this process's share of it.
+
+    stack: undoes what the model needs once it has been used.
+    """
     attn = resolve_attention(plan.attn, plan.device, plan.precision, padding_free=plan.padding_free)
     base = new_model(config, precision=plan.precision, attn=attn)
     if plan.is_quantized:
         base = quantize_nf4(base, plan.precision)
     model = apply_recipe(base, plan.parts, plan.lora, plan.full_targets)
-    with fused_kernels(model, used=plan.fused_kernels):
-        if plan.is_sharded:
-            with recorder.watching_resizes(), pretended_processes(processes) as mesh:
-                shard(model, plan, mesh)
-                yield model
-        else:
-            yield model
+    stack.enter_context(fused_kernels(model, used=plan.fused_kernels))
+    if plan.is_sharded:
+        stack.enter_context(recorder.watching_resizes())
+        shard(model, plan, stack.enter_context(pretended_processes(processes)))
+    return model
 
 
 def _on_this_cpu(plan: Plan) -> Plan:
@@ -136,14 +128,6 @@ def from_features(
     tokens, width = int((batch["input_ids"] == config.image_token_id).sum()), config.get_text_config().hidden_size
     features = torch.empty(tokens, width, dtype=DTYPES[precision])
     return {**{name: tensor for name, tensor in batch.items() if name != "pixel_values"}, FEATURES: features}
-
-
-def _label_parameters(model: PreTrainedModel | PeftModel, recorder: Recorder) -> None:
-    """Label the parameters, and their gradients as they appear."""
-    for name, parameter in model.named_parameters():
-        recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda grown: recorder.label([local(grown.grad)], "gradients"))
 
 
 def one_batch_trainer(

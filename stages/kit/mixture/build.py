@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,9 +100,7 @@ def build_mixture(
 
 
 def check_lineages(base: Lineage, experts: Mapping[str, Lineage]) -> None:
-    """Raises UserError unless each expert was made from `base`, directly or through other recipes, and no two have the
-    same content. experts: by name."""
-    names: dict[str, str] = {}
+    """Raises UserError unless each expert was made from `base`, directly or through other recipes. experts: by name."""
     for name, lineage in experts.items():
         chain = list(lineage.bases())
         if base.digest not in {ancestor.digest for ancestor in chain}:
@@ -111,11 +108,6 @@ def check_lineages(base: Lineage, experts: Mapping[str, Lineage]) -> None:
             raise UserError(
                 f"expert {name} comes from {root.name} (content {short(root.digest)}), not from {base.name} "
                 f"(content {short(base.digest)}); the experts of a mixture are trained from one base"
-            )
-        if (other := names.setdefault(lineage.digest, name)) != name:
-            raise UserError(
-                f"experts {other} and {name} are the same model (content {short(lineage.digest)}); "
-                "a mixture of them would only take more memory"
             )
 
 
@@ -288,20 +280,12 @@ def write_shards(
 ) -> None:
     """Write a model's safetensors, with their index if they are several, in the names and files of save_pretrained.
 
-    model: on the meta device. pieces: from a weight's name, and a meta tensor of its shape and dtype, to its bytes.
-    Raises UserError if the disk has no room for them.
-    """
+    model: on the meta device. pieces: from a weight's name, and a meta tensor of its shape and dtype, to its bytes."""
     # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
     named = revert_weight_conversion(model, dict(model.named_parameters()))
     # New tensors, as experts are views of one tensor, and would each be counted at the size of all.
     tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < total_bytes:
-        raise UserError(
-            f"the mixture needs {total_bytes / 1e9:.2f} GB, but the disk of {folder.absolute().parent} has "
-            f"{free_bytes / 1e9:.2f} GB left; free some, or merge fewer experts"
-        )
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
     )

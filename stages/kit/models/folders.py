@@ -6,7 +6,6 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ from safetensors import SafetensorError, safe_open
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
 from stages.core.records import nearest, shown
-
-log = logging.getLogger(__name__)
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
 """Configuration, weights, tokenizer and chat template. No pickles, no code."""
@@ -76,17 +73,12 @@ def copy_model_files(source: Path, folder: Path, *, weights: bool = True, link: 
     """
     if not source.is_dir():
         raise UserError(f"base folder {source} does not exist")
-    found, strays = given_files(source, *MODEL_FILES), []
-    wanted = weight_files(source)
-    for path in found:
-        if path.suffix == ".safetensors" and path.name not in wanted:
-            strays.append(path.name)
-        elif path.name not in ("lineage.json", "provenance.json") and (
-            weights or not any(path.match(pattern) for pattern in WEIGHTS)
-        ):
+    left_out = {"lineage.json", "provenance.json"}
+    used = weight_files(source) if weights else set()
+    for path in given_files(source, *MODEL_FILES):
+        is_weights = any(path.match(pattern) for pattern in WEIGHTS)
+        if path.name not in left_out and (not is_weights or path.name in used or (weights and path.name == INDEX_FILE)):
             (_link if link else shutil.copyfile)(path, folder / path.name)
-    if strays:
-        log.warning("not copied, as the model does not use it: %s", ", ".join(strays))
 
 
 def _link(path: Path, target: Path) -> None:
@@ -124,12 +116,10 @@ def check_model_folder(folder: Path) -> None:
         )
     for path in sorted(folder / name for name in names):
         try:
-            with safe_open(path, framework="numpy") as file:
-                num_weights = len(file.keys())
+            with safe_open(path, framework="numpy"):
+                pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged: {error}") from None
-        if not num_weights:
-            raise UserError(f"{path} holds no weights; copy or fetch it again")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -105,18 +105,6 @@ def changes_between(before: Plan, after: Plan) -> tuple[str, ...]:
     return tuple(f"{name} {old} -> {new}" for (name, old), new in pairs if old != new)
 
 
-def sharded_over(plan: Plan, count: int) -> Plan | None:
-    """The plan sharded over `count` devices, with the same effective batch; None if that does not divide, or the plan
-    cannot be sharded. It is no rung: no run takes more devices than its profile has."""
-    at_once = plan.schedule.micro_batch * count
-    plan = plan if OPTIMIZERS[plan.optimizer].shardable else replace(plan, optimizer="adamw_torch_fused")
-    if plan.schedule.effective_batch % at_once or not can_be_sharded(plan):
-        return None
-    schedule = replace(plan.schedule, grad_accumulation=plan.schedule.effective_batch // at_once)
-    device = replace(plan.device, count=count, nodes=1)
-    return replace(plan, placement="sharded", device=device, schedule=schedule, features_bytes=0)
-
-
 def _fuse_optimizer(plan: Plan) -> Plan | None:
     """The next smaller optimizer, if its states are the same."""
     smaller = _shrink_optimizer(plan)
@@ -146,16 +134,11 @@ def _checkpoint_gradients(plan: Plan) -> Plan | None:
 def _shard(plan: Plan) -> Plan | None:
     """Shard over ddp's devices, which sends each layer's weights twice per micro-batch, and its gradients once.
 
-    Not if the recipe itself specifies nf4, which saves more and cannot be sharded.
+    Not if the recipe itself specifies nf4, which saves more. FSDP's shares of a weight are DTensors, which neither nf4
+    weights nor some optimizers support.
     """
-    if plan.placement != "ddp" or plan.may_quantize or not can_be_sharded(plan):
-        return None
-    return replace(plan, placement="sharded", features_bytes=0)
-
-
-def can_be_sharded(plan: Plan) -> bool:
-    """FSDP's shares of a weight are DTensors, which neither nf4 weights nor some optimizers support."""
-    return not plan.is_quantized and OPTIMIZERS[plan.optimizer].shardable
+    shardable = not plan.may_be_quantized and OPTIMIZERS[plan.optimizer].shardable
+    return replace(plan, placement="sharded", features_bytes=0) if plan.placement == "ddp" and shardable else None
 
 
 def _shrink_optimizer(plan: Plan) -> Plan | None:

@@ -13,7 +13,6 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
 from stages.core.params.schema import (
-    PARTS,
     Attention,
     DeviceParams,
     ImageParams,
@@ -118,8 +117,6 @@ class Plan(Record):
         ):
             if not re.fullmatch(form, value := getattr(self, name)) or ".." in Path(value).parts:
                 found[name] = f"{shown(value)} is no such folder of the pipeline"
-        if self.trainable and self.trainable.keys() != {*PARTS, "total", "all"}:
-            found["trainable"] = f"expected the number of each of {', '.join(PARTS)}, total and all"
         return found
 
     @property
@@ -163,34 +160,23 @@ def resolve_plan(params: Params, name: str, *, train_samples: int, instructions:
     recipe, profile = params.recipe(name), params.active
     memory = profile.memory
     quantization = memory.quantization or recipe.quantization
+    of_recipe = ("task", "answer_format", "parts", "lora", "full_targets", "loss", "max_length")
+    of_memory = ("placement", "precision", "attn", "gradient_checkpointing", "optimizer", "expandable_segments")
+    of_profile = ("device", "dataloader_workers", "images")
     return Plan(
+        **{name: getattr(recipe, name) for name in of_recipe},
+        **{name: getattr(memory, name) for name in of_memory},
+        **{name: getattr(profile, name) for name in of_profile},
         recipe=name,
         profile=params.profile,
-        task=recipe.task,
         base_dir=f"data/{recipe.base}",
         data_dir=f"data/prepared/{recipe.data}",
-        answer_format=recipe.answer_format,
-        device=profile.device,
         instructions=instructions,
-        placement=memory.placement,
-        precision=memory.precision,
         quantization=quantization,
         may_quantize=recipe.quantization != quantization,
-        attn=memory.attn,
-        gradient_checkpointing=memory.gradient_checkpointing,
-        optimizer=memory.optimizer,
-        expandable_segments=memory.expandable_segments,
-        dataloader_workers=profile.dataloader_workers,
-        parts=recipe.parts,
-        lora=recipe.lora,
-        full_targets=recipe.full_targets,
-        loss=recipe.loss,
         domains=params.domains(name) if recipe.loss == "router-labels" else (),
-        max_length=recipe.max_length,
-        images=profile.images,
         schedule=_schedule(params, name, train_samples),
         seed=params.seed if recipe.seed is None else recipe.seed,
-        trainable={},
     )
 
 

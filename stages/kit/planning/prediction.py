@@ -89,16 +89,6 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
-class GpuRecord:
-    """The prediction for one of several GPUs that layers are spread over; amounts in GiB."""
-
-    verdict: str
-    total_gib: float
-    peak_phase: Phase
-    budget_gib: dict[Budget, float]
-
-
-@dataclass(frozen=True, kw_only=True, config=_strict)
 class MemoryRecord(Record):
     """data/runs/RECIPE/memory.json: a prediction as metrics that experiments are compared by; amounts in GiB."""
 
@@ -121,8 +111,6 @@ class MemoryRecord(Record):
     evaluation_verdict: str
     evaluation_gib: float
     """Total of the evaluation at its own batch size, on one device."""
-    gpus: Annotated[dict[str, GpuRecord], Field(default_factory=dict)]
-    """GPUs by number, if layers are spread over several."""
 
     def summary(self) -> str:
         """The prediction on one line, the largest categories first."""

@@ -92,10 +92,7 @@ class ConversationCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """The model's inputs and `labels`, padded or packed. examples: rows of a dataset with the column `sample`."""
-        return self.as_planned(self.padded_batch(examples))
-
-    def as_planned(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A padded batch, packed if the training takes it so."""
+        batch = self.padded_batch(examples)
         return batch if self.packed_for is None else packed(batch, self.packed_for, self.loss)
 
     def padded_batch(self, examples: Sequence[Mapping[str, int]]) -> dict[str, Any]:
@@ -232,24 +229,17 @@ def _require_images(plan: Plan, conversations: Iterable[Conversation]) -> None:
 def experts_of(plan: Plan, records: Sequence[Any], samples: ModuleType) -> list[int]:
     """The number of the expert for the domain of each record.
 
-    Raises UserError for a task without domains, for a sample whose domain has no expert, and for a domain without
-    samples, whose expert would never be chosen again.
+    Raises UserError for a task without domains, and unless experts and samples have the same ones: an expert without
+    samples would never be chosen again.
     """
     assert plan.domains, plan.loss
     if not hasattr(samples, "domain"):
         raise UserError(f"samples of task {plan.task} have no domains, so loss router-labels has nothing to teach")
     domains = [samples.domain(record) for record in records]
     found = Counter(domains)
-    for domain, count in found.items():
-        if domain not in plan.domains:
-            raise UserError(
-                f"{plan.data_dir} has {count:,} of {len(domains):,} training samples of the domain {domain}, which has "
-                f"no expert; the domains of recipe {plan.recipe} are {', '.join(plan.domains)}"
-            )
-    for domain in plan.domains:
-        if domain not in found:
-            raise UserError(
-                f"{plan.data_dir} has no training sample of the domain {domain}, so its expert would never be chosen; "
-                f"it has {', '.join(found)}"
-            )
+    if found.keys() != {*plan.domains}:
+        raise UserError(
+            f"{plan.data_dir} has training samples of {', '.join(f'{name} ({n:,})' for name, n in found.items())}, but "
+            f"the experts of {plan.recipe} are of {', '.join(plan.domains)}; each domain needs samples and an expert"
+        )
     return [plan.domains.index(domain) for domain in domains]

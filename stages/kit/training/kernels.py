@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -20,14 +19,14 @@ from stages.kit.planning.plan import Plan
 def prepare_kernels(plan: Plan) -> None:
     """Have TRL's fused loss and the plan's fused kernels run on the plan's GPU, in this process.
 
-    Raises UserError if Triton cannot start, or Liger's kernels compute something else than torch.
+    Raises UserError if Triton cannot compile, or Liger's kernels compute something else than torch.
     """
     if not plan.on_gpu:
         return
     from stages.kit.internals.trl_internals import has_triton, launch_where_tensors_are
     from stages.kit.models.load import local_device
 
-    if problem := (compiler_problem() or driver_problem()) if has_triton() else "Triton is not installed":
+    if problem := compiler_problem() if has_triton() else "Triton is not installed":
         raise UserError(f"training on a GPU needs Triton, which compiles kernels where it runs: {problem}")
     launch_where_tensors_are()
     if plan.fused_kernels:
@@ -56,18 +55,6 @@ def refuse_wrong_kernels(device: str) -> None:
     off = float((ours - plain).norm() / plain.norm())
     if not off <= 1e-3:
         raise UserError(f"Liger's kernels are off by {off:.1g} on this GPU; plan without, by memory.kernels: off")
-
-
-def driver_problem() -> str | None:
-    """The reason why Triton cannot build its part of the CUDA driver (once a cache) and load it, or None."""
-    from triton.backends.nvidia.driver import CudaUtils
-
-    try:
-        CudaUtils()
-    # No libcuda.so.1 where ldconfig looks, a compiler's error, a cache that cannot be written to or loaded from.
-    except (AssertionError, subprocess.CalledProcessError, RuntimeError, OSError, ImportError) as error:
-        return f"Triton cannot start ({' '.join(str(error).split())})"
-    return None
 
 
 def compiler_problem() -> str | None:

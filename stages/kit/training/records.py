@@ -64,16 +64,13 @@ class TrainingRecord(Record):
         """plan: as used, after `attempt` rungs. peak_bytes: allocated and reserved."""
         last = {name: value for entry in state.log_history for name, value in entry.items()}
         schedule = plan.schedule
+        settings = ("recipe", "profile", "gradient_checkpointing", "optimizer", "quantization", "trainable")
         samples = schedule.num_steps * schedule.train_samples / schedule.steps_per_epoch
         return cls(
-            recipe=plan.recipe,
-            profile=plan.profile,
+            **{name: getattr(plan, name) for name in settings},
             attempt=attempt,
             micro_batch=schedule.micro_batch,
             grad_accumulation=schedule.grad_accumulation,
-            gradient_checkpointing=plan.gradient_checkpointing,
-            optimizer=plan.optimizer,
-            quantization=plan.quantization,
             num_steps=state.global_step,
             epochs=float(state.epoch or 0),
             train_loss=last["train_loss"],
@@ -83,7 +80,6 @@ class TrainingRecord(Record):
             peak_memory_bytes=peak_bytes[0],
             reserved_memory_bytes=peak_bytes[1],
             memory_kind=f"{plan.device.kind}_allocated",
-            trainable=plan.trainable,
             router_accuracy=last.get("router_accuracy"),
         )
 

@@ -46,9 +46,9 @@ def test_a_revision_is_resolved_to_the_full_commit(
     assert hub == [{"repo_id": "owner/name", **options}]
 
 
-@pytest.mark.parametrize(("given", "count"), [("0123456", "2 commits"), ("fffffff", "no commit")])
+@pytest.mark.parametrize(("given", "count"), [("0123456", "2 commits"), ("fffffff", "0 commits")])
 def test_a_short_commit_must_name_exactly_one(hub: list[dict[str, object]], given: str, count: str) -> None:
-    with pytest.raises(UserError, match=f"{count} of the dataset owner/name on the hub start with {given}"):
+    with pytest.raises(UserError, match=f"{count} of owner/name on the hub start with {given}"):
         fetch_snapshot("dataset", "owner/name", given, patterns=["data/*"])
     assert not hub
 

@@ -115,6 +115,6 @@ def test_the_fullest_gpu_decides() -> None:
     assert (fullest.high_bytes + other.high_bytes) / 2 <= capacity
     fit = Fit(plan=plan, prediction=prediction, capacity_bytes=capacity)
     assert fit.verdict == "does not fit"
-    assert sorted(gpu.verdict for gpu in fit.record(fit).gpus.values()) == ["does not fit", "fits"]
+    assert sorted(gpu.verdict(capacity) for gpu in prediction.gpus) == ["does not fit", "fits"]
     with pytest.raises(UserError, match=rf"does not fit GPU {prediction.fullest_gpu} of profile tiny"):
         decide(fit, lambda _: prediction, "refuse")

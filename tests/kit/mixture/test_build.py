@@ -159,20 +159,18 @@ def expert(base_dir: Path, tmp_path: Path) -> Path:
     return save_expert(tmp_path / "one", base_dir)
 
 
-def test_experts_come_from_the_base_and_differ(base_dir: Path, expert: Path, tmp_path: Path) -> None:
+def test_experts_come_from_the_base(base_dir: Path, expert: Path, tmp_path: Path) -> None:
     def check(base: Path, *folders: Path) -> None:
         check_lineages(read_lineage(base), {folder.name: read_lineage(folder) for folder in folders})
 
     other = save_base(tmp_path / "other", seed=5)
     stranger = save_expert(tmp_path / "stranger", other)
     further = save_expert(tmp_path / "further", expert, seed=2)  # continues another recipe
-    twin = shutil.copytree(expert, tmp_path / "two")
     check(base_dir, expert, further)
     digests = [read_lineage(folder).digest[:12] for folder in (other, base_dir)]
     for base, folders, reason in (
         (base_dir, [expert, stranger], rf"stranger comes from other \(content {digests[0]}\), not .*{digests[1]}"),
         (further, [expert, further], r"expert one comes from base"),
-        (base_dir, [expert, twin], r"experts one and two are the same model"),
     ):
         with pytest.raises(UserError, match=reason):
             check(base, *folders)

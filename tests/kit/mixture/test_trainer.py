@@ -213,8 +213,8 @@ def test_tokens_are_labelled_with_their_samples_expert(mixture_dir: Path) -> Non
     ("domains", "samples", "problem"),
     [
         (("qmsum", "truthfulqa"), amr_samples, "samples of task moe have no domains"),
-        (("qmsum", "poems"), moe_samples, r"2 of 3 .* domain truthfulqa, .* qmsum, poems$"),
-        (("qmsum", "truthfulqa", "poems"), moe_samples, r"no training sample of the domain poems, .* truth"),
+        (("qmsum", "poems"), moe_samples, r"of truthfulqa \(2\), qmsum \(1\), but .* qmsum, poems;"),
+        (("qmsum", "truthfulqa", "poems"), moe_samples, r"qmsum \(1\), but .* truthfulqa, poems;"),
     ],
 )
 def test_domains_that_samples_do_not_have_are_refused(

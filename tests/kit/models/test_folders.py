@@ -25,9 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_only_a_models_own_files_are_copied(
-    link: bool, tiny_vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_models_own_files_are_copied(link: bool, tiny_vlm: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -40,7 +38,6 @@ def test_only_a_models_own_files_are_copied(
     copy_model_files(source, target, link=link)
     assert {path.name for path in target.iterdir()} == {path.name for path in tiny_vlm.iterdir()}
     check_model_folder(target)
-    assert "adapter_model.safetensors, extra.safetensors" in caplog.text
     (source / "vocab.txt").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match=r"vocab\.txt leads out of .*source"):
         copy_model_files(source, target, link=link)

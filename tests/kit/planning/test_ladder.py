@@ -17,7 +17,6 @@ from stages.kit.planning.ladder import (
     lowered_batch_size,
     rung_changes,
     rungs,
-    sharded_over,
 )
 from stages.kit.planning.plan import Plan, resolve_plan
 from tests import ROOT
@@ -114,18 +113,6 @@ def test_a_setting_changes_only_where_the_recipe_and_the_device_allow_it(plan: P
     assert all(below.quantization == "none" and "8bit" not in below.optimizer for below in sharded)
     if plan.device.kind == "cpu":
         assert {rung.optimizer for rung in ladder} == {plan.optimizer}
-
-
-@given(plans, st.integers(2, 16))
-def test_sharded_over_more_devices_the_effective_batch_stays(plan: Plan, count: int) -> None:
-    over_more = sharded_over(plan, count)
-    schedule = plan.schedule
-    assert (over_more is None) == (schedule.effective_batch % (schedule.micro_batch * count) != 0)
-    if over_more is not None:
-        after = over_more.schedule
-        assert after.micro_batch * after.grad_accumulation * count == schedule.effective_batch
-        assert (over_more.placement, over_more.device.count, "8bit" in over_more.optimizer) == ("sharded", count, False)
-    assert sharded_over(replace(plan, quantization="nf4"), count) is None
 
 
 def test_changes_are_in_the_plans_words() -> None:

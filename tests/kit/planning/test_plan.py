@@ -99,7 +99,6 @@ PLAN = resolve_plan(PARAMS, "r1-llm-only", train_samples=10)
         ({"recipe": "r2-vision-only"}, "recipe: this is the plan of 'r2-vision-only'"),
         ({"base_dir": "../elsewhere"}, "base_dir: '../elsewhere' is no such folder"),
         ({"data_dir": "/etc"}, "data_dir: '/etc' is no such folder"),
-        ({"trainable": {"llm": 3}}, "trainable: expected the number of each of vision, projector, llm, total and all"),
         ({"max_length": 0}, "max_length: input should be greater than or equal to 1"),
     ],
 )

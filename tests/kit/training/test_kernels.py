@@ -76,7 +76,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandInKernel]:
         monkeypatch.setattr(chunked_logprob, name, stand_in, raising=False)
     monkeypatch.setattr(chunked_logprob, "triton", Arithmetic, raising=False)
     monkeypatch.setattr(kernels, "compiler_problem", lambda: None)
-    monkeypatch.setattr(kernels, "driver_problem", lambda: None)
     return found
 
 
@@ -115,7 +114,6 @@ def test_a_prediction_of_a_gpus_memory_launches_no_kernel(stand_ins: list[StandI
     ("place", "name", "value"),
     [
         (kernels, "compiler_problem", lambda: "not installed"),
-        (kernels, "driver_problem", lambda: "not installed"),
         (chunked_logprob, "_TRITON_AVAILABLE", False),
     ],
 )
