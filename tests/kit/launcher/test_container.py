@@ -125,10 +125,6 @@ def test_links_of_a_source_lead_to_their_files_and_never_out(workspace: Path, tm
     sources = {mount.source for mount in mounts_of(workspace, source_dir=snapshot)}
     assert blob in sources
     assert not sources & {blob.parent, Path("/etc/passwd")}
-    for index in range(300):
-        (snapshot / str(index)).symlink_to("plain")
-    with pytest.raises(UserError, match="has 301 links"):
-        mounts_of(workspace, source_dir=snapshot)
 
 
 def test_input_with_a_mount_inside_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +202,7 @@ def test_undeclared_files_are_refused_and_nothing_is_taken(workspace: Path, stra
 
 
 @pytest.mark.parametrize(
-    "leave",
-    [
-        lambda place, victim: place.symlink_to(victim),
-        lambda place, victim: place.symlink_to(victim.parent),
-        lambda place, _: os.mkfifo(place),
-    ],
-    ids=["link", "link to a folder", "pipe"],
+    "leave", [lambda place, victim: place.symlink_to(victim), lambda place, _: os.mkfifo(place)], ids=["link", "pipe"]
 )
 @pytest.mark.parametrize("where", ["data/runs/r1/trained/x", "data/runs/r1/training", "data/runs/r1/stray"])
 def test_links_and_special_files_are_refused_everywhere(

@@ -322,10 +322,8 @@ NO_IMAGE, NO_DAEMON = "Error: No such image: bakeoff:cpu", "Cannot connect to th
     [
         (("docker", "podman", "apptainer"), "", "docker", []),
         (("podman", "apptainer"), "", "podman", ["docker is not installed"]),
-        (("apptainer",), "", "apptainer", ["docker is not installed", "podman is not installed"]),
         (("docker", "apptainer"), NO_IMAGE, "apptainer", ["docker has no image bakeoff:cpu-"]),
         (("docker",), NO_DAEMON, "process", ["without a container", "Cannot connect", "podman is not installed"]),
-        ((), "", "process", ["apptainer is not installed"]),
     ],
 )
 def test_auto_takes_the_first_engine_with_this_trees_image_and_gives_its_reasons(

@@ -142,19 +142,15 @@ def test_signal_reaches_the_stage_once_and_it_ends_its_own_way(
     assert notes(workspace)[-1] == f"signal {int(number)}"
 
 
-def test_stage_ended_by_a_signal_leaves_no_worker(start: Start, workspace: Path) -> None:
-    launcher = started_and_ready(start, workspace, "worker")
-    launcher.terminate()
-    assert launcher.wait() == 128 + signal.SIGTERM
+@pytest.mark.parametrize(
+    ("number", "what"), [(signal.SIGTERM, "worker"), pytest.param(signal.SIGKILL, "saving", marks=ON_LINUX)]
+)
+def test_ended_launcher_leaves_no_process(start: Start, workspace: Path, number: signal.Signals, what: str) -> None:
+    launcher = started_and_ready(start, workspace, what)
+    launcher.send_signal(number)
+    assert launcher.wait() == (128 + number if what == "worker" else -number)
     wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
-
-
-@ON_LINUX
-def test_killed_launcher_leaves_no_orphan(start: Start, workspace: Path) -> None:
-    launcher = started_and_ready(start, workspace, "saving")
-    launcher.kill()
-    wait_until(lambda: all(map(is_gone, noted_pids(workspace))))
-    assert notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}"
+    assert (notes(workspace)[-1] == f"signal {int(signal.SIGTERM)}") == (what == "saving")
 
 
 @ON_LINUX

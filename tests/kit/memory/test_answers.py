@@ -15,7 +15,6 @@ from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
     ("model", "batch_size", "length", "new_tokens", "attn"),
     [
         ("detection", 16, 128, 4, "sdpa"),
-        ("detection", 1, 128, 4, "sdpa"),
         ("text", 16, 128, 4, "sdpa"),
         ("moe", 32, 128, 4, "sdpa"),
         ("text", 16, 10, 60, "sdpa"),
@@ -25,10 +24,8 @@ from tests.kit.memory.small import R1, batch_of, config_of, peak_bytes, plan_of
 def test_long_questions_and_long_answers_are_predicted(
     model: str, batch_size: int, length: int, new_tokens: int, attn: str
 ) -> None:
-    plan, config = (
-        plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length),
-        config_of(model, (4, 2)),
-    )
+    plan = plan_of(**R1, micro_batch=prefill_batch_size(batch_size), max_length=length)
+    config = config_of(model, (4, 2))
     batch = dict(batch_of(plan, config))
     del batch["labels"]
     inference = Inference(device=plan.device, precision=plan.precision, attn=attn)

@@ -61,7 +61,6 @@ def test_a_few_layers_say_what_all_of_them_take(model: str, settings: dict[str, 
         ("detection", (28, 1), {}, [(28, 1)]),
         ("moe", (6, 0), {"layer_types": ["full_attention", "sliding_attention"] * 3}, [(6, 0)]),
         ("moe", (6, 0), {"mlp_only_layers": [1]}, [(6, 0)]),
-        ("moe", (6, 0), {"decoder_sparse_step": 2}, [(6, 0)]),
     ],
 )
 def test_alike_layers_are_sampled_and_few_or_unlike_ones_are_all_recorded(

@@ -8,7 +8,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import ModelParams
-from stages.kit.planning.disk import DiskUse, comparison_text, disk_use, require_room
+from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.plan import Plan, resolve_plan
 from tests import ROOT
 
@@ -42,16 +42,6 @@ def test_without_merged_models_only_what_others_start_from_stays() -> None:
     use = disk_use(counted_plan("r1-llm-only", "bf16", llm=100), LEAN)
     assert (use.merged_bytes, use.left_bytes) == (2_000, 400)
     assert "while it is certified" in str(use)
-
-
-def test_a_comparison_is_its_bases_and_all_that_recipes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    gib = 2**30
-    kept = DiskUse(trained_bytes=gib, merged_bytes=15 * gib, keeps_merged=True, checkpoints_bytes=9 * gib)
-    said = comparison_text({"a": kept, "b": replace(kept, keeps_merged=False)}, {"bases/vlm": 15 * gib})
-    assert said == (
-        "32.0 GiB for 2 recipes and 1 base, up to 15.0 GiB more while they run, data apart; 1.00 TiB free here"
-    )
 
 
 def test_too_little_room_is_refused_with_what_there_is_and_what_helps(

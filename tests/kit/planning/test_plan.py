@@ -56,11 +56,6 @@ def test_the_tiny_profile_scales_rates_and_quantizes_as_the_recipe_says() -> Non
     assert (unquantized.quantization, unquantized.may_quantize) == ("none", True)
 
 
-def test_an_effective_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match=r"effective_batch is 16, which is not a multiple of micro_batch 3 x 1 device"):
-        resolve_plan(with_changes(micro_batch=3), "r1-llm-only", train_samples=10)
-
-
 @pytest.mark.parametrize("placement", ["ddp", "sharded"])
 def test_devices_share_the_effective_batch_where_each_has_a_process(placement: Any) -> None:
     device = replace(PARAMS.active.device, count=4)
