@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter
 
-from stages.core.errors import UserError
 from stages.core.provenance import Provenance
 
 SIGNATURE_FILE = "model.sig"
@@ -118,11 +117,8 @@ def signing_key(folder: Path) -> Path:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(".key.pem.partial")
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(made)
-        partial.replace(path)
     return path
 
 
@@ -132,20 +128,11 @@ def fingerprint(public_key: Path) -> str:
 
 
 def sign(folder: Path, key_path: Path) -> None:
-    """Sign every file of the folder but UNSIGNED ones, and leave the public key in it.
-
-    Raises UserError if the key is not a private key that model-signing takes.
-    """
+    """Sign every file of the folder but UNSIGNED ones, and leave the public key in it."""
     from model_signing import hashing, signing  # a second to import
 
-    try:
-        key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key_path} is no unencrypted private key in PEM: {error}") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{key_path} is no key of an elliptic curve; model-signing takes P-256, P-384 and P-521")
-    public = key.public_key()
-    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
+    pem = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     (folder / KEY_FILE).write_bytes(pem)
     hashed = hashing.Config().set_ignored_paths(paths=UNSIGNED)
     signer = signing.Config().use_elliptic_key_signer(private_key=key_path).set_hashing_config(hashed)

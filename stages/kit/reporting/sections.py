@@ -206,20 +206,16 @@ def _seeds_needed(insight: Insight) -> str:
 
 def design_words(comparison: Comparison) -> list[str]:
     """The limits that samples, seeds, split and engines set to the claims of the report, a sentence or two each."""
+    samples = f"{comparison.num_samples} samples; intervals are {LEVEL:.0%}, paired by sample."
+    if families := [insight.difference.family for insight in comparison.insights if insight.difference]:
+        samples += f" p is corrected for {families[0]} questions."
     return [
-        _samples_words(comparison),
+        samples,
         *_power_words(comparison),
         *_seed_words(comparison),
-        *_split_words(comparison),
-        *_engine_words(comparison),
+        *_run_words(comparison.all_runs),
         *comparison.notes,
     ]
-
-
-def _samples_words(comparison: Comparison) -> str:
-    words = f"{comparison.num_samples} samples; intervals are {LEVEL:.0%}, paired by sample."
-    families = [insight.difference.family for insight in comparison.insights if insight.difference]
-    return f"{words} p is corrected for {families[0]} questions." if families else words
 
 
 def _power_words(comparison: Comparison) -> Iterator[str]:
@@ -245,14 +241,11 @@ def _seed_words(comparison: Comparison) -> Iterator[str]:
         )
 
 
-def _split_words(comparison: Comparison) -> Iterator[str]:
-    if splits := {str(run.metrics["split"]) for run in comparison.all_runs if "split" in run.metrics}:
+def _run_words(runs: Sequence[Run]) -> Iterator[str]:
+    if splits := {str(run.metrics["split"]) for run in runs if "split" in run.metrics}:
         yield f"Scored on the split {', '.join(splits)}, which settings are chosen by: no result to report."
-
-
-def _engine_words(comparison: Comparison) -> Iterator[str]:
     by_engine: dict[str, list[str]] = {}
-    for run in comparison.all_runs:
+    for run in runs:
         by_engine.setdefault(str(run.metrics.get("engine", "transformers")), []).append(run.name)
     if len(by_engine) > 1:
         engines = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in by_engine.items())

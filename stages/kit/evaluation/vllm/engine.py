@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
 
@@ -43,8 +44,6 @@ SAMPLES = 32
 """Questions that both engines answer for the certificate."""
 PIXELS_AT_ONCE = 500_000_000
 """Pixels of the images that the worker holds before memory ran out; three bytes each."""
-ENDING_S = 30.0
-"""Time that the worker has to end before it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +176,15 @@ class VllmEngine:
             folder = Path(folder_name).absolute()
             self.write_request(folder)
             code, output = _run_worker(environment, folder, len(self.questions))
-            if code or not (folder / "answers.json").is_file():
+            if code:
                 sys.stderr.write(output)
-                raise _worker_failed(code, output)
-            completions = read_completions(folder)
+                reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+                lines = [line for line in output.splitlines() if line.strip()]
+                # The kernel kills a process that takes more memory than there is.
+                out_of_memory = code == -SIGKILL or says_out_of_memory("\n".join(lines[-50:]))
+                kind = OutOfMemory if out_of_memory else UserError
+                raise kind(f"vLLM ended with {reason}; its output is above, and ends in:\n" + "\n".join(lines[-5:]))
+            completions = TypeAdapter(Completions).validate_json((folder / "answers.json").read_text(encoding="utf-8"))
         log.info("vLLM %s took %.1f s", completions.version, completions.seconds)
         return completions
 
@@ -258,10 +262,6 @@ class VllmEngine:
         return certificate, texts
 
 
-def read_completions(folder: Path) -> Completions:
-    return TypeAdapter(Completions).validate_json((folder / "answers.json").read_text(encoding="utf-8"))
-
-
 def _run_worker(environment: Installed, folder: Path, count: int) -> tuple[int, str]:
     """The worker's exit code and output; neither it nor a process that it started is left running."""
     log.info("vLLM answers %d questions", count)
@@ -284,22 +284,10 @@ def _run_worker(environment: Installed, folder: Path, count: int) -> tuple[int, 
                         progress = so_far
                 time.sleep(0.2)
         finally:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(ENDING_S)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, SIGKILL)
             child.wait()
     return code, log_path.read_text(encoding="utf-8", errors="replace")
-
-
-def _worker_failed(code: int, output: str) -> UserError:
-    reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-    lines = [line for line in output.splitlines() if line.strip()]
-    # The kernel kills a process that takes more memory than there is.
-    out_of_memory = code == -SIGKILL or says_out_of_memory("\n".join(lines[-50:]))
-    kind = OutOfMemory if out_of_memory else UserError
-    return kind(f"vLLM ended with {reason}; its output is above, and ends in:\n" + "\n".join(lines[-5:]))
 
 
 def _cut(answer: Completion, answerer: Answerer, ends: set[int]) -> Completion:
@@ -362,7 +350,9 @@ def compared(sample_id: str, theirs: Completion, view: View, *, same_answer: boo
     deviations: list[float] = []
     ties, unlike = 0, ""
     if theirs.prompt != view.prompt:
-        unlike = f"reads another prompt: {_difference(theirs.prompt, view.prompt)}"
+        pairs = enumerate(zip_longest(theirs.prompt, view.prompt), start=1)
+        place, (their, our) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        unlike = f"reads another prompt: its token {place} is {their}, not {our}"
     else:
         differences = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
         deviations = differences.tolist()
@@ -376,13 +366,6 @@ def compared(sample_id: str, theirs: Completion, view: View, *, same_answer: boo
         elif not same_answer and not bool((margins.abs() <= tolerance.close).any()):
             unlike = f"the answer is another, and no token of it was a close choice; {unlike}".removesuffix("; ")
     return Compared(sample_id=sample_id, deviations=deviations, ties=ties, same_answer=same_answer, unlike=unlike)
-
-
-def _difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
-    place = next((place for place, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
-    if place is None:
-        return f"{len(theirs)} tokens, not {len(ours)}"
-    return f"its token {place + 1} is {theirs[place]}, not {ours[place]}"
 
 
 def mean_deviation(results: Sequence[Compared]) -> float:

@@ -84,16 +84,9 @@ def answer(folder: Path) -> None:
                     "log_probs": [step[token].logprob for step, token in steps],
                 }
             )
-        write(folder / "progress", str(len(answers)))
+        (folder / "progress").write_text(str(len(answers)))
     result = {"version": __version__.partition("+")[0], "answers": answers, "seconds": time.monotonic() - started}
-    write(folder / "answers.json", json.dumps(result))
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
+    (folder / "answers.json").write_text(json.dumps(result))
 
 
 def serve(options: list[str]) -> None:

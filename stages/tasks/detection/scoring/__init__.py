@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ MAX_WIDTH = 512
 """Pixels of an example; a report holds many of them."""
 TRUTH_COLOUR = (0, 185, 70)
 PREDICTION_COLOUR = (225, 25, 25)
-_LINE, _DASH, _FONT_SIZE = 3, 9, 15
+_LINE, _FONT_SIZE = 3, 15
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
@@ -277,13 +277,13 @@ def ordered_by(_: DetectionRecord) -> str:
 
 
 def draw_prediction(record: DetectionRecord, row: Mapping[str, Any]) -> Image.Image:
-    """One sample as an RGB image at most MAX_WIDTH wide: ground truth dashed green, prediction red, the IoU above."""
+    """One sample as an RGB image at most MAX_WIDTH wide: truth thin and green, prediction red, the IoU above."""
     several = len(record.asked) > 1
     predicted = list(zip(row["boxes"], row["labels"] if several else [None] * len(row["boxes"]), strict=True))
     image = draw_boxes(record, [(box, (label or "?") if several else None) for box, label in predicted], below=True)
-    # The truth comes last, so that the red shows between its dashes where both lie on one line.
+    # The truth comes last and is thinner, so that the red shows beside it where both lie on one line.
     for box, label in record.targets():
-        _draw_box(image, box, label if several else None, TRUTH_COLOUR, dashed=True)
+        _draw_box(image, box, label if several else None, TRUTH_COLOUR, line=1)
     font = ImageFont.load_default(_FONT_SIZE)
     figure = f"IoU {row['iou']:.2f}" if row["valid"] else "IoU 0.00, no box"
     text = f"{figure}   {record.image_id}"
@@ -318,30 +318,17 @@ def _draw_box(
     label: str | None,
     colour: tuple[int, int, int],
     *,
-    dashed: bool = False,
+    line: int = _LINE,
     below: bool = False,
 ) -> None:
     """The frame of a box, its line inside the box, with its label on white in the box's corner."""
     draw, (width, height), (x0, y0, x1, y1) = ImageDraw.Draw(image), image.size, box
     left, top = min(round(x0 * width), width - 1), min(round(y0 * height), height - 1)
     right, bottom = max(round(x1 * width) - 1, left), max(round(y1 * height) - 1, top)
-    if dashed:
-        for start, end in _dashes(left, right):
-            draw.rectangle((start, top, end, min(top + _LINE - 1, bottom)), fill=colour)
-            draw.rectangle((start, max(bottom - _LINE + 1, top), end, bottom), fill=colour)
-        for start, end in _dashes(top, bottom):
-            draw.rectangle((left, start, min(left + _LINE - 1, right), end), fill=colour)
-            draw.rectangle((max(right - _LINE + 1, left), start, right, end), fill=colour)
-    else:
-        draw.rectangle((left, top, right, bottom), outline=colour, width=_LINE)
+    draw.rectangle((left, top, right, bottom), outline=colour, width=line)
     if label is not None:
         place = (left + _LINE + 1, bottom - _LINE if below else top + _LINE)
         text, anchor = cut(printable(label).replace("\n", " ")), "ls" if below else "la"
         font = ImageFont.load_default(_FONT_SIZE)
         draw.rectangle(draw.textbbox(place, text, font=font, anchor=anchor), fill="white")
         draw.text(place, text, fill=colour, font=font, anchor=anchor)
-
-
-def _dashes(first: int, last: int) -> Iterator[tuple[int, int]]:
-    for start in range(first, last + 1, 2 * _DASH):
-        yield start, min(start + _DASH - 1, last)
