@@ -194,12 +194,10 @@ def _clause(rng: random.Random, *, short: bool = False) -> Phrase:
 def _modified(rng: random.Random, subject: str, text: str, root: Node) -> Phrase:
     """Tense, modality and negation, which stand between a subject and its verb."""
     kind = rng.random()
-    if kind < 0.2:
-        tense = rng.choice(TENSES)
-        text, root = f"{tense} {text}", root.add("tense", Node(tense))
-    elif kind < 0.35:
-        modality = rng.choice(MODALITIES)
-        text, root = f"{_spoken(modality)} {text}", root.add("modality", Node(modality))
+    if kind < 0.35:
+        role, words = ("tense", TENSES) if kind < 0.2 else ("modality", MODALITIES)
+        word = rng.choice(words)
+        text, root = f"{_spoken(word)} {text}", root.add(role, Node(word))
     if rng.random() < 0.2:
         text, root = f"{rng.choice(('không', 'chưa', 'chẳng'))} {text}", root.add("polarity", "-")
     return f"{subject} {text}", root
@@ -304,15 +302,18 @@ def _person(rng: random.Random, *, plain: bool = False) -> Phrase:
     if plain:
         return text, node
     if kind < 0.4:
-        temper = rng.choice(TEMPERS)
-        return f"{text} {_spoken(temper)}", node.add("mod", Node(temper))
+        return _qualified(rng, TEMPERS, text, node)
     if kind < 0.5:
         number, value = _number(rng)
         return f"{number} {text}", node.add("quant", value)
     if kind < 0.6:
-        pointer = rng.choice(POINTERS)
-        return f"{text} {pointer}", node.add("mod", Node(pointer))
+        return _qualified(rng, POINTERS, text, node)
     return text, node
+
+
+def _qualified(rng: random.Random, words: tuple[str, ...], text: str, node: Node) -> Phrase:
+    word = rng.choice(words)
+    return f"{text} {_spoken(word)}", node.add("mod", Node(word))
 
 
 def _pronoun(rng: random.Random) -> Phrase:
@@ -334,14 +335,12 @@ def _thing(rng: random.Random, things: tuple[str, ...], *, plain: bool = False) 
         return text, node
     kind = rng.random()
     if kind < 0.2:
-        quality = rng.choice(QUALITIES)
-        return f"{text} {_spoken(quality)}", node.add("mod", Node(quality))
+        return _qualified(rng, QUALITIES, text, node)
     if kind < 0.3:
         owner, whose = _pronoun(rng)
         return f"{text} của {owner}", node.add("poss", whose)
     if kind < 0.4:
-        pointer = rng.choice(POINTERS)
-        return f"{text} {pointer}", node.add("mod", Node(pointer))
+        return _qualified(rng, POINTERS, text, node)
     return text, node
 
 

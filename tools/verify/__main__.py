@@ -169,6 +169,7 @@ def check_outputs(findings: Findings, *, cached: bool) -> int:
         stage, place = findings.makers[output], shlex.quote(output)
         problem = "differs from dvc.lock" + (f" in {join_truncated(files)}" if files else "")
         fix = f"rm -rf {place} && dvc checkout {place} || dvc repro -f -s {stage}"
+        fix += f"  # or, to keep it, if dvc was killed before it recorded it: dvc commit -f {stage}"
         findings.add(output, problem, fix=fix)
     for output in dict.fromkeys(findings.output_of(path.rstrip("/")) for path in status.get("not_in_cache", [])):
         if output and cached and output not in absent and output not in changed:

@@ -1,25 +1,17 @@
 """The order in which stages start, simulated: no stage runs here."""
 
 import heapq
-import shutil
 from collections.abc import Callable, Mapping
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from dvc.repo import Repo
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.params import load_params
-from stages.core.params.schema import DeviceParams
 from stages.kit.launcher.gpus import Gpu
 from tests import ROOT
-from tools.run.__main__ import num_gpus, steps_of
+from tools.run.__main__ import num_gpus
 from tools.run.side_by_side import Step, chain_lengths, next_steps
-
-MINUTES = {"train": 120, "merge": 5, "evaluate": 10}
-"""Minutes by kind of stage; all others take one."""
 
 
 def simulated(
@@ -36,39 +28,6 @@ def simulated(
         now, name = heapq.heappop(running)
         done.append(name)
     return times
-
-
-def minutes_of(name: str) -> float:
-    """r4 trains longer than the others; each recipe's stages differ a little."""
-    kind, _, item = name.partition("@")
-    return MINUTES.get(kind, 1) * (1.3 if item.startswith("r4") else 1 + len(item) / 1000)
-
-
-@pytest.fixture
-def detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Step]:
-    """The stages of the detection task, as DVC reads dvc.yaml, each of which wants one GPU at most."""
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Repo.init(no_scm=True)
-    steps, num_up_to_date = steps_of(["compare@detection"], DeviceParams(kind="cuda", count=1), force=True)
-    assert num_up_to_date == 0
-    assert len(steps) > 15
-    return steps
-
-
-def test_four_gpus_take_as_long_as_the_longest_chain_and_one_takes_turns(detection: dict[str, Step]) -> None:
-    times = simulated(detection, minutes_of, jobs=4, gpus=4)
-    began, ended = zip(*(times[f"train@{name}"] for name in ("r1-llm-only", "r2-vision-only", "r4-joint")), strict=True)
-    assert max(began) < min(ended), "the three train at the same time"
-    ends: dict[str, float] = {}
-    for name, step in detection.items():  # in topological order
-        ends[name] = minutes_of(name) + max((ends[other] for other in step.waits_for), default=0)
-    assert max(end for _, end in times.values()) == pytest.approx(max(ends.values()))
-    times = simulated(detection, minutes_of, jobs=4, gpus=1)
-    turns = sorted(times[name] for name, step in detection.items() if step.gpus)
-    assert all(end <= start for (_, end), (start, _) in pairwise(turns))
-    assert times["plan@r1-llm-only"][1] < times["train@r2-vision-only"][1], "a plan does not wait for a training"
 
 
 def test_longest_chain_goes_first_and_a_step_that_wants_too_much_starts_alone() -> None:
