@@ -233,7 +233,7 @@ def _cpuinfo(key: str) -> str | None:
 
 def usable_cores() -> int:
     """Cores that this process may use, as torch counts them."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:

@@ -175,9 +175,7 @@ def verified_lineage(folder: Path, *, fix: str) -> Lineage:
     return lineage
 
 
-def require_base(
-    trained_dir: Path, base_dir: Path, *, fix: str, fix_base: str | None = None
-) -> tuple[Lineage, Lineage]:
+def require_base(trained_dir: Path, base_dir: Path, *, fix: str, fix_base: str = "") -> tuple[Lineage, Lineage]:
     """The lineages (trained, base). Raises UserError with both digests unless `trained_dir` was trained on the
     content of `base_dir`: an adapter is never merged into, or evaluated on, another base than its own.
 
@@ -198,10 +196,7 @@ def require_base(
 
 def true_base(trained_dir: Path) -> Path:
     """The folder of the base that `trained_dir` was trained on, as its lineage names it."""
-    lineage = read_lineage(trained_dir)
-    if "base" not in lineage.parents:
-        raise UserError(f"{trained_dir} names no base in its {LINEAGE_FILE}")
-    return Path(os.path.normpath(trained_dir / lineage.parents["base"].path))
+    return Path(os.path.normpath(trained_dir / read_lineage(trained_dir).parents["base"].path))
 
 
 def short(digest: str) -> str:

@@ -74,10 +74,8 @@ def read_record(kind: type[T], path: Path, *, fix: str) -> T:
     """
     try:
         return read_yaml(kind, path) if path.suffix == ".yaml" else TypeAdapter(kind).validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; rebuild it with: {fix}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; rebuild it with: {fix}") from None
+        raise UserError(f"{_unread(path, error)}; rebuild it with: {fix}") from None
     except Unreadable as error:
         raise damaged(path, {"the file": str(error)}, fix=fix) from None
     except ValidationError as error:
@@ -91,14 +89,17 @@ def read_settings(kind: type[T], path: Path, *, hint: str = "") -> T:
     """
     try:
         return read_yaml(kind, path)
-    except FileNotFoundError:
-        raise UserError("; ".join(filter(None, (f"{path} is missing", hint)))) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError("; ".join(filter(None, (_unread(path, error), hint)))) from None
     except Unreadable as error:
         raise UserError(f"{path} is not plain YAML: {error}") from None
     except ValidationError as error:
         raise refusal(path, problems(error, kind)) from None
+
+
+def _unread(path: Path, error: OSError) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    return f"{path} is missing" if missing else f"{path} cannot be read: {error.strerror}"
 
 
 class Unreadable(ValueError):

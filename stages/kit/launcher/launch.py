@@ -1,6 +1,6 @@
 """Starts one stage in a fresh container or process: the end of `docker/run STAGE [NAME]`.
 
-A call becomes a Request; CHECKS refuse one that cannot succeed; then the stage runs here, or as a job of Slurm in
+A call becomes a Request; checks refuse one that cannot succeed; then the stage runs here, or as a job of Slurm in
 which the same launcher runs it. DVC names the stage in DVC_STAGE, and dvc.yaml gives no NAME: DVC puts names into its
 commands unquoted, so that a shell would run one from a stranger's params.yaml.
 
@@ -95,8 +95,11 @@ def launch(stage: str, args: tuple[str, ...]) -> int:
     if not request.sends and runs_in_slurm(stage, request.caller, request.params):  # a node has no network
         return run_as_job(request)
     engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target, say=say)
-    for check in CHECKS:
-        check(request, engine)
+    if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
+        request.require_declared()
+    refuse_online_tracking(request, engine)
+    refuse_missing_deps(request)
+    refuse_changed_job(request)
     return run_here(request, engine)
 
 
@@ -197,13 +200,7 @@ def ladder(stage_run: StageRun, params: Params) -> list[str]:
     return batch_size_changes(params.active.evaluation.batch_size) if generates else []
 
 
-def refuse_undeclared(request: Request, engine: Engine) -> None:
-    """A container runs only what dvc.yaml declares; a process may run without, as for docker/run train --help."""
-    if engine.image is not None:
-        request.require_declared()
-
-
-def refuse_missing_deps(request: Request, _engine: Engine | None = None) -> None:
+def refuse_missing_deps(request: Request) -> None:
     """DVC takes no list of dependencies from params.yaml, and would run the stage before those that it depends on.
 
     Raises UserError with the lines that dvc.yaml lacks.
@@ -234,7 +231,7 @@ def refuse_online_tracking(request: Request, engine: Engine) -> None:
         )
 
 
-def refuse_changed_job(request: Request, _engine: Engine) -> None:
+def refuse_changed_job(request: Request) -> None:
     """Raises UserError if files changed after this job was submitted, so that it would do something else."""
     if request.in_job and request.declared is not None:
         facts = job_facts(request, request.declared)
@@ -243,14 +240,6 @@ def refuse_changed_job(request: Request, _engine: Engine) -> None:
                 f"{', '.join(changed)} changed after this job was submitted; run the same command to submit it again. "
                 "To change files while jobs wait, use an experiment: dvc exp run --queue"
             )
-
-
-CHECKS: tuple[Callable[[Request, Engine], None], ...] = (
-    refuse_undeclared,
-    refuse_missing_deps,
-    refuse_online_tracking,
-    refuse_changed_job,
-)
 
 
 def refuse_full_disk(request: Request) -> None:

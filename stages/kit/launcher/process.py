@@ -169,7 +169,7 @@ def run_stage(
     )
     signals.forward_to(child.send_signal)
     code = child.wait()
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for a group of zombies
         os.killpg(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

@@ -81,35 +81,34 @@ class QueuedJob:
     """Slurm's reason why it waits, e.g. Priority."""
 
 
-def submit(script: str, name: str, options: Sequence[str], *, environment: Mapping[str, str], lock: TextIO) -> str:
+def submit(script: str, options: Sequence[str], *, environment: Mapping[str, str], lock: TextIO) -> str:
     """Submit a job and return its number.
 
     environment: the job's whole environment, besides what Slurm sets; not in the script, which others could read.
     lock: stays locked until sbatch has ended, even if this process is killed before that.
     Raises UserError with Slurm's reason if it refuses the job.
     """
-    try:
-        ended = subprocess.run(
-            ["sbatch", *options, "--parsable", f"--job-name={name}", "--export=ALL"],
-            input=script,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=dict(environment),
-            pass_fds=(lock.fileno(),),
-            process_group=0,  # a Ctrl-C must not leave it unknown whether there is a job
-        )
-    except FileNotFoundError:
+    if not shutil.which("sbatch"):
         raise UserError(
             "stages are to run as jobs of Slurm, and there is no sbatch here; "
             "run them on this machine with: BAKEOFF_PLACE=here"
-        ) from None
-    if ended.returncode == 0:
-        return ended.stdout.strip().partition(";")[0]
-    raise UserError(
-        f"Slurm refuses the job: {_reason(ended)}\nIts options were: {' '.join(options)}\n"
-        "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
+        )
+    ended = subprocess.run(
+        ["sbatch", *options, "--parsable", "--export=ALL"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(environment),
+        pass_fds=(lock.fileno(),),
+        process_group=0,  # a Ctrl-C must not leave it unknown whether there is a job
     )
+    if ended.returncode != 0:
+        raise UserError(
+            f"Slurm refuses the job: {_reason(ended)}\nIts options were: {' '.join(options)}\n"
+            "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
+        )
+    return ended.stdout.strip().partition(";")[0]
 
 
 def queued_jobs() -> list[QueuedJob]:

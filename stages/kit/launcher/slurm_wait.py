@@ -69,7 +69,6 @@ class StageJob:
         """Beginning of the names of all jobs of this stage."""
         self.name = f"{self.stage_name}-{self.fingerprint}"
         self.dir = JobDir(stage_dir(self.declared, self.workspace_dir) / f"job-{self.fingerprint}")
-        self.options = job_options(request)
         self.number = ""
         self._shown_bytes = 0
         self._asked_at: float | None = None
@@ -152,7 +151,8 @@ class StageJob:
         log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
         request, alone = self.request, self.request.num_nodes == 1
         options = [  # sbatch uses the last value
-            *self.options,
+            *job_options(request),
+            f"--job-name={self.name}",
             *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
             f"--signal={'B:' if alone else ''}{TIME_IS_UP.name[3:]}@{request.params.slurm.save_seconds}",
         ]
@@ -161,7 +161,7 @@ class StageJob:
         script = f"#!/bin/bash\nexec {srun}{shlex.join(('docker/run', request.stage, *request.args))}\n"
         environment = job_environment(request.stage, request.caller, network=request.network)
         environment[JOB_VARIABLE] = str(self.dir.folder)
-        self.number = submit(script, self.name, options, environment=environment, lock=lock)
+        self.number = submit(script, options, environment=environment, lock=lock)
         self.say(f"job {self.number}")
 
     def _follow(self, signals: ForwardedSignals) -> int | None:
@@ -240,17 +240,16 @@ class StageJob:
                 time.sleep(LOOK_S)
 
     def _detach(self) -> None:
-        """The terminal is closed, or dvc has ended."""
-        # DVC removes the clone of an experiment, and the next one is another.
+        """The terminal is closed, or dvc has ended, which removes the clone of an experiment."""
         comes_back = self.request.repository_dir.resolve() == self.workspace_dir
+        if not comes_back:
+            with suppress(Unanswered):
+                self._request_end()
         with suppress(OSError):  # there may be no terminal
             if comes_back:
                 self.say(f"detached from job {self.number}; run the same command to reattach")
             else:
                 self.say(f"asking job {self.number} to save and end, as no command would reattach to it")
-        if not comes_back:
-            with suppress(Unanswered):
-                self._request_end()
 
     def _end_job(self) -> None:
         """At first so that it can save its work; a second time, or if it takes too long, at once."""
