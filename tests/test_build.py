@@ -1,39 +1,38 @@
-"""From a dense base to experts, their mixture, and a recipe on the mixture, by the shipped recipes on a tiny base."""
+"""From a dense base to experts, their mixture, its gate, and a recipe on it, by the shipped recipes on a tiny base."""
 
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stages.build import probes_of
-from stages.core.errors import UserError
 from stages.core.lineage import read_lineage
-from stages.core.params import load_params
-from stages.core.params.schema import ExpertParams
-from tests import ROOT
 from tests.kit.mixture.dense import save_base
 from tests.stage_runs import all_the_way, done, read_params, refused, run, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
 
 EXPERTS = ("moe-expert-truthfulqa", "moe-expert-qmsum")
+GATE_RECIPES = ("moe-gate-labels", "moe-gate")
 AFTER = "moe-finetune"
+GATES = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace with a mixture of two experts, and a recipe that started from it."""
+    """A workspace with a mixture of two experts, its gate trained by labels and by the next token, then all of it."""
     workspace = tmp_path_factory.mktemp("workspace")
     raw = small_params()
     raw["profiles"]["tiny"]["bases"]["dense"] = f"folder:{save_base(workspace / 'dense', max_position_embeddings=4096)}"
-    for recipe in (*EXPERTS, AFTER):
+    for recipe in (*EXPERTS, *GATE_RECIPES, AFTER):
         raw["recipes"][recipe]["max_steps"] = 2
-    raw["recipes"][AFTER].update(base="builds/moe", data="both-domains")
+    raw["recipes"][AFTER].update(data="both-domains")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
         write_params(raw)
@@ -45,7 +44,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 done(stage, recipe)
         done("build", "moe")
         done("evaluate", "base-moe")
+        for recipe in GATE_RECIPES:
+            for stage in ("plan", "train", "merge"):
+                done(stage, recipe)
         all_the_way(AFTER)
+        done("compare", "moe")
         yield workspace
 
 
@@ -58,35 +61,74 @@ def workspace(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return moved
 
 
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    one, other = weights(before), weights(after)
+    assert one.keys() == other.keys()
+    return {name for name in one if not one[name].equal(other[name])}
+
+
 def test_a_build_is_certified_and_has_its_lineage(built: Path) -> None:
     folder = built / "data/builds/moe"
     lineage = read_lineage(folder)
     assert (lineage.kind, lineage.name) == ("built", "moe")
     assert lineage.parents.keys() == {"base", *(f"expert/{name}" for name in EXPERTS)}
-    certificate = json.loads((built / "data/builds/moe.json").read_text())
+    certificate = read(built / "data/builds/moe.json")
     assert certificate["built_digest"] == lineage.digest
     for name in EXPERTS:
-        parent = lineage.parents[f"expert/{name}"]
-        assert (folder / parent.path).resolve() == built / "data/runs" / name / "merged"
-        assert parent.lineage == read_lineage(built / "data/runs" / name / "merged")
+        merged, parent = built / "data/runs" / name / "merged", lineage.parents[f"expert/{name}"]
+        assert (folder / parent.path).resolve() == merged
+        assert parent.lineage == read_lineage(merged)
+        assert all(".mlp." in each for each in changed(built / "data/bases/dense", merged))
         assert certificate["changes"][name]["outside"] == 0 < certificate["changes"][name]["mlp"]
         assert certificate["domains"][name]["forced_deviation"] < 1e-5
         assert sum(certificate["domains"][name]["routing"]["load"]) == pytest.approx(1)
-    memory = json.loads((built / "data/report/moe/memory/moe/build.json").read_text())
+    assert all(not weights(folder)[name].any() for name in GATES)
+    memory = read(built / "data/report/moe/memory/moe/build.json")
     assert 0 < memory["after_load"]["used_bytes"] <= memory["end"]["peak_bytes"]
 
 
-def test_a_recipe_trains_all_of_a_build_but_the_shared_expert(built: Path) -> None:
-    lineage = read_lineage(built / f"data/runs/{AFTER}/merged")
-    assert lineage.parents["base"].lineage == read_lineage(built / "data/builds/moe")
+def test_a_gate_is_all_that_its_recipes_change_one_after_the_other(built: Path) -> None:
+    runs, before = built / "data/runs", built / "data/builds/moe"
+    for recipe in GATE_RECIPES:
+        assert changed(before, runs / recipe / "merged") == GATES
+        before = runs / recipe / "merged"
+        certificate, training = read(runs / recipe / "merge.json"), read(runs / recipe / "training/training.json")
+        assert (certificate["changed_modules"], certificate["unexpected_modules"]) == (len(GATES), [])
+        assert load_file(runs / recipe / "trained/weights.safetensors").keys() == GATES
+        assert training["trainable"]["llm"] == training["trainable"]["total"] == 2 * 2 * 32
+        predicted_gib = read(runs / recipe / "memory.json")["allocated_gib"]
+        assert training["peak_memory_bytes"] / 2**30 == pytest.approx(predicted_gib, rel=0.01)
+        curve = runs / recipe / "training/plots/metrics/train/router_accuracy.tsv"
+        assert curve.is_file() == (training["router_accuracy"] is not None) == (recipe == "moe-gate-labels")
+
+
+def test_a_recipe_trains_all_of_a_mixture_but_the_shared_expert_and_is_compared(built: Path) -> None:
+    run_dir, base = built / "data/runs" / AFTER, built / "data/runs/moe-gate/merged"
+    lineage = read_lineage(run_dir / "merged")
+    assert lineage.parents["base"].lineage == read_lineage(base)
     assert lineage.root() == read_lineage(built / "data/bases/dense")
-    trained = load_file(built / f"data/runs/{AFTER}/merged/model.safetensors")
-    before = load_file(built / "data/builds/moe/model.safetensors")
-    assert trained.keys() == before.keys()
-    unchanged = {name for name in before if trained[name].equal(before[name])}
-    assert unchanged == {name for name in before if "shared_expert" in name}
-    model = AutoModelForCausalLM.from_pretrained(built / f"data/runs/{AFTER}/merged")
-    assert type(model).__name__ == "Qwen2MoeForCausalLM"
+    assert changed(base, run_dir / "merged") == {name for name in weights(base) if "shared_expert" not in name}
+    assert type(AutoModelForCausalLM.from_pretrained(run_dir / "merged")).__name__ == "Qwen2MoeForCausalLM"
+    metrics = read(run_dir / "metrics.json")
+    assert metrics["perplexity"] > 1
+    assert abs(metrics["memory_error"]) < 0.01
+    rows = (built / "data/report/moe/table.txt").read_text().splitlines()
+    assert {"base-moe", AFTER} <= {row.split()[0] for row in rows if row}
+
+
+def test_labels_that_the_experts_do_not_have_are_refused(workspace: Path) -> None:
+    raw = read_params()
+    raw["builds"]["moe"]["experts"][1]["domain"] = "meetings"
+    write_params(raw)
+    assert "training samples of the domain qmsum" in refused("plan", "moe-gate-labels")
 
 
 def test_experts_that_changed_more_than_mlps_are_built_with_a_warning(workspace: Path) -> None:
@@ -113,9 +155,8 @@ def test_unfit_experts_are_refused_and_the_last_build_stays(workspace: Path) -> 
 @pytest.mark.parametrize(
     ("damaged", "fix", "stages"),
     [
-        (f"runs/{EXPERTS[1]}/merged", f"merge@{EXPERTS[1]}", [("build", "moe")]),
         ("bases/dense", "base@dense", [("build", "moe")]),
-        ("builds/moe", "build@moe", [("train", AFTER), ("evaluate", "base-moe")]),
+        ("builds/moe", "build@moe", [("train", "moe-gate-labels"), ("evaluate", "base-moe")]),
     ],
 )
 def test_changed_content_is_refused_with_the_stage_that_rebuilds_it(
@@ -124,9 +165,3 @@ def test_changed_content_is_refused_with_the_stage_that_rebuilds_it(
     (Path("data") / damaged / "config.json").open("a").write(" ")
     for stage, name in stages:
         assert f"rebuild it with: dvc repro -f -s {fix}" in refused(stage, name)
-
-
-def test_a_domain_of_a_task_without_domains_is_refused() -> None:
-    params = load_params(ROOT / "params.yaml")
-    with pytest.raises(UserError, match="expert amr-ptr has the domain x, but task amr has none"):
-        probes_of(ExpertParams(recipe="amr-ptr", domain="x"), params.recipe("amr-ptr"))
