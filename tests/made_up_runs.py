@@ -19,6 +19,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
 from stages.kit.memory_use import StageMemory, stage_memory_path
+from stages.kit.models.certificate import QuantizationCost
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
@@ -53,9 +54,8 @@ def write_made_up_run(
     run_dir = runs_dir / name
     (run_dir / "examples").mkdir(parents=True)
     scores = np.asarray(ious, dtype=np.float64)
-    ids = list(image_ids) if image_ids is not None else [f"image-{index:03d}" for index in range(len(scores))]
     rows = {
-        "image_id": ids,
+        "image_id": image_ids or [f"image-{index:03d}" for index in range(len(scores))],
         "text": ["<|box_start|>(200,200),(800,800)<|box_end|>"] * len(scores),
         "valid": [bool(score > 0) for score in scores],
         "boxes": [[[0.2, 0.2, 0.8, 0.8]]] * len(scores),
@@ -132,47 +132,28 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     plan.write(run_dir / "plan.yaml")
     vision = 1_204_000 if "vision" in plan.parts.trained() else 0
     llm = 688_000 if "llm" in plan.parts.trained() else 0
-    _write_json(
-        run_dir / "merge.json",
-        {
-            **asdict(CERTIFICATE),
-            "recipe": name,
-            "changed_modules": 28,
-            "precision": plan.precision,
-            "trained_quantization": plan.quantization,
-            "quantization_cost": {
-                "logit_deviation": 0.11,
-                "samples": 32,
-                "batch_size": 16,
-                "same_answers": 30,
-                "trained": {"mean_iou": 0.68},
-                "merged": {"mean_iou": 0.66},
-            }
-            if plan.quantization == "nf4"
-            else None,
-        },
-    )
-    _write_json(
-        run_dir / "training" / "training.json",
-        {
-            **asdict(TRAINING),
-            "recipe": name,
-            "profile": plan.profile,
-            "micro_batch": plan.schedule.micro_batch,
-            "grad_accumulation": plan.schedule.grad_accumulation,
-            "gradient_checkpointing": plan.gradient_checkpointing,
-            "optimizer": plan.optimizer,
-            "quantization": plan.quantization,
-            "num_steps": plan.schedule.num_steps,
-            "trainable": {
-                "vision": vision,
-                "projector": 0,
-                "llm": llm,
-                "total": vision + llm,
-                "all": 3_100_000,
-            },
-        },
-    )
+    scores = {"trained": {"mean_iou": 0.68}, "merged": {"mean_iou": 0.66}}
+    cost = QuantizationCost(logit_deviation=0.11, samples=32, batch_size=16, same_answers=30, **scores)
+    replace(
+        CERTIFICATE,
+        recipe=name,
+        changed_modules=28,
+        precision=plan.precision,
+        trained_quantization=plan.quantization,
+        quantization_cost=cost if plan.quantization == "nf4" else None,
+    ).write(run_dir / "merge.json")
+    replace(
+        TRAINING,
+        recipe=name,
+        profile=plan.profile,
+        micro_batch=plan.schedule.micro_batch,
+        grad_accumulation=plan.schedule.grad_accumulation,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        optimizer=plan.optimizer,
+        quantization=plan.quantization,
+        num_steps=plan.schedule.num_steps,
+        trainable={"vision": vision, "projector": 0, "llm": llm, "total": vision + llm, "all": 3_100_000},
+    ).write(run_dir / "training/training.json")
     curve = run_dir / "training" / "plots" / "metrics" / "train" / "loss.tsv"
     curve.parent.mkdir(parents=True)
     steps = np.arange(1, 31)

@@ -43,12 +43,12 @@ DISTILLED = (TEMPLATES_DIR / "deepseek_r1_distill.jinja").read_text()
 @pytest.mark.parametrize(
     ("file", "content", "part"),
     [
-        *(("config.json", config, "my model/config.json") for config in ("[1, 2]", "[" * 200_000, "{", "{}", "\xff")),
+        *(("config.json", config, "my model/config.json") for config in ("[" * 200_000, "{}", "\xff")),
         ("config.json", '{"model_type": 5}', "my model/config.json"),
         ("tokenizer.json", "{}", "my model is no model that can be loaded"),
         *(
             ("chat_template.jinja", template, "the chat template of my model (chat_template.jinja")
-            for template in ("{{ 1/0 }}", "{{ raise_exception('x') }}", "{% if %}", "{{ messages.nothing() }}")
+            for template in ("{{ 1/0 }}", "{% if %}")
         ),
         ("chat_template.jinja", DISTILLED, "by the chat template of my model, a model would be trained on"),
     ],

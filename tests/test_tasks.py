@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.core.lineage import read_lineage
-from stages.kit.evaluation import likelihood
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.planning.plan import read_plan
 from stages.tasks.amr.samples.graphs import read_graph
@@ -237,24 +236,6 @@ def test_a_submission_has_a_graph_for_every_sentence(workspace: Callable[[str], 
 
 
 # Conversations: groups, metrics, images.
-
-
-def test_other_metrics_change_no_training_data_and_compute_no_more_than_they_need(
-    workspace: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workspace("chat")
-    prepared = Path("data/prepared/conversations")
-    before = {name: (prepared / name).read_bytes() for name in ("train.parquet", "val.parquet")}
-    monkeypatch.setattr(likelihood, "routing", lambda *_, **__: pytest.fail("no metric of chat needs routers"))
-    for metric, other in (("perplexity", "exact"), ("exact", "perplexity")):
-        write_params(changed(read_params(), {f"{TINY}.datasets.conversations.reader.metrics": [metric]}))
-        done("prepare", "conversations")
-        assert (prepared / "train.parquet").read_bytes() == before["train.parquet"]
-        assert (prepared / "val.parquet").read_bytes() != before["val.parquet"]
-        done("evaluate", "base-assistant")
-        metrics = json.loads(Path("data/runs/base-assistant/metrics.json").read_text())
-        assert metric in metrics
-        assert other not in metrics
 
 
 def test_a_text_model_is_refused_images_to_train_or_validate_on(workspace: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import UserError
-from stages.core.given_files import CACHE_VARIABLE, cache_dir, given_files
+from stages.core.given_files import CACHE_VARIABLE, given_files
 
 DVC_OBJECT = "cache/files/md5/ab/" + "c" * 30
 
@@ -94,14 +94,3 @@ def test_links_of_dvc_into_the_workspaces_cache_are_files_of_the_folder(
         (tmp_path / ".dvc").mkdir()
         (tmp_path / ".dvc/config").write_text("[cache]\n    dir = ../elsewhere/cache\n")
     assert [path.name for path in given_files(folder, "train*.txt")] == ["train.txt"]
-
-
-def test_the_cache_is_the_one_that_dvcs_configuration_names(tmp_path: Path) -> None:
-    (tmp_path / ".dvc").mkdir()
-    assert cache_dir(tmp_path) == tmp_path / ".dvc/cache/files/md5"
-    (tmp_path / ".dvc/config").write_text(
-        '[cache]\n    # why\n    dir = ../common\n    type = "a,b"\n[\'remote "x"\']\n  url = y\n'
-    )
-    assert cache_dir(tmp_path) == tmp_path / ".dvc/../common/files/md5"
-    (tmp_path / ".dvc/config.local").write_text("[cache]\n    dir = /elsewhere\n")
-    assert cache_dir(tmp_path) == Path("/elsewhere/files/md5")

@@ -62,14 +62,6 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def test_the_original_experiments_numbers_are_kept() -> None:
-    params = load_params(SHIPPED)
-    recipe = params.recipe("r4-joint")
-    assert recipe.lora is not None
-    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (64, 128, 0.1)
-    assert (recipe.learning_rate, recipe.effective_batch, recipe.epochs, params.seed) == (1e-4, 16, 3, 42)
-
-
 def test_every_shipped_hub_source_is_pinned_and_licensed_and_every_profile_is_documented() -> None:
     params, page = load_params(SHIPPED), (ROOT / "docs/servers.md").read_text()
     sources = [source for profile in params.profiles.values() for source in profile.bases.values()]
@@ -79,12 +71,6 @@ def test_every_shipped_hub_source_is_pinned_and_licensed_and_every_profile_is_do
     known = [*hub, "folder:data/tiny/qwen2-vl"]
     assert [source for source in known if params.license_of(source.partition("@")[0]) is None] == []
     assert [name for name in params.profiles if f"| `{name}` |" not in page] == []
-
-
-def test_numbers_as_dvc_writes_them_are_numbers(tmp_path: Path) -> None:
-    text = SHIPPED.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 1e-05")
-    (tmp_path / "params.yaml").write_text(text)
-    assert load_params(tmp_path / "params.yaml").recipe("r1-llm-only").learning_rate == 1e-5
 
 
 def test_what_recipes_and_builds_are_made_of_is_found(tmp_path: Path) -> None:
@@ -144,11 +130,8 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
     ("changes", "problem"),
     [
         ({"profile": "tinny"}, "profile: no profile is called 'tinny' (did you mean 'tiny'?)"),
-        ({"scored": "selection"}, "scored: "),
         ({f"{R1}.base": "bases/vml"}, f"{R1}.base: no profile has a base 'vml' (did you mean 'vlm'?)"),
         ({f"{R1}.base": "runs/r1-lm/merged"}, f"{R1}.base: no recipe is called 'r1-lm'"),
-        ({f"{R1}.base": "builds/mixtur"}, f"{R1}.base: no build is called 'mixtur' (did you mean 'mixture'?)"),
-        ({"baselines.base-vlm.base": "bases/other"}, "baselines.base-vlm.base: "),
         ({f"{MIXTURE}.base": "bases/vml"}, f"{MIXTURE}.base: "),
         ({f"{R1}.data": "tables"}, f"{R1}.data: no profile has a dataset 'tables'"),
         ({f"{R1}.base": "runs/r1-llm-only/merged"}, f"{R1}.base: forms a cycle: r1-llm-only -> r1-llm-only"),
@@ -182,12 +165,10 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{DATASETS}.both.source": "folder:x"}, f"{DATASETS}.both.mix: set"),
         ({f"{DATASETS}.both.limit": {"train": 3}}, f"{DATASETS}.both.limit: set"),
         ({f"{DATASETS}.both.mix": {"ohter": 3}}, "both.mix.ohter: the profile has no such dataset (did you mean"),
-        ({f"{DATASETS}.both.mix": {"both": 3}}, "both.mix.both: is a mix itself"),
         ({f"{DATASETS}.both.mix": {"nutrition-tables": 3}}, "has the task detection, this one moe"),
         # Builds
         ({f"{MIXTURE}.experts.1.recipe": "r1"}, f"{MIXTURE}.experts: no recipe is called 'r1'"),
         ({f"{MIXTURE}.experts.1.recipe": "r1-llm-only"}, "experts: r1-llm-only is named more than once"),
-        ({f"{MIXTURE}.experts.1.domain": "tables"}, f"{MIXTURE}.experts: tables is named more than once"),
         ({f"{MIXTURE}.experts.1.domain": None}, f"{MIXTURE}.experts: some have a `domain`"),
         ({f"{MIXTURE}.experts.1.recipe": "after"}, "after comes from builds/mixture, not from bases/vlm"),
         ({f"{MIXTURE}.experts.1.recipe": "after"}, "after.base: forms a cycle: after -> builds/mixture -> after"),
@@ -195,7 +176,6 @@ SHARDED = {f"{TINY}.memory.placement": "sharded"}
         ({f"{MIXTURE}.task": "amr"}, f"{MIXTURE}.experts: r1-llm-only has the task detection, not amr"),
         # Router labels
         ({f"{MIXTURE}.experts": NO_DOMAINS}, "recipes.labels.base: goes back to builds/mixture"),
-        ({"recipes.labels.base": "runs/r1-llm-only/merged"}, "recipes.labels.base: goes back to bases/vlm"),
         ({"recipes.labels.full_targets": {}}, "recipes.labels.full_targets: "),
         ({"recipes.labels.full_targets.llm": ["mlp.gate", "norm"]}, "recipes.labels.full_targets: "),
         # Predictions
@@ -220,24 +200,6 @@ def test_a_file_from_elsewhere_is_not_read(tmp_path: Path, put: Callable[[Path],
     put(tmp_path / "params.yaml")
     with pytest.raises(UserError, match=problem):
         load_params(tmp_path / "params.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("profile: other", r"is not plain YAML: line \d+, column 1: found duplicate key .profile."),
-        ("[a, b]: x", "is not plain YAML: "),
-        ("more: &a [*a]", r"is not plain YAML: line \d+: the anchor 'a' is refused"),
-        ("more: " + "[" * 1000 + "]" * 1000, "is not plain YAML: "),
-        ("2024: x", "2024: unknown key"),
-        ("more: 2024-13-01", "more: unknown key"),
-    ],
-)
-def test_yaml_that_is_no_json_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    path = tmp_path / "params.yaml"
-    path.write_text(SHIPPED.read_text(encoding="utf-8").replace("profile: tiny\n", f"profile: tiny\n{text}\n", 1))
-    with pytest.raises(UserError, match=problem):
-        load_params(path)
 
 
 CHAINED = ("r1-llm-only", "r2-vision-only", "r3-two-stage")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,54 +28,42 @@ GPUS = replace(CPU, device=DeviceParams(kind="cuda", count=2))
 KERNELS = ("_forward_kernel", "_backward_kernel")
 
 
-class CurrentDevice:
-    """In place of torch.cuda.device: the device that a kernel is launched on."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
-
-    @contextmanager
-    def set_to(self, device: torch.device) -> Iterator[None]:
-        before, self.device = self.device, device
-        yield
-        self.device = before
-
-
 class StandInKernel:
     """A Triton kernel, computed by torch, that records the current device and the devices of its tensors."""
 
-    def __init__(self, compute: Callable[..., None], current: CurrentDevice) -> None:
+    def __init__(self, compute: Callable[..., None], current: list[torch.device]) -> None:
         self.compute, self.current = compute, current
         self.launches: list[tuple[torch.device, set[torch.device]]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             tensors = {argument.device for argument in args if isinstance(argument, torch.Tensor)}
-            self.launches.append((self.current.device, tensors))
+            self.launches.append((self.current[-1], tensors))
             self.compute(*args, **kwargs)
 
         return launch
 
 
-class Arithmetic:
-    @staticmethod
-    def cdiv(number: int, step: int) -> int:
-        return -(-number // step)
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandInKernel]:
     """A machine with GPUs and a working compiler, as far as TRL's loss can tell; its tensors lie on the CPU."""
-    current = CurrentDevice()
-    tiles = (chunked_logprob._forward_tile, chunked_logprob._backward_tile)
-    found = [StandInKernel(tile, current) for tile in tiles]
-    monkeypatch.setattr(torch.cuda, "device", current.set_to)
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def set_to(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    found = [StandInKernel(tile, current) for tile in (chunked_logprob._forward_tile, chunked_logprob._backward_tile)]
+    monkeypatch.setattr(torch.cuda, "device", set_to)
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(chunked_logprob, "_use_triton", lambda _: True)
     monkeypatch.setattr(trl_trainer, "_use_triton", lambda _: True)
     for name, stand_in in zip(KERNELS, found, strict=True):
         monkeypatch.setattr(chunked_logprob, name, stand_in, raising=False)
-    monkeypatch.setattr(chunked_logprob, "triton", Arithmetic, raising=False)
+    arithmetic = SimpleNamespace(cdiv=lambda number, step: -(-number // step))
+    monkeypatch.setattr(chunked_logprob, "triton", arithmetic, raising=False)
     monkeypatch.setattr(kernels, "compiler_problem", lambda: None)
     return found
 
@@ -95,7 +84,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(stand_ins: list[Stand
         prepare_kernels(GPUS)
     take_a_loss()
     assert [kernel.launches for kernel in stand_ins] == [[(here if prepared else current, {here})] * 3] * 2
-    assert stand_ins[0].current.device == current
+    assert stand_ins[0].current == [current]
     if prepared:  # once
         assert isinstance(chunked_logprob._forward_kernel, GuardedKernel)
         assert chunked_logprob._forward_kernel.kernel is stand_ins[0]
