@@ -132,8 +132,14 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
     plan.write(run_dir / "plan.yaml")
     vision = 1_204_000 if "vision" in plan.parts.trained() else 0
     llm = 688_000 if "llm" in plan.parts.trained() else 0
-    scores = {"trained": {"mean_iou": 0.68}, "merged": {"mean_iou": 0.66}}
-    cost = QuantizationCost(logit_deviation=0.11, samples=32, batch_size=16, same_answers=30, **scores)
+    cost = QuantizationCost(
+        logit_deviation=0.11,
+        samples=32,
+        batch_size=16,
+        same_answers=30,
+        trained={"mean_iou": 0.68},
+        merged={"mean_iou": 0.66},
+    )
     replace(
         CERTIFICATE,
         recipe=name,

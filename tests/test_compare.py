@@ -230,13 +230,3 @@ def test_runs_that_cannot_be_compared_are_refused(
     with pytest.raises(UserError, match=problem):
         run_compare(tmp_path)
     assert not (tmp_path / "report/detection/index.html").exists()
-
-
-def test_one_sample_without_memory_and_examples_makes_a_report(tmp_path: Path) -> None:
-    write_made_up_run(cards_dir(tmp_path, "detection"), "base-vlm", [0.1])
-    write_made_up_run(cards_dir(tmp_path, "detection"), "r1-llm-only", [0.9], params=project_params(), num_examples=0)
-    shown = run_compare(tmp_path)
-    assert "The model of r1-llm-only scores highest, mean IoU 0.900, but 1 sample is too few to tell." in shown
-    assert "does not single out one model" in report(tmp_path, "index.html")
-    for name in ("comparison.md", "index.html"):
-        assert "Memory by stage" not in report(tmp_path, name)

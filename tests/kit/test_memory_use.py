@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,32 +30,21 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-class Gpus:
-    """Three GPUs in place of torch's account; another process uses 7 GiB of the second."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.allocated = [0, 0, 0]
-        self.peak = [0, 0, 0]
-        others = [0, 7 * GIB, 0]
-        for name, reading in {
-            "device_count": lambda: 3,
-            "memory_allocated": lambda gpu: self.allocated[gpu],
-            "memory_reserved": lambda gpu: 2 * self.allocated[gpu],
-            "max_memory_allocated": lambda gpu: self.peak[gpu],
-            "max_memory_reserved": lambda gpu: 2 * self.peak[gpu],
-            "mem_get_info": lambda gpu: (24 * GIB - others[gpu] - 2 * self.allocated[gpu], 24 * GIB),
-        }.items():
-            patch.setattr(torch.cuda, name, reading)
-
-    def allocate(self, gpu: int, size_bytes: int) -> None:
-        self.allocated[gpu] += size_bytes
-        self.peak[gpu] = max(self.peak[gpu], self.allocated[gpu])
-
-
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+def allocate(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Three GPUs in place of torch's account; another process uses 7 GiB of the second. To allocate on one of them."""
+    allocated, others = [0, 0, 0], [0, 7 * GIB, 0]
+    for name, reading in {
+        "device_count": lambda: 3,
+        "memory_allocated": lambda gpu: allocated[gpu],
+        "memory_reserved": lambda gpu: 2 * allocated[gpu],
+        "max_memory_allocated": lambda gpu: allocated[gpu],
+        "max_memory_reserved": lambda gpu: 2 * allocated[gpu],
+        "mem_get_info": lambda gpu: (24 * GIB - others[gpu] - 2 * allocated[gpu], 24 * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, reading)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    return Gpus(monkeypatch)
+    return allocated.__setitem__
 
 
 def memory_of_a_process() -> tuple[StageMemory, int, int]:
@@ -85,7 +75,7 @@ def test_readings_on_a_cpu_separate_before_model_and_work() -> None:
     [("single", None, 1, 24, 1), ("ddp", "1", 1, 17, 2), ("sharded", "2", 1, 24, 3), ("balanced", None, 3, 65, 6)],
 )
 def test_a_process_reads_the_gpus_that_it_uses(
-    gpus: Gpus,
+    allocate: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
     placement: str,
     rank: str | None,
@@ -97,7 +87,7 @@ def test_a_process_reads_the_gpus_that_it_uses(
         monkeypatch.setenv("LOCAL_RANK", rank)
     log = MemoryLog(gpus_in_use(DeviceParams(kind="cuda", count=3), placement))
     for gpu in range(3):
-        gpus.allocate(gpu, (gpu + 1) * GIB)
+        allocate(gpu, (gpu + 1) * GIB)
     log.loaded()
     memory = log.finish("train", "r1")
     assert (memory.kind, memory.gpus) == ("cuda_allocated", num_gpus)

@@ -25,6 +25,7 @@ from bitsandbytes.optim import PagedAdamW8bit
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 import stages
 from stages.core.lineage import Lineage
@@ -349,7 +350,7 @@ def test_a_damaged_checkpoint_is_skipped(
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     workplace: Workplace, undisturbed: Outcome, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved, save_file = [], resume.save_file
+    saved = []
 
     def full_at_step_2(tensors: Any, path: Path, **options: Any) -> None:
         saved.append(path)
