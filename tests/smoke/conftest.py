@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from stages.core.params import load_params
 from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
+from tests.kit.launcher.small_checkout import wait_until
 
 ENGINE = os.environ.get("ENGINE") or next(filter(shutil.which, CONTAINER_ENGINES), "docker")
 
@@ -173,12 +173,3 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every test leaves no container, whatever it does."""
     yield
     wait_until(lambda: containers(tmp_path_factory.getbasetemp()) == [])
-
-
-def wait_until(is_so: Callable[[], bool], what: Callable[[], object] = str) -> None:
-    """Fails, saying `what`, where it is not so within a minute."""
-    for _ in range(1200):
-        if is_so():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"it never came to be: {what()}")

@@ -14,8 +14,7 @@ from ruamel.yaml import YAML
 
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, commit, run, small_checkout
-from tests.smoke.conftest import wait_until
+from tests.kit.launcher.small_checkout import CALLER, commit, run, small_checkout, wait_until
 
 NEEDS_SLURM = [
     pytest.mark.engine,
@@ -139,11 +138,6 @@ class Command:
         self.process.kill()
         launcher.kill()
         self.process.wait()
-
-
-def notes(workspace: Path) -> list[str]:
-    path = workspace / "notes"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def let_end(workspace: Path) -> None:

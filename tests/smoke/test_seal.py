@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from stages.core.signals import ENDING
-from tests.smoke.conftest import ENGINE, SECRETS, containers, environment, wait_until
+from tests.kit.launcher.small_checkout import wait_until
+from tests.smoke.conftest import ENGINE, SECRETS, containers, environment
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from stages.kit.launcher.gpus import Gpu
-from tests.kit.launcher.small_checkout import run, set_gpus
-from tests.smoke.conftest import wait_until
+from tests.kit.launcher.small_checkout import notes, run, set_gpus, wait_until
 from tests.smoke.slurm_jobs import (
     ENVIRONMENT,
     NEEDS_SLURM,
@@ -23,7 +22,6 @@ from tests.smoke.slurm_jobs import (
     jobs,
     let_end,
     make_workspace,
-    notes,
     num_ended,
     occupied,
     set_params,

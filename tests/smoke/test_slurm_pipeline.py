@@ -14,8 +14,7 @@ from ruamel.yaml import YAML
 from stages.core.lineage import folder_digest
 from stages.kit.launcher.pipeline import declared_stages
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import commit, run
-from tests.smoke.conftest import wait_until
+from tests.kit.launcher.small_checkout import commit, run, wait_until
 from tests.smoke.slurm_jobs import ENVIRONMENT, NEEDS_SLURM, Command, jobs, let_end, make_workspace
 from tests.workspaces import (
     CHAIN,

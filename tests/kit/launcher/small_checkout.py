@@ -7,10 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
@@ -88,3 +91,18 @@ def set_gpus(workspace: Path, *gpus: Gpu, failing: Mapping[str, int] | None = No
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(state))
     return {"FAKE_NVML": str(path)}
+
+
+def notes(workspace: Path) -> list[str]:
+    """Lines that stages of a workspace have noted."""
+    path = workspace / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_until(is_so: Callable[[], bool], what: Callable[[], object] = str) -> None:
+    """Fails, with `what`, if it is not so within a minute."""
+    for _ in range(1200):
+        if is_so():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"it never came to be: {what()}")

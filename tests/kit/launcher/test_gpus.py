@@ -20,7 +20,7 @@ from stages.core.errors import UserError
 from stages.kit.launcher import gpus as module
 from stages.kit.launcher.gpus import POLL_S, SETTLE_S, Gpu, leased_gpus, read_gpus
 from tests import ROOT
-from tests.kit.launcher.small_checkout import set_gpus
+from tests.kit.launcher.small_checkout import notes, set_gpus
 
 MIB, GIB = 2**20, 2**30
 NOBODY = 2**30  # no pid is that large
@@ -225,11 +225,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for stage in started:
         stage.kill()
         stage.communicate()
-
-
-def notes(folder: Path) -> list[str]:
-    path = folder / "notes"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def wait_for_note(folder: Path, beginning: str) -> str:

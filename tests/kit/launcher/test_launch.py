@@ -24,7 +24,7 @@ from stages.kit.launcher.process import STAGES, ProcessEngine
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, run, set_gpus, small_checkout
+from tests.kit.launcher.small_checkout import CALLER, notes, run, set_gpus, small_checkout
 
 GPUS = tuple(
     Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0, total_bytes=80 * 2**30) for index in (0, 1)
@@ -64,10 +64,6 @@ def train(workspace: Path, *gpus: Gpu, code: int = 0, **environment: str) -> str
     """The launcher's output, on a machine with these GPUs."""
     environment |= set_gpus(workspace, *gpus)
     return run(workspace, "docker/run", "train", "r1-llm-only", code=code, DVC_ROOT=str(workspace), **environment)
-
-
-def notes(workspace: Path) -> list[str]:
-    return (workspace / "notes").read_text().split()
 
 
 def test_stages_of_two_clones_share_the_leases_of_their_repository(workspace: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import ENDING
 from stages.kit.launcher import process
 from stages.kit.launcher.process import ProcessEngine, StageRun, oom_kills
-from tests.kit.launcher.small_checkout import commit, run, small_checkout
+from tests.kit.launcher.small_checkout import commit, notes, run, small_checkout, wait_until
 
 STAGE = """
 import os, signal, subprocess, sys, time
@@ -92,21 +91,8 @@ def start(workspace: Path, tmp_path: Path) -> Iterator[Start]:
         launcher.communicate()
 
 
-def notes(workspace: Path) -> list[str]:
-    path = workspace / "notes"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def noted_pids(workspace: Path) -> list[int]:
     return [int(note.removeprefix("pid ")) for note in notes(workspace) if note.startswith("pid ")]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if is_so():
-            return
-        time.sleep(0.05)
-    pytest.fail("it never happened")
 
 
 def is_gone(pid: int) -> bool:
