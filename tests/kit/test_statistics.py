@@ -22,7 +22,6 @@ from stages.kit.statistics import (
     bootstrap,
     corpus_f1,
     difference,
-    figures,
     holm,
     perplexity,
     score,
@@ -282,13 +281,6 @@ def test_few_samples_widen_the_interval_as_students_t_does() -> None:
     assert ratio == pytest.approx(expected, rel=0.08)
 
 
-def test_many_samples_give_the_plain_percentile_interval() -> None:
-    values = iou_like(np.random.default_rng(5), 2000)
-    plain = scipy.stats.bootstrap([values], np.mean, method="percentile", rng=np.random.default_rng(0))
-    interval = found(bootstrap(values))
-    assert (interval.low, interval.high) == pytest.approx(tuple(plain.confidence_interval), abs=8e-4)
-
-
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_missing_values_are_refused(broken: float) -> None:
     with pytest.raises(ValueError, match="1 of 3 samples are NaN or infinite, the first at row 1"):
@@ -301,14 +293,6 @@ def test_chunks_bound_the_memory_and_agree_with_one_draw(monkeypatch: pytest.Mon
     monkeypatch.setattr(statistics, "CHUNK_VALUES", 500)
     pieces = found(bootstrap(values))
     assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), abs=0.01)
-
-
-def test_figures_are_the_mean_and_its_interval() -> None:
-    values = iou_like(np.random.default_rng(11), 40)
-    interval = found(bootstrap(values))
-    ends = {"iou_low": interval.low, "iou_high": interval.high}
-    assert figures("iou", values) == {"iou": float(values.mean()), **ends}
-    assert figures("iou", values[:1]) == {"iou": float(values[0])}
 
 
 @given(arrays(np.float64, st.integers(2, 30), elements=st.floats(0, 1)))

@@ -17,7 +17,6 @@ from stages.kit.data.prepared import to_row
 from stages.tasks import load_task
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
-from tests.kit.data.images import png
 from tests.tasks.chat.conversations import record as conversation_record
 from tests.tasks.detection.rows import record
 from tests.tasks.moe.made_up import fact, meeting
@@ -91,44 +90,30 @@ def test_a_damaged_file_is_refused_by_name_or_read(prepared: Prepared, data: st.
         assert "prepare@" in error.message
 
 
-def test_a_file_of_another_task_or_without_rows_is_refused(prepared: Prepared) -> None:
+def test_another_schema_or_a_missing_value_is_refused_by_column(prepared: Prepared) -> None:
     for other in RECORDS.keys() - {prepared.task}:
         another = Prepared(other, prepared.folder)
         assert "is not of this task: it has" in prepared.refusal(another.content(another.rows))
     assert "has no row" in prepared.refusal(prepared.content([]))
-
-
-def test_a_column_too_many_or_too_few_or_of_another_type_is_named(prepared: Prepared) -> None:
-    schema = prepared.schema
-    for index, field in enumerate(schema):
-        table = pa.Table.from_pylist(prepared.rows, schema=schema)
+    for index, field in enumerate(prepared.schema):
+        table = pa.Table.from_pylist(prepared.rows, schema=prepared.schema)
         for changed in (table.drop_columns([field.name]), table.set_column(index, field.name, pa.array([True] * 3))):
             buffer = io.BytesIO()
             pq.write_table(changed, buffer)
             assert f"no {field.name} ({field.type})" in prepared.refusal(buffer.getvalue())
-    buffer = io.BytesIO()
-    pq.write_table(table.append_column("more", pa.array([1, 2, 3])), buffer)
-    assert "it has more (int64)" in prepared.refusal(buffer.getvalue())
-
-
-def test_a_missing_value_is_named_with_its_row(prepared: Prepared) -> None:
-    for name in set(prepared.schema.names) - {"context"}:
-        rows = [prepared.rows[0], {**prepared.rows[1], name: None}, prepared.rows[2]]
-        assert f"row 1: {name} is missing" in prepared.refusal(prepared.content(rows))
+        if field.name != "context":
+            rows = [prepared.rows[0], {**prepared.rows[1], field.name: None}, prepared.rows[2]]
+            assert f"row 1: {field.name} is missing" in prepared.refusal(prepared.content(rows))
 
 
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "detection": [
         ({"image": b"<html>"}, "cannot identify image"),
-        ({"image": png(size=(40, 31))}, r"the image is \(40, 31\), expected \(40, 30\)"),
         ({"boxes": []}, "0 boxes, but 1 categories"),
         ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),
-        ({"boxes": [None]}, "not iterable"),
         ({"categories": [None]}, "categories .None,., labels"),
         ({"labels": ["barcode"]}, "labels .'barcode',. of .'nutrition-table',."),
-        ({"labels": []}, "1 boxes, but 0 labels"),
         ({"answer": "prose"}, "answer is 'prose'"),
-        ({"scored_boxes": "some"}, "scored_boxes is 'some'"),
     ],
     "amr": [
         ({"canonical": "(a / "}, "a parenthesis is never closed"),
@@ -137,12 +122,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "moe": [
         ({"domain": "trivia"}, "unknown domain 'trivia'"),
         ({"correct": []}, "the best answer is none"),
-        ({"incorrect": [None]}, "an answer is missing"),
     ],
     "chat": [
         ({"messages": []}, "no answer: the last message is not the assistant's"),
         ({"messages": [("user", None), ("assistant", "You.")]}, "a message has no content"),
-        ({"messages": [None]}, "must be a mapping"),
         ({"metrics": ["bleu"]}, "unknown metric 'bleu'"),
     ],
 }
@@ -156,15 +139,3 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_a_wrong_row_is_named(prepared: Prepared, change: dict[str, Any], problem: str) -> None:
     rows = [*prepared.rows[:2], {**prepared.rows[2], **change}]
     assert re.search(f"val.parquet row 2: .*{problem}", prepared.refusal(prepared.content(rows)))
-
-
-@pytest.mark.parametrize(
-    ("task", "module", "reason"),
-    [
-        ("parsing", "report", "no task is called 'parsing'"),
-        ("detection", "predictions", "detection has no predictions"),
-    ],
-)
-def test_a_missing_task_or_module_is_refused(task: str, module: str, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        load_task(task, module)

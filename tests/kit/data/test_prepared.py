@@ -129,28 +129,18 @@ def test_skipped_samples_are_counted_and_listed(tmp_path: Path, caplog: pytest.L
     assert "1 training sample left out: in the validation split too" in caplog.messages
 
 
-def test_a_share_of_the_subjects_is_held_out_whatever_their_order(tmp_path: Path) -> None:
-    train = [*"abcdefgh", "B", "c"]
-    stats = prepare(tmp_path / "one", " ".join(train))["splits"]
-    prepare(tmp_path / "two", " ".join(train[::-1]))
-    held, kept = (words(tmp_path / "one", split) for split in ("val", "train"))
-    assert held == words(tmp_path / "two", "val")[::-1]
-    assert len({word.lower() for word in held}) == 2
-    assert not {word.lower() for word in held} & {word.lower() for word in kept}
-    assert sorted(held + kept) == sorted(train)
-    assert stats["train"]["records"] + stats["val"]["records"] == 10
-
-
-def test_a_share_of_the_training_subjects_is_set_aside_whatever_their_order(tmp_path: Path) -> None:
+def test_a_share_is_held_out_and_one_set_aside_whatever_the_order(tmp_path: Path) -> None:
     train = [f"{letter}{number}" for letter in "abCdefGhij" for number in range(20)] + ["A1", "B2"]
-    stats = prepare(tmp_path / "one", " ".join(train), "val a0", selection=0.2, skip_invalid=True)["splits"]
-    prepare(tmp_path / "two", " ".join(train[::-1]), "val a0", selection=0.2, skip_invalid=True)
-    aside, kept = (words(tmp_path / "one", split) for split in ("selection", "train"))
-    assert aside == words(tmp_path / "two", "selection")[::-1]
-    assert 20 < len(aside) < 60
-    assert not {word.lower() for word in aside} & {word.lower() for word in kept}
-    assert sorted([*aside, *kept, "a0"]) == sorted(train), "what is validated on is in neither"
-    assert (stats["selection"]["records"], stats["selection"]["leaked_rows"]) == (len(aside), 0)
+    stats = prepare(tmp_path / "one", " ".join(train), selection=0.2)["splits"]
+    prepare(tmp_path / "two", " ".join(train[::-1]), selection=0.2)
+    found = {split: words(tmp_path / "one", split) for split in ("train", "val", "selection")}
+    assert all(words(tmp_path / "two", split) == held[::-1] for split, held in found.items())
+    assert sorted(word for held in found.values() for word in held) == sorted(train)
+    subjects = {split: {word.lower() for word in held} for split, held in found.items()}
+    assert not subjects["train"] & subjects["val"] | subjects["selection"] & (subjects["train"] | subjects["val"])
+    assert len(subjects["val"]) == 50
+    assert 15 < len(subjects["selection"]) < 50
+    assert [stats[split]["records"] for split in found] == [len(held) for held in found.values()]
 
 
 def test_a_limit_takes_the_same_records_of_what_is_left_whatever_their_order(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedModel
 
@@ -24,7 +22,6 @@ from stages.kit.evaluation.answer import (
     batch_size_for,
     generate_answers,
     load_answerer,
-    longest_first,
     prepared_ahead,
 )
 from stages.kit.memory.calibration import load_calibration
@@ -175,35 +172,6 @@ def test_an_answer_ends_when_it_is_complete(tiny_vlm: Path) -> None:
     growing = [generate_answers(model, processor, QUESTIONS[:5], batch_size=40, max_new_tokens=n) for n in range(1, 13)]
     assert ended == [next(filter(complete, answers)) for answers in zip(*growing, strict=True)]
     assert len({len(answer) for answer in ended}) > 1, "else they would all end together"
-
-
-def test_a_shortenable_question_leaves_room_for_the_answer(tiny_dense: Any) -> None:
-    model, tokenizer = tiny_dense
-    parts = [{"type": "text", "text": "so " * 400, "shortenable": True}, {"type": "text", "text": "What?"}]
-    asked = Conversation(sample_id="long", messages=[{"role": "user", "content": parts}])
-    lengths = []
-    hook = model.register_forward_pre_hook(
-        lambda _model, _args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
-    )
-    generate_answers(model, tokenizer, [asked], batch_size=1, max_new_tokens=7, max_length=100)
-    hook.remove()
-    assert 88 <= lengths[0] <= 93
-
-
-def sized(text: str, side: int) -> Conversation:
-    images = [Image.new("RGB", (side, side))] if side else []
-    content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-    return Conversation(sample_id="", messages=[{"role": "user", "content": content}], images=images)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1), st.integers(1, 5))
-def test_every_conversation_is_in_one_batch_the_longest_first(sizes: list[tuple[int, int]], batch_size: int) -> None:
-    batches = longest_first([sized("x" * length, side) for side, length in sizes], batch_size)
-    order = [index for batch in batches for index in batch]
-    assert sorted(order) == list(range(len(sizes)))
-    assert [sizes[index] for index in order] == sorted(sizes, reverse=True)
-    assert {len(batch) for batch in batches[:-1]} <= {batch_size}
-    assert 1 <= len(batches[-1]) <= batch_size
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from stages import evaluate
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params import load_params
 from stages.kit.evaluation.answer import answered_tokens, load_answerer
@@ -263,10 +262,3 @@ def test_a_worker_that_dies_is_quoted_and_out_of_memory_recognised(
     assert result.exit_code == code
     assert f"vLLM ended with {reason}" in result.output
     assert result.output.rstrip().endswith(output)
-
-
-@pytest.mark.pipeline
-def test_each_attempt_halves_the_sequences_at_once(own_answers: dict[str, Any]) -> None:
-    answers_from(own_answers)
-    assert CliRunner().invoke(evaluate.main, [NAME, "--attempt", "1"]).exit_code == 0
-    assert json.loads(Path("vllm/request.json").read_text())["engine"]["max_num_seqs"] == 128

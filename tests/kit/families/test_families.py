@@ -16,15 +16,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
 from transformers import GenerationConfig
 
 from stages.core.errors import UserError
-from stages.core.params.schema import LoraParams, Part, PartsParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import decoded, end_tokens
 from stages.kit.families import FAMILIES, family_of, require_precision
-from stages.kit.models.adapters import apply_recipe, part_of, trained_modules
+from stages.kit.models.adapters import part_of
 from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import meta_model, new_model
 from stages.kit.models.prompts import (
@@ -132,20 +130,6 @@ def test_an_unknown_family_and_gemma_3_in_fp16_are_refused() -> None:
         require_precision("gemma3_text", "fp16")
     for name, precision in (("gemma3_text", "bf16"), ("phi3", "fp16")):
         require_precision(name, precision)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_all_linear_is_every_linear_layer_of_a_part_but_the_head(name: str) -> None:
-    model = meta_model(config_for(name))
-    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    parts: tuple[Part, ...] = ("vision", "llm") if name in VISION else ("llm",)
-    lora = LoraParams(rank=2, alpha=4, targets=dict.fromkeys(parts, ("all-linear",)))
-    adapted = trained_modules(
-        apply_recipe(model, PartsParams(llm="lora", vision="lora" if name in VISION else "frozen"), lora)
-    )
-    shared = {linear for linear in linears if "shared_expert" in linear}
-    wanted = {linear for linear in linears if part_of(linear) in parts and linear != "lm_head"}
-    assert adapted == wanted - shared
 
 
 @pytest.mark.parametrize("name", VISION)

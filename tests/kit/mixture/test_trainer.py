@@ -4,7 +4,6 @@ nothing but memory."""
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,10 +20,9 @@ from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.plan import Plan
-from stages.kit.training.batches import IGNORED, ConversationCollator, experts_of
+from stages.kit.training.batches import ConversationCollator, experts_of
 from stages.kit.training.resume import seed_everything
 from stages.kit.training.trainer import RecipeTrainer
-from stages.tasks.amr import samples as amr_samples
 from stages.tasks.moe import samples as moe_samples
 from tests.kit.mixture.dense import conversation, set_routers
 from tests.kit.training.small import plan_for
@@ -199,26 +197,8 @@ def test_router_labels_reach_only_routers_and_keep_no_activations(mixture_dir: P
     hook.remove()
 
 
-def test_tokens_are_labelled_with_their_samples_expert(mixture_dir: Path) -> None:
-    batch = batch_of(mixture_dir, (4, 0, 7))
-    assert (batch["attention_mask"] == 0).any()
-    for row, number in enumerate((4, 0, 7)):
-        is_text = batch["attention_mask"][row].bool()
-        assert set(batch["labels"][row, is_text].tolist()) == {EXPERTS[number]}
-        assert set(batch["labels"][row, ~is_text].tolist()) <= {IGNORED}
-    assert collator_of(mixture_dir).largest_batch(2)["labels"].shape[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("domains", "samples", "problem"),
-    [
-        (("qmsum", "truthfulqa"), amr_samples, "samples of task moe have no domains"),
-        (("qmsum", "poems"), moe_samples, r"of truthfulqa \(2\), qmsum \(1\), but .* qmsum, poems;"),
-        (("qmsum", "truthfulqa", "poems"), moe_samples, r"qmsum \(1\), but .* truthfulqa, poems;"),
-    ],
-)
-def test_domains_that_samples_do_not_have_are_refused(
-    domains: tuple[str, ...], samples: ModuleType, problem: str
-) -> None:
-    with pytest.raises(UserError, match=problem):
-        experts_of(labels_plan(task="moe", domains=domains), [fact(1), meeting(2), fact(3)], samples)
+def test_experts_are_numbered_in_the_order_of_the_domains_and_unknown_ones_refused() -> None:
+    records = [fact(1), meeting(2), fact(3)]
+    assert experts_of(labels_plan(domains=("qmsum", "truthfulqa")), records, moe_samples) == [1, 0, 1]
+    with pytest.raises(UserError, match=r"of truthfulqa \(2\), qmsum \(1\), but .* qmsum, poems;"):
+        experts_of(labels_plan(task="moe", domains=("qmsum", "poems")), records, moe_samples)

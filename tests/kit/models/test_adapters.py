@@ -1,5 +1,4 @@
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -76,25 +75,6 @@ def test_counts_on_qwen2_vl_7b(recipe: str, vision: int, projector: int, llm: in
     assert (found.vision, found.projector, found.llm) == (vision, projector, llm)
 
 
-@pytest.mark.parametrize(
-    ("part", "targets", "found"),
-    [
-        ("vision", ("attn.proj",), {f"model.visual.blocks.{block}.attn.proj" for block in range(4)}),
-        (
-            "llm",
-            ("layers.1.self_attn.q_proj", "layers.0.mlp.up_proj"),
-            {f"model.language_model.layers.{name}" for name in ("1.self_attn.q_proj", "0.mlp.up_proj")},
-        ),
-    ],
-)
-def test_a_target_matches_whole_ends_of_names(part: Any, targets: tuple[str, ...], found: set[str]) -> None:
-    """`proj` does not match `o_proj`."""
-    lora = LoraParams(rank=4, alpha=8, targets={part: targets})
-    parts: Any = {part: "lora"}
-    model = apply_recipe(meta("data/tiny/qwen2-vl"), PartsParams(**parts), lora)
-    assert trained_modules(model) == found
-
-
 def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
     lora = LoraParams(rank=4, alpha=8, targets={"llm": ("q_proj", "query")})
     with pytest.raises(UserError, match=r"lora.targets.llm: 'query' names no linear layer; the llm's end in .*q_proj"):
@@ -130,7 +110,7 @@ def test_parts_without_targets_are_trained_whole_beside_adapters() -> None:
     assert {name.split(".", 4)[-1] for name in trained if part_of(name) == "llm"} == {"self_attn.o_proj"}
 
 
-@pytest.mark.parametrize("target", ["mlp.gate", "proj", "gate_pro", "layers.99.mlp", "weight", ""])
+@pytest.mark.parametrize("target", ["proj", "layers.99.mlp", ""])
 def test_a_target_that_names_no_module_is_refused_with_what_there_is(target: str) -> None:
     reason = rf"full_targets.llm: '{target}' names no module with weights; the llm's end in .*down_proj, embed_tokens"
     with pytest.raises(UserError, match=reason):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from stages.core.errors import UserError
 from stages.core.lineage import write_lineage
@@ -24,7 +23,7 @@ from stages.kit.models.adapters import (
     trained_modules,
     trained_tensors,
 )
-from stages.kit.models.certificate import TOLERANCE, certified_model, require_certificate
+from stages.kit.models.certificate import TOLERANCE, require_certificate
 from stages.kit.models.load import DTYPES, load_model
 from stages.kit.models.merge import (
     changed_modules,
@@ -36,7 +35,6 @@ from stages.kit.models.merge import (
 )
 from stages.kit.models.prompts import load_processor
 from tests.made_up_records import CERTIFICATE
-from tests.made_up_runs import project_params
 
 LLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAYS: dict[str, tuple[PartsParams, LoraParams | None]] = {
@@ -171,29 +169,6 @@ def test_only_the_certificate_of_this_content_is_accepted(tmp_path: Path) -> Non
         path.write_text(text)
         with pytest.raises(UserError, match="is damaged"):
             require_certificate(path, merged)
-
-
-@pytest.mark.parametrize(
-    ("name", "folder", "stage"),
-    [("r4-joint", "data/runs/r4-joint/merged", "merge@r4-joint"), ("base-vlm", "data/bases/vlm", "base@vlm")],
-)
-def test_a_missing_model_is_named_with_its_stage(
-    name: str, folder: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = project_params()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"^{folder} is not there; make it with: dvc repro {stage}$"):
-        certified_model(params, name)
-
-
-def test_changed_modules_are_those_that_differ_or_are_new() -> None:
-    one, two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    two.load_state_dict(one.state_dict())
-    assert changed_modules(weight_digests(one), weight_digests(two)) == set()
-    with torch.no_grad():
-        two.get_parameter("1.bias")[0] += 1e-7
-    assert changed_modules(weight_digests(one), weight_digests(two)) == {"1"}
-    assert changed_modules({"a.weight": "x"}, {}) == {"a"}
 
 
 def test_the_deviation_is_a_share_of_the_training_and_does_not_depend_on_threads(

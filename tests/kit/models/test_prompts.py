@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ PLAIN_TEMPLATE = """\
 """
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["[1, 2]", "[" * 200_000, "{", json.dumps({"model": {"type": "BPE"}})])
+@pytest.mark.parametrize(
+    ("file", "content"), [("tokenizer.json", '{"model": {"type": "BPE"}}'), ("tokenizer_config.json", "[" * 200_000)]
+)
 def test_a_damaged_tokenizer_is_refused(file: str, content: str, tmp_path: Path) -> None:
     for path in (ROOT / "data/tiny/qwen2").glob("*.json*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

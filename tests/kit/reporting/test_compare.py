@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.kit.reporting.compare import (
-    UNAVAILABLE,
     Comparison,
     Contender,
     Metric,
@@ -21,15 +19,13 @@ from stages.kit.reporting.compare import (
     TaskReport,
     compare,
     difference_words,
-    memory_by_stage,
     score_contender,
 )
 from stages.kit.reporting.page import _difference_drawing
 from stages.kit.reporting.runs import Run
 from stages.kit.reporting.sections import comparison_table, design_words, flat_metrics
-from stages.kit.reporting.tables import ABSENT, cell_text
+from stages.kit.reporting.tables import cell_text
 from stages.kit.statistics import Floats, Interval, difference
-from tests.made_up_runs import project_params
 
 REPORT = TaskReport(
     task="a-task",
@@ -166,18 +162,6 @@ def test_metrics_that_do_not_match_the_predictions_are_refused(metrics: dict[str
         score_contender(report, "a", [run_of("a", np.full(10, 0.5), metrics)], baseline=None)
 
 
-def test_a_figure_that_only_some_models_have_is_optional() -> None:
-    report = replace(REPORT, metrics=(*REPORT.metrics, RESTORED))
-    scores = np.full(10, 0.5)
-    figures: tuple[dict[str, Any], ...] = ({}, {"restored": 0.25}, {"restored": UNAVAILABLE})
-    contenders = [
-        score_contender(report, name, [run_of(name, scores, each)], baseline=None)
-        for name, each in zip("abc", figures, strict=True)
-    ]
-    table = comparison_table(compare(report, contenders))
-    assert [cell_text(row.cells[2], table.columns[2]) for row in table.rows] == [ABSENT, "0.250", UNAVAILABLE]
-
-
 def test_the_lowest_is_best_if_lower_is_better() -> None:
     report = replace(REPORT, metrics=(LOSS,), primary_words="loss")
     comparison = compared({"b": 2.0, "a": 2.5, "base": 3.0}, report)
@@ -234,24 +218,3 @@ def test_another_engine_is_named() -> None:
     assert "engine" not in words("transformers", "transformers")
     assert "Completions are from vLLM 0, which was checked" in words("vLLM 0", "vLLM 0")
     assert "(transformers: a; vLLM 0: b)" in words("transformers", "vLLM 0")
-
-
-def test_a_build_is_among_the_stages_of_the_recipes_that_start_from_it(tmp_path: Path) -> None:
-    params = project_params()
-    base, recipe = params.baselines["base-vlm"], params.recipes["r1-llm-only"]
-    params = replace(
-        params,
-        baselines={"base-moe": replace(base, base="builds/moe")},
-        recipes={"after": replace(recipe, base="builds/moe"), "further": replace(recipe, base="runs/after/merged")},
-    )
-
-    def stages(name: str) -> dict[str, str]:
-        found = memory_by_stage(params, "detection", name, tmp_path)
-        return {stage: str(path.relative_to(tmp_path / "report/detection/memory")) for stage, path in found.items()}
-
-    assert list(stages("base-moe").items()) == [
-        ("build@moe", "moe/build.json"),
-        ("baseline@base-moe", "base-moe/evaluate.json"),
-    ]
-    assert list(stages("after")) == ["build@moe", "train@after", "merge@after", "evaluate@after"]
-    assert list(stages("further")) == ["train@further", "merge@further", "evaluate@further"]

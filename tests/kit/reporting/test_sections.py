@@ -12,13 +12,12 @@ from stages.core.provenance import records_dir
 from stages.kit.reporting.runs import Run, read_run
 from stages.kit.reporting.sections import (
     cost_table,
-    memory_table,
     origin_warnings,
     origins_table,
     split_settings,
     trainable_table,
 )
-from tests.made_up_runs import MIB, made_up_memory, project_params, write_made_up_record, write_made_up_run
+from tests.made_up_runs import project_params, write_made_up_record, write_made_up_run
 
 MAKERS = {"base-vlm": "baseline", "r1-llm-only": "train", "r2-vision-only": "train"}
 
@@ -63,19 +62,6 @@ def test_parameters_and_costs_by_run(tmp_path: Path) -> None:
     assert [row.cells for row in cost_table([base, trained]).rows] == [
         ("base-vlm", *[None] * 7, 12.5),
         ("r1-llm-only", 30, 74.2, 16.1, 1_300_000_000, None, "tensors on the CPU", 0.61, 12.5),
-    ]
-
-
-def test_memory_by_stage(tmp_path: Path) -> None:
-    base, run, _ = runs_with_records(tmp_path).values()
-    stages = made_up_memory("build", "moe", gpus=1), made_up_memory("train", "r1-llm-only", gpus=2)
-    run = replace(run, memory=(*stages, made_up_memory("evaluate", "r1-llm-only")))
-    on_gpus = (8192 * MIB, 0, 100 * MIB, 400 * MIB, 8092 * MIB)
-    on_cpu = (7592 * MIB, 600 * MIB, 700 * MIB, 1000 * MIB, 7492 * MIB)
-    assert [row.cells for row in memory_table([base, run]).rows] == [
-        ("r1-llm-only", "build moe", *on_gpus, "tensors on the GPU"),
-        ("r1-llm-only", "train", *on_gpus, "tensors on 2 GPUs"),
-        ("r1-llm-only", "evaluate", *on_cpu, "the whole process, on the CPU"),
     ]
 
 

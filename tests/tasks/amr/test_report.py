@@ -1,8 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.score import write_examples
 from stages.kit.reporting.compare import Contender, compare, score_contender
@@ -54,18 +52,3 @@ def test_what_scoring_writes_is_what_the_comparison_reads(tmp_path: Path) -> Non
     assert restored == [None, None, contenders[2].score.mean]
     assert "Smatch F1" in comparison_text(comparison, table)
     assert render_page(comparison, table, profile="tiny").count("<img") == 27
-
-
-def test_recipes_are_compared_over_seeds_by_the_f1_of_each_corpus(tmp_path: Path) -> None:
-    def over_seeds(name: str, answer_format: str, right: tuple[int, ...]) -> Contender:
-        runs = [evaluated(tmp_path / f"{name}-{number}", name, answer_format, number).runs[0] for number in right]
-        return score_contender(REPORT, name, runs, baseline="base-llm")
-
-    comparison = compare(
-        REPORT, [over_seeds("amr-baseline", "full", (4, 5, 6)), over_seeds("amr-ptr", "ptr", (16, 17, 18))]
-    )
-    assert comparison.insights[0].words.startswith("amr-ptr is better than amr-baseline by +")
-    ptr = comparison.contenders[1]
-    assert ptr.score.by_training == pytest.approx([run.metrics["smatch_f1"] for run in ptr.runs])
-    assert comparison.insights[0].difference is not None
-    assert comparison.insights[0].difference.mean == pytest.approx(ptr.score.mean - comparison.contenders[0].score.mean)

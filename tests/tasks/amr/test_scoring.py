@@ -1,5 +1,6 @@
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,17 +101,6 @@ def test_an_example_shows_truth_and_prediction(monkeypatch: pytest.MonkeyPatch) 
     assert any("2 parentheses are never closed" in line for line in lines)
 
 
-def test_examples_show_any_completion() -> None:
-    answers = [
-        "\x00\t" * 50,
-        "(a / " + "dài" * 400 + ")",
-        "(a / b " + " ".join(f":op{n} {n}" for n in range(300)) + ")",
-    ]
-    _, rows = score(records(), answers, answer_format="full")
-    for record, row in zip(records(), rows, strict=True):
-        assert draw_prediction(record, row).height < 2000
-
-
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @given(data=st.data())
 @quick(25)
@@ -123,4 +113,6 @@ def test_any_completion_is_scored_or_counted_invalid(
     assert 0 <= float(figures["smatch_f1"]) <= 1
     assert figures["invalid"] == sum(row["problem"] is not None for row in rows)
     assert all(row["matched"] <= min(row["predicted"], row["gold"]) for row in rows)
-    write_rows(rows, tmp_path_factory.getbasetemp() / "predictions.parquet", PREDICTIONS)
+    path = tmp_path_factory.getbasetemp() / "predictions.parquet"
+    write_rows(rows, path, PREDICTIONS)
+    assert pq.read_table(path).to_pylist() == rows

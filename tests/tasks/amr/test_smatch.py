@@ -111,12 +111,9 @@ def test_the_smatch_package_finds_the_same_or_less(monkeypatch: pytest.MonkeyPat
         ("(a / nhà :mod (b / to))", "(b / to :domain (a / nhà))", 3),
         ("(a / x :consist-of (b / y))", "(b / y :consist (a / x))", 2),
         ("(a / x :polarity - :polarity -)", "(a / x :polarity -)", 3),
-        ("(a / x :polarity - :polarity -)", "(a / x :polarity - :polarity -)", 4),
         ("(a / x :op1 (b / y) :op1 b)", "(a / x :op1 (b / y) :op1 b)", 5),
         ("(a / x :r a)", "(a / x :r (b / x))", 2),
-        ("(a / x :part-of t)", "(a / x :part-of t)", 3),
         ("(a / chủ tịch :op1 Hà_Nội)", '(a / CHỦ_TỊCH :op1 "hà nội")', 3),
-        ("(a / x)", "(a / y)", 1),
     ],
 )
 def test_triples_match_as_they_should(ours: str, theirs: str, matched: int) -> None:

@@ -144,16 +144,6 @@ def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
     assert "train.txt line 1 and val.txt line 7: câu số 1 ." in refused(source)
 
 
-def test_a_tenth_of_the_sentences_is_held_out_where_no_file_validates(tmp_path: Path) -> None:
-    source = folder(tmp_path / "amr", train="".join(block(number) for number in [*range(40), 7, 8]))
-    stats = prepare("amr", f"folder:{source}", out_dir=tmp_path / "out")
-    held, kept = ({record.sentence for record in read_split(tmp_path / "out", split)} for split in ("val", "train"))
-    assert (len(held), len(held | kept)) == (4, 40)
-    assert stats["validation"] == "10% of the training sentences, by a digest of each"
-    assert sum(stats["splits"][split]["repeated_sentences"] for split in ("train", "val")) == 2
-    assert stats["splits"]["val"]["files"] == ["train.txt"]
-
-
 @pytest.mark.parametrize(
     "marked",
     [

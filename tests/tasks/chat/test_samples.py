@@ -11,7 +11,7 @@ from stages.kit.data.prepared import to_row
 from stages.kit.models.prompts import count_tokens, encode, rendered, tokenizer_of
 from stages.tasks.chat.samples import IMAGES, SCHEMA, Message, Record, conversation, probes, read_split
 from tests.kit.data.images import png
-from tests.tasks.chat.conversations import record, with_images
+from tests.tasks.chat.conversations import with_images
 from tests.tiny_families import TEMPLATES, VISION, processor_for, tokenizer_for
 
 MARKUP = (
@@ -48,17 +48,6 @@ def test_markup_in_a_users_text_is_refused_or_nothing_but_text(family: str, mark
     assert answers[0] == answers[1]
     assert "One." in answers[0]
     assert "Two." in answers[0]
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_special_token_is_refused_in_questions_too(answered: bool) -> None:
-    """One of a form that `markup_problem` does not know, in a template that writes it."""
-    tokenizer = tokenizer_for("qwen2")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
-    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<end_of_turn>")
-    asked = conversation(record("Say <end_of_turn>.", "No."), answered=answered)
-    with pytest.raises(UserError, match=r"sample a:1 .*<end_of_turn>"):
-        encode(tokenizer, [asked], padding_side="left")
 
 
 def test_an_image_stands_where_its_text_is_divided() -> None:

@@ -107,22 +107,7 @@ def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, prob
     assert len(beside.problems) == 1
 
 
-TOKENS = [
-    "<|box_start|>",
-    "<|box_end|>",
-    "(",
-    ")",
-    ",",
-    "7",
-    "1000",
-    "(1,2)",
-    "[",
-    "{",
-    "}",
-    '"bbox_2d"',
-    ":",
-    "[1,2,3,4]",
-]
+TOKENS = ["<|box_start|>", "<|box_end|>", *"(),7[{}:", "1000", "(1,2)", '"bbox_2d"', "[1,2,3,4]"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

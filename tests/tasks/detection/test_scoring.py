@@ -13,7 +13,6 @@ from PIL import Image
 from stages.tasks.detection.samples import Box, DetectionRecord, encode_boxes
 from stages.tasks.detection.scoring import (
     PREDICTION_COLOUR,
-    PREDICTIONS,
     TRUTH_COLOUR,
     draw_prediction,
     matched_ious,
@@ -128,22 +127,6 @@ def test_map_averages_over_thresholds() -> None:
     """IoU 0.72 is right at 0.50, 0.55, 0.60, 0.65 and 0.70, five thresholds of ten."""
     metrics, _ = score([record([(0.0, 0.0, 1.0, 1.0)])], [answer((0.0, 0.0, 1.0, 0.72))])
     assert (metrics["map_50_95"], metrics["map_50"], metrics["map_75"]) == pytest.approx((0.5, 1.0, 0.0))
-
-
-def test_rows_have_the_columns_of_the_predictions_file() -> None:
-    _, rows = score([record([RIGHT, LEFT], "a")], [answer(RIGHT)])
-    assert rows[0] == {
-        "image_id": "a",
-        "text": answer(RIGHT),
-        "valid": True,
-        "boxes": [list(RIGHT)],
-        "truth": [list(LEFT), list(RIGHT)],  # in reading order
-        "labels": ["nutrition-table"],
-        "truth_labels": ["nutrition-table", "nutrition-table"],
-        "iou": pytest.approx(1.0),
-        "matched_iou": pytest.approx(0.5),
-    }
-    assert list(rows[0]) == PREDICTIONS.names
 
 
 def sample(*found: tuple[Box, str], **settings: Any) -> DetectionRecord:

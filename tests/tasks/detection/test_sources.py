@@ -175,7 +175,6 @@ def wrong_voc(folder: Path) -> None:
                 f"{TRAIN_JSON} annotation x: image_id 99 is not that of a valid image",
                 f"{TRAIN_JSON} image 1: annotation 71: category_id 99 is not among",
                 f"{TRAIN_JSON} image 1: annotation 72: bbox.2: input should be a valid number",
-                f"{TRAIN_JSON} image 1: annotation 73 is a crowd",
                 f"{TRAIN_JSON} image 2: image '../val2017/missing.png': there is none",
                 f"{TRAIN_JSON} image 0: its id is that of several images",
             ),
@@ -185,7 +184,6 @@ def wrong_voc(folder: Path) -> None:
             wrong_yolo,
             (
                 "train/labels/a.txt: line 3: no class has the number 7; there are 3",
-                "train/labels/a.txt: line 4 is '0 0.5 0.5 nan 0.1', 5 fields; expected five numbers",
                 "train/labels/a.txt: line 5 is '0 0.1 0.1 0.2 0.2 0.3 0.3', 7 fields of an outline",
                 "train/labels/b.txt: ",
                 "leads out of",
@@ -198,7 +196,6 @@ def wrong_voc(folder: Path) -> None:
             wrong_voc,
             (
                 "Annotations/a.xml: object 1: bndbox/ymin is 'x', expected a number",
-                "Annotations/a.xml: object 1: bndbox/ymax is missing",
                 "Annotations/a.xml: object 2: name is missing",
                 "Annotations/b.xml: a document type (<!DOCTYPE) is never read",
                 "Annotations/empty.xml: no XML: mismatched tag: line 2, column 8",
