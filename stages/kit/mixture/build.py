@@ -280,7 +280,8 @@ def write_shards(
 ) -> None:
     """Write a model's safetensors, with their index if they are several, in the names and files of save_pretrained.
 
-    model: on the meta device. pieces: from a weight's name, and a meta tensor of its shape and dtype, to its bytes."""
+    model: on the meta device. pieces: from a weight's name, and a meta tensor of its shape and dtype, to its bytes.
+    """
     # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
     named = revert_weight_conversion(model, dict(model.named_parameters()))
     # New tensors, as experts are views of one tensor, and would each be counted at the size of all.

@@ -194,26 +194,24 @@ def gpus_in_use(device: DeviceParams, placement: str = "single") -> Sequence[int
 
     Raises UserError if there are fewer GPUs than the profile wants.
     """
-    check_count(device)
+    check_device(device)
     if device.kind == "cpu":
         return ()
     return range(device.count) if placement == "balanced" else (local_device(device).index,)
 
 
-def check_device(device: DeviceParams, precision: str) -> None:
-    check_count(device)
-    # torch counts emulated bf16 as support by default; a Turing card would crawl.
-    if device.kind == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
-
-
-def check_count(device: DeviceParams) -> None:
-    """Raises UserError if there are fewer GPUs than the profile wants."""
-    if device.kind == "cuda" and torch.cuda.device_count() < device.count:
+def check_device(device: DeviceParams, precision: str = "fp32") -> None:
+    """Raises UserError if there are fewer GPUs than the profile wants, or they do not compute in its precision."""
+    if device.kind == "cpu":
+        return
+    if torch.cuda.device_count() < device.count:
         raise UserError(
             f"the profile wants {device.count} CUDA device(s), but {torch.cuda.device_count()} can be seen; "
             "choose another with: dvc exp run -S profile=tiny"
         )
+    # torch counts emulated bf16 as support by default; a Turing card would crawl.
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16; set memory.precision to fp16")
 
 
 def check_placement(model: torch.nn.Module, device: DeviceParams) -> None:

@@ -190,8 +190,6 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
             f"recipes.{name}.effective_batch is {recipe.effective_batch}, which is not a multiple of micro_batch "
             f"{memory.micro_batch} x {replicas} device(s) (profiles.{params.profile}.memory.micro_batch)"
         )
-    if train_samples < 1:
-        raise UserError(f"recipe {name} has no training samples")
     # The last, smaller batch of an epoch is a step too, as in transformers' Trainer.
     steps_per_epoch = ceil(train_samples / recipe.effective_batch)
     num_steps = min(steps_per_epoch * recipe.epochs, recipe.max_steps or steps_per_epoch * recipe.epochs)
@@ -199,19 +197,16 @@ def _schedule(params: Params, name: str, train_samples: int) -> Schedule:
         part: recipe.part_learning_rates.get(part, recipe.learning_rate) * profile.learning_rate_scale
         for part in recipe.parts.trained()
     }
+    of_recipe = ("effective_batch", "epochs", "lr_schedule", "weight_decay", "max_grad_norm")
     return Schedule(
+        **{name: getattr(recipe, name) for name in of_recipe},
         train_samples=train_samples,
-        effective_batch=recipe.effective_batch,
         micro_batch=memory.micro_batch,
         grad_accumulation=recipe.effective_batch // at_once,
-        epochs=recipe.epochs,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
         warmup_steps=ceil(num_steps * recipe.warmup_ratio),
-        lr_schedule=recipe.lr_schedule,
         learning_rates=rates,
-        weight_decay=recipe.weight_decay,
-        max_grad_norm=recipe.max_grad_norm,
     )
 
 

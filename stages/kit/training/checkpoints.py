@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from stages.core.errors import UserError
 from stages.core.lineage import file_digest, file_digests
@@ -38,8 +38,8 @@ def checkpoints_dir(repository_dir: Path, recipe: str) -> Path:
     return repository_dir / ".bakeoff/checkpoints" / recipe
 
 
-def digest_of(identity: Mapping[str, str]) -> str:
-    """The fingerprint of a training, from the facts that identify it (resume.py)."""
+def digest_of(identity: Any) -> str:
+    """The fingerprint of a training, from the facts that identify it (resume.py), or of other JSON values."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -12,8 +12,6 @@ A part is complete or absent; a damaged one is computed again.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -34,7 +32,7 @@ from stages.core.lineage import file_digest
 from stages.kit.internals.transformers_internals import on_device
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, ConversationCollator, padded
-from stages.kit.training.checkpoints import locked, open_lock
+from stages.kit.training.checkpoints import digest_of, locked, open_lock
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -108,7 +106,7 @@ def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
     names = ("answer_format", "precision", "quantization", "attn", "loss", "max_length", "images")
     chosen = {name: settings[name] for name in names}
     chosen["images per pass"] = plan.schedule.micro_batch  # a GPU may round a matrix product by its size
-    return hashlib.sha256(json.dumps([facts, chosen], sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of([facts, chosen])
 
 
 def _compute_missing(trainer: RecipeTrainer, collator: ConversationCollator, folder: Path) -> None:
