@@ -132,12 +132,11 @@ def load_answerer(
     Raises UserError if the batch cannot be halved so often, and for a model or an answer format that the task does not
     have.
     """
-    settings, device = profile.evaluation, profile.device.one()
+    device, precision, attn = profile.device.one(), profile.memory.precision, profile.memory.attn
     batch_size = batch_size_for(questions, model_dir, profile, attempt=attempt)
     see_only(device)
     memory = MemoryLog(gpus_in_use(device))
-    memory_params = profile.memory
-    model = load_certified(model_dir, device=device, precision=memory_params.precision, attn=memory_params.attn).eval()
+    model = load_certified(model_dir, device=device, precision=precision, attn=attn).eval()
     memory.loaded()
     samples.check(model.config.model_type, answer_format)
     return Answerer(
@@ -146,7 +145,7 @@ def load_answerer(
         samples=samples,
         answer_format=answer_format,
         batch_size=batch_size,
-        settings=settings,
+        settings=profile.evaluation,
         memory=memory,
     )
 

@@ -238,7 +238,9 @@ def compare(report: TaskReport, contenders: Sequence[Contender]) -> Comparison:
     insights = [_insight(report, question, by_name) for question in _questions(report, by_name)]
     of_best = [_insight(report, Question("the best", best.name, rival.name), by_name) for rival in rivals]
     # Whether the best is better than every other is one more question; the rival with the least evidence answers it.
-    corrected = _corrected([*insights, *sorted(of_best, key=_p_value)[-1:]])
+    corrected = _corrected(
+        [*insights, *sorted(of_best, key=lambda each: each.difference.p_value if each.difference else 0)[-1:]]
+    )
     over_rival = next(iter(corrected[len(insights) :]), None)
     return Comparison(
         report=report,
@@ -450,11 +452,6 @@ def _corrected(insights: Sequence[Insight]) -> list[Insight]:
     """The insights, those with an answer corrected as one family."""
     differences = iter(as_family([insight.difference for insight in insights if insight.difference]))
     return [replace(insight, difference=next(differences)) if insight.difference else insight for insight in insights]
-
-
-def _p_value(insight: Insight) -> float:
-    assert insight.difference is not None, insight
-    return insight.difference.p_value
 
 
 def _is_shown(insight: Insight) -> bool:

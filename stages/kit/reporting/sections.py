@@ -422,28 +422,25 @@ def origins_table(runs: Sequence[Run]) -> Table:
         Column("started", "Started (UTC)"),
         Column("seconds", "Took", "seconds"),
     )
-    records = {name: record for name, record in _records(runs) if _stage(record) in ("train", "baseline")}
-    return Table(columns=columns, rows=tuple(_origin(name, record) for name, record in records.items()))
-
-
-def _origin(name: str, record: Provenance) -> Row:
-    def digest(*beginnings: str) -> str | None:
-        return next((short(found) for path, found in record.inputs.items() if path.startswith(beginnings)), None)
-
-    return Row(
-        cells=(
-            name,
-            _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
-            record.image or record.engine,
-            short(record.lock) if record.lock else None,
-            record.device,
-            record.seed,
-            digest(record.plan["base_dir"]) if record.plan else digest("data/bases/", "data/builds/"),
-            digest("data/prepared/"),
-            record.started.replace("T", " ").removesuffix("+00:00"),
-            record.seconds,
-        )
-    )
+    rows = {}
+    for name, record in _records(runs):
+        if _stage(record) in ("train", "baseline"):
+            inputs = {path: short(digest) for path, digest in record.inputs.items()}
+            bases = (record.plan["base_dir"],) if record.plan else ("data/bases/", "data/builds/")
+            cells = (
+                name,
+                _commit(record) + (f" + {len(record.changed)} changed" if record.changed else ""),
+                record.image or record.engine,
+                short(record.lock) if record.lock else None,
+                record.device,
+                record.seed,
+                next((digest for path, digest in inputs.items() if path.startswith(bases)), None),
+                next((digest for path, digest in inputs.items() if path.startswith("data/prepared/")), None),
+                record.started.replace("T", " ").removesuffix("+00:00"),
+                record.seconds,
+            )
+            rows[name] = Row(cells=cells)
+    return Table(columns=columns, rows=tuple(rows.values()))
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

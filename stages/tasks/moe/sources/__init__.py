@@ -30,7 +30,6 @@ MEETING = ("meeting_transcripts", "general_query_list", "specific_query_list")
 """Keys of a meeting of QMSum; one of the lists is enough."""
 LONGBENCH = ("input", "context", "answers")
 """Keys of a query in LongBench."""
-SUFFIXES = (".csv", ".jsonl")
 
 Found = Record | str
 """A record whose place is not known yet, or its problem."""
@@ -102,7 +101,7 @@ def read(source: str, _: NoSettings) -> RawDataset[Record]:
     CSV nor JSONL, or both.
     """
     folder = source_folder(source, known="folder:PATH or mix")
-    files = sorted(given_files(folder, *(f"*{suffix}" for suffix in SUFFIXES)))
+    files = sorted(given_files(folder, "*.csv", "*.jsonl"))
     if not files:
         raise UserError(f"{folder} has no file of a known form: {describe_folder(folder)}. Expected: {FORM}; {READ_ON}")
     if len({path.suffix for path in files}) > 1:
