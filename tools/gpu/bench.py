@@ -4,7 +4,8 @@ Reads   data/tiny, and its tiny models or the folders of others
 Writes  .bakeoff/bench.jsonl    a line per comparison, with date and device
 Run     make bench, make bench ARGS="--cuda --vlm data/bases/vlm"
 
-Each pair does the same work, in turns; the fastest of its turns counts, since other work on the machine adds time.
+Each pair does the same work, in turns; the fastest of its turns counts, since other work on the machine adds time. On a
+CPU that is the process's time on all cores, and on a GPU the time that passes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ Timed = tuple[str, Callable[[], float]]
 """A name, and what returns its seconds."""
 
 
+def now_s() -> float:
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Steps(TrainerCallback):
     """Records the end of each step."""
 
@@ -66,9 +74,7 @@ class Steps(TrainerCallback):
         self.ends: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.ends.append(now_s())
 
 
 def step_seconds(training: Callable[[], AbstractContextManager[SFTTrainer]]) -> float:
@@ -170,9 +176,9 @@ class Bench:
         ask = partial(self.samples.conversation, answered=False, answer_format=plan.answer_format)
         questions = list(map(ask, self.records[:COMPLETIONS]))
         limits: dict[str, Any] = {"max_new_tokens": 64, "complete": completion_of(self.samples, plan.answer_format)}
-        began = time.perf_counter()
+        began = now_s()
         generate_answers(model, processor, questions, batch_size=batch_size, **limits)
-        return time.perf_counter() - began
+        return now_s() - began
 
 
 def comparisons(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[dict[str, Any]]:

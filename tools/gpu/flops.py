@@ -6,8 +6,9 @@ computed twice to save memory. A matrix of n weights on T tokens is
     2 n T forward  +  2 n T for its input's gradient, if one is needed  +  2 n T for its own, if it is trained
 
 and attention over L tokens of width d is 4 L^2 d per layer, half if it is causal, and twice that backward. An input's
-gradient is needed from the first trained part on: a frozen vision tower in front of LoRA has none. Embeddings are
-looked up, not multiplied; a token counts for the experts that it takes; the head counts for the tokens of the loss.
+gradient is needed behind the first trained weight: a frozen vision tower in front of LoRA has none, nor has the first
+layer's query. Embeddings are looked up, not multiplied; a token counts for the experts that it takes; the head counts
+for the tokens of the loss.
 """
 
 from __future__ import annotations
@@ -20,25 +21,22 @@ import torch
 from transformers import PreTrainedConfig
 
 from stages.core.params.schema import PARTS, Part
-from stages.kit.models.adapters import apply_recipe, is_idle, part_of
+from stages.kit.models.adapters import apply_recipe, is_idle, part_of, plain_name
 from stages.kit.models.load import meta_model
 from stages.kit.planning.plan import Plan
 
 PEAKS: tuple[tuple[str, float, str], ...] = (
-    (r"B200|GB200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),
+    (r"B200", 2250, "NVIDIA DGX B200 datasheet, half of the sparse figure"),
     (r"H200 NVL|H100 NVL", 835.5, "NVIDIA H100 and H200 datasheets (NVL), half of the sparse figure"),
-    (r"H200|GH200|H100 80GB HBM3|H800", 989.4, "NVIDIA H100 and H200 datasheets (SXM), half of the sparse figure"),
+    (r"H200|GH200|H100 80GB HBM3", 989.4, "NVIDIA H100 and H200 datasheets (SXM), half of the sparse figure"),
     (r"H100 PCIe", 756.5, "NVIDIA H100 datasheet (PCIe), half of the sparse figure"),
-    (r"H20", 148, "NVIDIA H20 datasheet"),
     (r"A100|A800", 312, "NVIDIA A100 datasheet"),
     (r"A30", 165, "NVIDIA A30 datasheet"),
-    (r"RTX PRO 6000", 503.8, "NVIDIA RTX Blackwell whitepaper, FP32 accumulate"),
     (r"RTX 5090", 209.5, "NVIDIA RTX Blackwell whitepaper, FP32 accumulate"),
     (r"RTX 6000 Ada", 364.25, "NVIDIA Ada whitepaper, FP32 accumulate"),
     (r"A40", 149.7, "NVIDIA A40 datasheet"),
     (r"RTX A6000", 154.8, "NVIDIA GA102 whitepaper, 1.3"),
     (r"RTX 3090", 71, "NVIDIA GA102 whitepaper, FP32 accumulate"),
-    (r"A10G", 70, "NVIDIA A10G datasheet"),
     (r"A10", 125, "NVIDIA A10 datasheet"),
     (r"L40S", 362.05, "NVIDIA L40S datasheet"),
     (r"L40", 181.05, "NVIDIA L40 datasheet"),
@@ -49,7 +47,15 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
     (r"Quadro RTX 6000", 130.5, "NVIDIA Turing whitepaper, FP16 tensor"),
     (r"T4", 65, "NVIDIA T4 datasheet"),
 )
-"""Dense 16-bit tensor TFLOP/s by a part of the device's name, whole words; the first that matches."""
+"""Peaks by a part of the device's name, whole words; the first that matches.
+
+They are the tensor cores' dense bf16 or fp16 peaks in TFLOP/s, without sparsity, as the vendors' data sheets and
+whitepapers publish them; none is measured here. A card that is missing has no share of peak.
+"""
+
+
+_BLOCK_ENTRY = re.compile(r"\.(qkv|[qkv]_proj|fc1|gate|experts\.gate_up_proj|gate_proj|up_proj)\b")
+"""Matrices that multiply the input of their block, attention or MLP, one beside the other."""
 
 
 def peak_tflops(device_name: str) -> tuple[float, str] | None:
@@ -63,20 +69,28 @@ def model_flops(plan: Plan, config: PreTrainedConfig, batch: Mapping[str, torch.
     with torch.device("meta"):
         model = apply_recipe(meta_model(config), plan.parts, plan.lora, plan.full_targets)
     text = config.get_text_config()
-    trained = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    passes = {part: 1 + any(before in trained for before in PARTS[: PARTS.index(part) + 1]) for part in PARTS}
     rows = _rows(config, batch)
+    trained: set[Part] = set()
+    block, block_has_gradient = "", False
     flops = 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # in the order of the forward pass
+        part = part_of(name)
+        has_gradient = bool(trained) or ".lora_B." in name
+        if entry := _BLOCK_ENTRY.search(plain_name(name)):
+            if block != (block := entry.string[: entry.start()]):
+                block_has_gradient = bool(trained)
+            has_gradient = block_has_gradient or ".lora_B." in name
+        if parameter.requires_grad:
+            trained.add(part)
         if parameter.ndim < 2 or is_idle(model, name) or ("embed_tokens" in name and ".lora_" not in name):
             continue
-        part = part_of(name)
         share = text.num_experts_per_tok / text.num_experts if ".experts." in name else 1.0
         count = _learnt(batch) if "lm_head" in name else rows[part]
-        flops += 2 * parameter.numel() * share * count * (passes[part] + parameter.requires_grad)
+        flops += 2 * parameter.numel() * share * count * (1 + has_gradient + parameter.requires_grad)
     head = model.get_output_embeddings().weight
     if head is model.get_input_embeddings().weight:
-        flops += 2 * head.numel() * _learnt(batch) * (passes["llm"] + head.requires_grad)
+        flops += 2 * head.numel() * _learnt(batch) * (1 + bool(trained) + head.requires_grad)
+    passes = {part: 1 + any(before in trained for before in PARTS[: PARTS.index(part) + 1]) for part in PARTS}
     return flops + _attention_flops(config, batch, passes)
 
 
