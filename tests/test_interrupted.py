@@ -198,7 +198,7 @@ def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
     stage_run = StageRun(stage=stage, args=(name,), declared=None, workspace_dir=workspace, caller={})
-    ended, _ = run_down_the_ladder(engine, stage_run, load_params(), say=launch.say)
+    ended, _ = run_down_the_ladder(engine.run, stage_run, load_params(), say=launch.say)
     return ended.code
 
 

@@ -17,10 +17,11 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Thread
+from typing import TextIO
 
 import psutil
 from pydantic import TypeAdapter
@@ -72,18 +73,9 @@ class Outputs:
         parents = {PurePosixPath(out).parent for out in self.stage.written}
         return tuple(sorted(str(folder) for folder in parents if parents.isdisjoint(folder.parents)))
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[TextIO]:
         """Hold the lock of this stage. Raises UserError if another launcher runs the same stage in this workspace."""
-        self.lock_path.parent.mkdir(parents=True, exist_ok=True)
-        # The lock file stays: were it removed, two launchers could each lock one of its name.
-        with self.lock_path.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                message = f"{self.stage.name} is already running in this workspace; wait for it, or end it"
-                raise UserError(message) from None
-            yield
+        return locked(self.lock_path, f"{self.stage.name} is already running in this workspace; wait for it, or end it")
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -146,6 +138,23 @@ class Outputs:
 
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.written_dir))
+
+
+@contextmanager
+def locked(path: Path, refusal: str, *, patience_s: float = 0.0) -> Iterator[TextIO]:
+    """Hold the lock of a file. Raises UserError with the refusal if another process holds it for longer than that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    patience_ends = time.monotonic() + patience_s
+    with path.open("a") as lock:  # the file stays: were it removed, two launchers could each lock one of its name
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= patience_ends:
+                    raise UserError(refusal) from None
+                time.sleep(0.2)
+        yield lock
 
 
 def refuse_links_out(workspace_dir: Path, outs: Iterable[str]) -> None:
@@ -304,17 +313,12 @@ def run_sealed(stage_run: StageRun, run: Callable[[list[Mount], Outputs], int]) 
             code = run(found, outputs)
             if code == 0 and stage_run.node == 0:
                 outputs.take(places)
-            return Ended(code=code, machine=_reported_machine(outputs.ready_path))
+            machine = None
+            with suppress(OSError, ValueError):  # the stage could have overwritten what its container reported
+                machine = TypeAdapter(Machine).validate_json(outputs.ready_path.read_bytes())
+            return Ended(code=code, machine=machine)
     except OSError as error:  # no space, no permission, a read-only file system
         raise UserError(f"the outputs of {stage_run.declared.name} cannot be written: {error}") from error
-
-
-def _reported_machine(ready_path: Path) -> Machine | None:
-    """The machine that the container wrote there; its stage could have overwritten it."""
-    try:
-        return TypeAdapter(Machine).validate_json(ready_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def run_client(

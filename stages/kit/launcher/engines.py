@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from stages.core.errors import UserError
 from stages.kit.evaluation.vllm.environment import installed
@@ -11,27 +10,10 @@ from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import BELOW_VLLM, below
-from stages.kit.launcher.process import Ended, ProcessEngine, StageRun
+from stages.kit.launcher.process import ProcessEngine
 
-
-class Engine(Protocol):
-    """Runs stages, each in a process of its own."""
-
-    @property
-    def name(self) -> str:
-        """Its name in BAKEOFF_ENGINE."""
-        ...
-
-    @property
-    def image(self) -> tuple[str, str] | None:
-        """Name and digest of the image of its containers. None: no container, and nothing restricts the network."""
-        ...
-
-    def run(self, stage_run: StageRun) -> Ended:
-        """Run a stage to its end, and leave nothing running."""
-        ...
-
-
+Engine = ContainerEngine | ApptainerEngine | ProcessEngine
+"""Runs stages, each in a process of its own. `image`: name and digest of the image of its containers, or None."""
 CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
     "docker": partial(ContainerEngine.find, "docker"),
     "podman": partial(ContainerEngine.find, "podman"),

@@ -126,7 +126,7 @@ def run_here(request: Request, engine: Engine) -> int:
             inputs = recorded_inputs(request.workspace_dir, request.stages, declared)
             recorder = ProvenanceRecorder(request, stage_run, declared, engine, inputs)
         refuse_full_disk(request)
-        ended, attempt = run_down_the_ladder(engine, stage_run, request.params, say=say)
+        ended, attempt = run_down_the_ladder(engine.run, stage_run, request.params, say=say)
         if ended.code == 0 and recorder is not None:
             recorder.write(ended, attempt=attempt, gpus=gpus)
     return ended.code
@@ -158,13 +158,13 @@ def stage_run_of(request: Request, engine: Engine, gpus: Sequence[Gpu], node: in
 
 
 def run_down_the_ladder(
-    engine: Engine, stage_run: StageRun, params: Params, *, say: Callable[[str], None]
+    run: Callable[[StageRun], Ended], stage_run: StageRun, params: Params, *, say: Callable[[str], None]
 ) -> tuple[Ended, int]:
     """Run the stage, and again one step further down its fallback ladder each time it runs out of memory.
 
     Returns how the last attempt ended, and its number. Raises UserError if memory runs out on the last step.
     """
-    ended = engine.run(stage_run)
+    ended = run(stage_run)
     if ended.code != OUT_OF_MEMORY:
         return ended, 0
     what = " ".join((stage_run.stage, *stage_run.args))
@@ -176,7 +176,7 @@ def run_down_the_ladder(
         )
     for attempt, change in enumerate(changes, start=1):
         say(f"{what} ran out of memory; restarting it with {change}")
-        ended = engine.run(replace(stage_run, attempt=attempt))
+        ended = run(replace(stage_run, attempt=attempt))
         if ended.code != OUT_OF_MEMORY:
             return ended, attempt
     if not changes:

@@ -7,7 +7,6 @@ one.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,13 +14,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
 from stages.core.signals import GRACE_S
+from stages.kit.launcher.container import locked
 from stages.kit.launcher.pipeline import JOB_VARIABLE, Request
 from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
 from stages.kit.launcher.slurm import (
@@ -79,7 +79,9 @@ class StageJob:
 
         Raises UserError if Slurm refuses the job, would never start it, or ended it.
         """
-        with forwarded_signals() as signals, self._waiting_alone() as lock:
+        refusal = f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
+        waiter_path = stage_dir(self.declared, self.workspace_dir) / "waiter"
+        with forwarded_signals() as signals, locked(waiter_path, refusal, patience_s=LOCK_S) as lock:
             own = self._cancel_others(signals)
             while not signals.received:
                 submitted = own is None and self.dir.end() is None
@@ -104,25 +106,6 @@ class StageJob:
                 self.say("outputs were removed or moved as the job or a launcher ended; running the stage again")
                 own = None
             return 128 + (signals.received or [signal.SIGHUP])[-1]
-
-    @contextmanager
-    def _waiting_alone(self) -> Iterator[TextIO]:
-        """The lock of the one launcher that waits for jobs of the stage. Raises UserError if another one does."""
-        path = stage_dir(self.declared, self.workspace_dir) / "waiter"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        patience_ends = time.monotonic() + LOCK_S
-        with path.open("a") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > patience_ends:
-                        raise UserError(
-                            f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
-                        ) from None
-                    time.sleep(0.2)
-            yield lock
 
     def _cancel_others(self, signals: ForwardedSignals) -> QueuedJob | None:
         """Cancel jobs of the stage with other inputs, settings or code, and wait for their end; returns our own job."""

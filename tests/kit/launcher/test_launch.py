@@ -15,6 +15,7 @@ from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, Params
 from stages.kit.evaluation.vllm import environment
 from stages.kit.launcher import launch as launcher
+from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import Outputs, refuse_links_out
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
@@ -190,7 +191,7 @@ def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add(tmp_
 
 def test_online_tracking_is_refused_in_a_container_alone() -> None:
     params = replace(PARAMS, tracking=replace(PARAMS.tracking, wandb=True, wandb_mode="online"))
-    container = SimpleNamespace(image=("bakeoff:cpu", "sha256:0"))
+    container = ApptainerEngine(reference="bakeoff:cpu", sif_path=Path("cpu.sif"), digest="sha256:0")
     with pytest.raises(UserError, match=r"tracking\.wandb_mode is online.*BAKEOFF_ENGINE=process"):
         launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), container)
     launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), ProcessEngine())
