@@ -63,9 +63,3 @@ def test_a_damaged_folder_is_refused_by_the_name_that_the_user_gave(
     assert part in output
     assert ".partial" not in output
     assert not list((tmp_path / "data/bases").iterdir())
-
-
-def test_the_models_of_this_repository_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, folder in (("vlm", "qwen2-vl"), ("llm", "qwen2"), ("dense", "qwen2-folklore")):
-        code, output = base(name, ROOT / "data/tiny" / folder, tmp_path, monkeypatch)
-        assert code == 0, output

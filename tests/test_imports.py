@@ -71,22 +71,6 @@ def test_what_must_start_at_once_imports_nothing_heavy() -> None:
     assert heavy_imports([module for name in FAST for module in modules_below(name)]) == {}
 
 
-def test_a_typing_error_is_answered_without_torch() -> None:
-    code = f"""
-import sys
-from tools.plan import main
-for arguments in (["typo"], ["amr-ptr", "--profile", "qwen2-vl-7b-48gb"], ["r1-llm-only", "--profile", "typo"]):
-    try:
-        main(arguments)
-    except SystemExit as ended:
-        assert ended.code == 1
-print([name for name in {HEAVY} if name in sys.modules])
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["[]"]
-    assert result.stderr.count("Error: ") == 3
-
-
 def test_the_launcher_imports_little_beside_the_standard_library() -> None:
     """It is on the way of every stage: what checks params.yaml, looks at dvc's process, and nothing like numpy."""
     code = "import sys, stages.kit.launcher.launch; print(*{name.partition('.')[0] for name in sys.modules})"

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.core import environment
 from stages.core.environment import (
     AVX2,
     OFFLINE,
@@ -19,7 +17,6 @@ from stages.core.environment import (
     container_environment,
     instruction_set,
     job_environment,
-    map_largest_first,
     pinned_instructions,
     stage_environment,
 )
@@ -166,17 +163,3 @@ def test_torch_computes_by_the_pinned_instructions_and_threads_change_no_bit() -
         results.add(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
     (result,) = results
     assert result.split()[1] == "AVX2"
-
-
-def test_large_items_start_first_and_others_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
-    begun, small_done = [], threading.Event()
-
-    def work(name: str) -> bool:
-        begun.append(name)
-        if name == "small":
-            small_done.set()
-        return small_done.wait(timeout=60)
-
-    assert map_largest_first(work, {"small": 1, "large": 9}) == {"small": True, "large": True}
-    assert begun == ["large", "small"]
