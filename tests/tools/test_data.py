@@ -8,7 +8,7 @@ from stages.core.params.schema import DataParams, DatasetParams
 from stages.prepare import prepare
 from tests import ROOT
 from tests.tasks.detection.written import PHOTOS, WRITERS
-from tools.data.__main__ import chosen_examples, main
+from tools.data.__main__ import main
 
 
 @pytest.fixture
@@ -67,14 +67,3 @@ def test_a_dataset_is_shown_as_params_have_it(workspace: Path) -> None:
     page = (workspace / ".bakeoff/data/nutrition-tables.html").read_text()
     assert "<b>mug</b>" not in page
     assert "&lt;b&gt;mug" in page
-
-
-def test_the_examples_are_the_same_again_and_have_every_label() -> None:
-    from tests.tasks.detection.test_scoring import FAR, LEFT, sample
-
-    cups = [sample((LEFT, "cup"), image_id=str(n), sha256=f"{n:02}") for n in range(20)]
-    rare = [sample((FAR, "lid"), sha256="98"), sample(sha256="99")]
-    shown = chosen_examples([*cups, *rare])
-    assert shown == chosen_examples([*rare, *cups[::-1]])
-    assert len(shown) == 12
-    assert all(any(record is each for each in shown) for record in rare)

@@ -138,9 +138,10 @@ def candidates(
     refuse_different_samples(runs)
     ranked = {}
     for recipe, by_settings in found.items():
-        scored = [
-            Candidate(settings=dict(settings), score=_score(same, report)) for settings, same in by_settings.items()
-        ]
+        scored = []
+        for varied, same in by_settings.items():
+            evidence = np.stack([evidence_of(report.primary, run) for run in different_models(same)])
+            scored.append(Candidate(settings=dict(varied), score=score(evidence, report.primary.statistic)))
         if len(scored) > 1:
             ranked[recipe] = sorted(scored, key=lambda each: each.score.mean, reverse=report.primary.higher_is_better)
     if not ranked:
@@ -167,11 +168,6 @@ def candidates_table(ranked: Mapping[str, Sequence[Candidate]], report: TaskRepo
             cells = (recipe, ", ".join(settings), *figures, "" if rank else "chosen")
             rows.append(Row(cells=cells, emphasised=rank == 0))
     return Table(columns=columns, rows=tuple(rows))
-
-
-def _score(runs: Sequence[Run], report: TaskReport) -> Score:
-    evidence = np.stack([evidence_of(report.primary, run) for run in different_models(runs)])
-    return score(evidence, report.primary.statistic)
 
 
 def _missing_words(experiments: Sequence[Experiment], task: str, names: Sequence[str]) -> list[str]:

@@ -129,26 +129,21 @@ def token_lengths(
         yield f"{split}: tokens", f"{lengths[0]} to {lengths[-1]}, half of them at most {half}; {beyond}"
 
 
-def chosen_examples(records: Sequence[DetectionRecord]) -> list[DetectionRecord]:
-    """SHOWN of the records, the same ones every time: one of each label first, and one without a box."""
-    ordered = sorted(records, key=lambda record: record.sha256)
-    firsts: dict[str | None, DetectionRecord] = {}
-    for record in ordered:
-        labels: list[str | None] = [label for _, label in record.targets()]
-        for label in labels or [None]:
-            firsts.setdefault(label, record)
-    chosen = {id(record): record for record in (*firsts.values(), *ordered)}
-    return list(chosen.values())[:SHOWN]
-
-
 def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequence[DetectionRecord]) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    # The same ones every time: one of each label first, and one without a box.
+    ordered = sorted(records, key=lambda record: record.sha256)
+    firsts: dict[str | None, DetectionRecord] = {}
+    for record in ordered:
+        for _, label in record.targets() or [(None, None)]:
+            firsts.setdefault(label, record)
+    shown = {id(record): record for record in (*firsts.values(), *ordered)}
     images = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "example.png"
-        for record in chosen_examples(records):
+        for record in list(shown.values())[:SHOWN]:
             draw_boxes(record, record.targets(), TRUTH_COLOUR).save(path)
             images.append(inline_image(path, printable(record.image_id)))
     page = environment.get_template("page.html").render(
