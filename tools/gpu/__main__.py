@@ -74,7 +74,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         {**_VLM_7B, "recipe": "r1-llm-only", **_PLAIN},
         {**_VLM_7B, "recipe": "r1-llm-only", "attn": "flash_attention_2"},
         {**_VLM_7B, "recipe": "r4-joint", "quantization": "none"},
-        {**_VLM_7B, "recipe": "r2-vision-only", "optimizer": "paged_adamw_8bit"},
         {"profile": "moe-80gb", "recipe": "moe-expert-truthfulqa"},
     ),
     "cpu": tuple(
@@ -112,15 +111,14 @@ class Measurement:
 FACTS = Measurement("facts", "device", {})
 
 
-def measurements(kind: str, facts: Mapping[str, Any], *, paged: bool = False) -> list[Measurement]:
-    """All measurements in order. paged: also optimizers that use managed memory, which not every machine allows."""
+def measurements(kind: str, facts: Mapping[str, Any]) -> list[Measurement]:
+    """All measurements in order."""
     has_bf16 = kind == "cpu" or not facts or tuple(facts["capability"]) >= (8, 0)  # from 8.0 on in hardware
     fallback = {} if has_bf16 else {"precision": "fp16"}
     trainings = [
         Measurement("trainings", name_of(setting), {"setting": {**setting, **fallback}})
         for setting in SETTINGS[kind]
-        if (paged or not setting.get("optimizer", "").startswith("paged"))
-        and (find_spec("flash_attn") or setting.get("attn") != "flash_attention_2")
+        if find_spec("flash_attn") or setting.get("attn") != "flash_attention_2"
     ]
     generation = [
         Measurement("generation", name_of(task["setting"]), {**task, "setting": {**task["setting"], **fallback}})
@@ -307,30 +305,23 @@ def calibrate(results: Results, wanted: Sequence[Measurement], path: Path) -> No
 @click.command(help=__doc__)
 @click.option("--budget-s", type=float, default=math.inf, help="After so many seconds nothing more starts.")
 @click.option("--only", multiple=True, help="Measurements whose keys contain one of these, e.g. 'trainings:'.")
-@click.option("--paged", is_flag=True, help="Also optimizers that use managed memory.")
 @click.option("--dry-run", is_flag=True, help="Measure tiny models on this CPU, and print the page.")
 @click.option(
     "--calibrate", "calibrate_by", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Results."
 )
-@click.option("--again", is_flag=True, help="With --calibrate: predict again, after a change of the predictor.")
 @click.option("--results-dir", type=click.Path(path_type=Path), default=Path(".bakeoff/gpu"), show_default=True)
 def main(
     budget_s: float,
     only: tuple[str, ...],
-    paged: bool,
     dry_run: bool,
     calibrate_by: Path | None,
-    again: bool,
     results_dir: Path,
 ) -> None:
     configure_logging("gpu")
     deadline = time.monotonic() + budget_s
     if calibrate_by is not None:
         results = Results(calibrate_by, measured_here=False)
-        wanted = measurements("cuda", data(results.by_key, FACTS.key), paged=paged)
-        if again:
-            predict_again(results, wanted)
-        calibrate(results, wanted, SHIPPED_PATH)
+        calibrate(results, measurements("cuda", data(results.by_key, FACTS.key)), SHIPPED_PATH)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kind, interrupted = "cpu" if dry_run else "cuda", False
@@ -339,12 +330,12 @@ def main(
         runner = Runner(kind, uuid, results, deadline)
         try:
             runner.run(results.todo([FACTS]))
-            wanted = measurements(kind, data(results.by_key, FACTS.key), paged=paged)
+            wanted = measurements(kind, data(results.by_key, FACTS.key))
             chosen = [each for each in wanted if not only or any(part in each.key for part in only)]
             runner.run(results.todo(chosen))
         except KeyboardInterrupt:
             interrupted = True
-    wanted = measurements(kind, data(results.by_key, FACTS.key), paged=paged)
+    wanted = measurements(kind, data(results.by_key, FACTS.key))
     text = page(name, results.by_key, [FACTS.key, *(each.key for each in wanted)], results.versions)
     if dry_run:
         click.echo(text)
@@ -360,18 +351,6 @@ def main(
     if bad:
         log.info("failed, or bytes differ: %s", ", ".join(bad))
     sys.exit(130 if interrupted else 1 if bad else 0)
-
-
-def predict_again(results: Results, wanted: Sequence[Measurement]) -> None:
-    """Replace the predictions of measured trainings, of as many layers, on this or another machine."""
-    runner = Runner("cuda", "", results, math.inf)
-    for each in wanted:
-        key = f"predictions: {each.name}"
-        if each.job == "trainings" and data(results.by_key, each.key) and (before := data(results.by_key, key)):
-            del results.by_key[key]
-            facts = data(results.by_key, FACTS.key)
-            task = {**each.task, "facts": facts, "layers": before["layers"]}
-            runner._keep(Measurement("predictions", each.name, task))  # noqa: SLF001
 
 
 if __name__ == "__main__":

@@ -308,21 +308,17 @@ def calibrated(facts: Mapping[str, Any]) -> Calibration:
 # --- Trainings
 
 
-def predict_training(
-    device: str, *, setting: Setting, facts: dict[str, Any], layers: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Two predictions: scaled up from a few layers, as the plan stage makes it, and of all layers.
-
-    layers: of the language model and of the vision tower; None: as many as fit the device.
-    Raises UserError if not even the fewest fit.
+def predict_training(device: str, *, setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
+    """Two predictions, of as many layers as fit the device: scaled up from a few, as the plan stage makes it, and of
+    all of them. Raises UserError if not even the fewest fit.
     """
     plan, whole = planned(setting, device)
     text, vision = depth_of(whole.config)
-    for depth in [layers] if layers else [(max(1, round(text * share)), vision) for share in SHARES]:
+    for depth in [(max(1, round(text * share)), vision) for share in SHARES]:
         shared: dict[str, Any] = {"calibration": calibrated(facts), "made": {}}
-        scaled = replace(whole, config=with_depth(whole.config, (depth[0], depth[1])), **shared)
+        scaled = replace(whole, config=with_depth(whole.config, depth), **shared)
         found = scaled(plan)
-        if device == "cpu" or layers or found.verdict(facts["memory_bytes"]) == "fits":
+        if device == "cpu" or found.verdict(facts["memory_bytes"]) == "fits":
             exact = replace(scaled, exact=True, made={})(plan)
             amounts = {
                 name: {"allocated_bytes": each.allocated_bytes, "reserved_bytes": each.reserved_bytes}
