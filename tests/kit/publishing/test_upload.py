@@ -126,7 +126,7 @@ def test_a_changed_or_missing_folder_and_a_missing_network_are_refused(
     assert not hub.requests
 
 
-@pytest.mark.parametrize("request_lost", ["preupload", "objects/batch", "PUT /objects/", "/commit/"])
+@pytest.mark.parametrize("request_lost", ["preupload", "PUT /objects/", "/commit/"])
 def test_a_lost_connection_leaves_nothing_and_the_next_try_succeeds(hub: Hub, folder: Path, request_lost: str) -> None:
     hub.lose = request_lost
     with pytest.raises(UserError, match=f"{RUN} could not be sent: the connection failed: .*Nothing was published"):

@@ -119,12 +119,3 @@ def test_an_endless_answer_takes_linear_time(before: str, repeated: str) -> None
         assert decoded.valid == (decoded.problem is None)
         repaired(text, answer_format)
         complete(text, answer_format)
-
-
-@pytest.mark.timeout(60)
-def test_many_nodes_are_read_one_by_one() -> None:
-    nodes = "".join(f" :c (x{number} / d)" for number in range(20_000))
-    assert len(read_graph(f"(a / b{nodes})").edges) == 20_000
-    pointed = "".join(f" :c (d #{number})" for number in range(20_000))
-    assert len(read_without_variables(f"(b{pointed})").edges) == 20_000
-    assert repaired(f"(b{pointed}", "ptr") == read_without_variables(f"(b{pointed})")

@@ -88,13 +88,11 @@ def test_fenced_json_answer_is_read_and_its_broken_box_counted() -> None:
         (label("(500,100),(400,900)"), "reversed"),
         (label("(100,100),(100,900)"), "zero area"),
         (label("(100,100),(1001,900)"), "outside"),
-        (label("(100,100),(99999999999,900)"), "is not"),
         (label("(0.1,0.1),(0.4,0.9)"), "is not"),
         (label(""), "is not"),
         (label("(\u0661\u0660\u0660,100),(400,900)"), "is not"),  # digits, but not the tokenizer's
         ("<|box_start|>(100,100),(400,900)", "no <|box_end|>"),
         ("(100,100),(400,900)<|box_end|>", "no <|box_start|>"),
-        ("<|box_end|>", "no <|box_start|>"),
     ],
 )
 def test_malformed_box_is_counted_and_leaves_its_neighbour_alone(text: str, problem: str) -> None:
