@@ -1,5 +1,6 @@
 """Apptainer alone: ordinary users, its own failures, the bytes of a stage."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.smoke.conftest import ENGINE, environment
+from tests.smoke.conftest import ENGINE, copy_of_checkout, environment
 from tests.smoke.test_seal import ATTEMPTS, COMMAND, trying
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(ENGINE != "apptainer", reason="of Apptainer")]
@@ -46,3 +47,28 @@ print(os.environ["HOME"], os.path.exists({str(tmp_path)!r}))
     result = run(playground, stage, *ORDINARY, HOME=str(tmp_path), APPTAINER_BIND=str(tmp_path))
     assert (result.returncode, result.stdout) == (0, "/tmp False\n"), result.stderr
     assert (playground / "data/runs/r1-llm-only/trained").stat().st_uid == os.getuid()
+
+
+def test_stages_give_the_bytes_that_a_process_gives_also_in_jobs(tmp_path: Path) -> None:
+    """With the locked packages, and in jobs too if Slurm is up. The weights of the pipeline: test_pipeline.py."""
+    digests = {}
+    jobs = [("apptainer", "slurm")] if "SLURM_CONF" in os.environ else []
+    for engine, place in (("process", "here"), ("apptainer", "here"), *jobs):
+        workspace = copy_of_checkout(tmp_path / f"{engine} {place}")
+        chosen = environment(BAKEOFF_ENGINE=engine, BAKEOFF_PLACE=place)
+        for stage in (("check",), ("base", "vlm"), ("prepare", "nutrition-tables"), ("plan", "r1-llm-only")):
+            ended = subprocess.run(
+                ["docker/run", *stage], cwd=workspace, env=chosen, capture_output=True, text=True, check=False
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            assert ("launcher: job" in ended.stdout + ended.stderr) == (place == "slurm" and stage != ("check",))
+        files = [path for path in (workspace / "data").rglob("*") if path.is_file()]
+        digests[engine, place] = {
+            str(path.relative_to(workspace)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in files
+            if not path.is_relative_to(workspace / "data/.outputs") and "provenance" not in path.parts
+        }
+        records = [json.loads(path.read_text()) for path in (workspace / "data/provenance").rglob("*.json")]
+        assert {record["engine"] for record in records} == {engine}
+    reference = digests.pop(("process", "here"))
+    assert all(found == reference for found in digests.values())
