@@ -133,7 +133,7 @@ def publish_page(name: str, lines: Lines, problems: Sequence[str], records: Sequ
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    # The same ones every time: one of each label first, and one without a box.
+    # Examples, always the same ones: one of each label first, and one without a box.
     ordered = sorted(records, key=lambda record: record.sha256)
     firsts: dict[str | None, DetectionRecord] = {}
     for record in ordered:
