@@ -1,10 +1,10 @@
 """The fallback ladder: the settings that a run gives up, one after the other, if memory does not suffice.
 
-First come settings that keep the trajectory within float error: a smaller micro-batch with more accumulation, gradient
-checkpointing, and sharding over the devices that a profile gives to ddp. Then optimizer states of 8 bits, which change
-the arithmetic a little. Last nf4 for frozen weights, only if the recipe itself specifies it. Within each group the
-cheapest comes first; costs are assumed, not measured. Pixels, length, rank, the precision of trained weights, the
-effective batch and the seed never change.
+First come settings that keep the trajectory within float error: fused AdamW, a smaller micro-batch with more
+accumulation, gradient checkpointing, and sharding over the devices that a profile gives to ddp. Then optimizer states
+of 8 bits, which change the arithmetic a little. Last nf4 for frozen weights, only if the recipe itself specifies it.
+Within each group the cheapest comes first; costs are assumed, not measured. Pixels, length, rank, the precision of
+trained weights, the effective batch and the seed never change.
 """
 
 from __future__ import annotations
