@@ -127,7 +127,7 @@ class MemoryRecord(Record):
 def beside_measured(record: MemoryRecord, measured_bytes: int, *, on_cpu: bool) -> dict[str, float]:
     """Metrics: predicted and measured peak of all tensors, and the relative error.
 
-    On a CPU the two passes are measured, and not the optimizer's step (training/peak.py).
+    On a CPU the two passes are measured, and not the optimizer's step (`cpu_peak` in internals/torch_internals.py).
     """
     passes = max(record.phases_gib["forward"], record.phases_gib["backward"])
     predicted_gib, measured_gib = passes if on_cpu else record.allocated_gib, in_gib(measured_bytes)
