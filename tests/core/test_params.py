@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError
 from stages.core.params import load_params
-from stages.core.params.schema import Params, made_by
+from stages.core.params.schema import OPTIMIZERS, Optimizer, Params, made_by
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.damage import at, damaged_text, damaged_tree, quick
@@ -242,3 +242,7 @@ def test_any_damage_gives_problems_with_their_paths_or_params_that_resolve(conte
     for name in params.recipes:
         with suppress(UserError):
             assert resolve_plan(params, name, train_samples=7).schedule.num_steps
+
+
+def test_every_optimizer_has_its_row_of_properties() -> None:
+    assert tuple(OPTIMIZERS) == get_args(Optimizer)

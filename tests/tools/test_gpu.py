@@ -78,7 +78,7 @@ def test_a_steps_arithmetic_is_what_torch_counts(
     batch, config = with_contents(training_batch(plan, predictor)), predictor.config
     assert (FEATURES in batch) == bool(plan.features_bytes)
     batch["labels"][:] = 1  # on a CPU TRL's head takes all tokens
-    # By itself torch counts neither experts nor products that are added in place, and no attention on a CPU.
+    # torch has no rule for experts, for products added in place, or for attention on a CPU.
     uncounted = {torch.ops.aten._grouped_mm: product_flops, torch.ops.aten.addmm_: added_flops}
     counter = FlopCounterMode(display=False, custom_mapping=uncounted)
     with random_trainer(plan, config, batch, num_steps=1) as trainer, counter:
