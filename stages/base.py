@@ -17,6 +17,7 @@ from stages.core.lineage import short, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import published
+from stages.core.tasks import load_task
 from stages.kit.data.sources import fetch_snapshot
 from stages.kit.models.folders import (
     MODEL_FILES,
@@ -25,7 +26,6 @@ from stages.kit.models.folders import (
     model_type,
 )
 from stages.kit.models.prompts import check_chat_template
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

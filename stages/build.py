@@ -19,12 +19,12 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.lineage import short, verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import ExpertParams, RecipeParams, made_by
+from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation
-from stages.kit.memory_use import MemoryLog, write_stage_memory
 from stages.kit.mixture.build import build_mixture
 from stages.kit.models.folders import require_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
-from stages.tasks import load_task
+from stages.kit.planning.memory_use import MemoryLog, write_stage_memory
 
 log = logging.getLogger("stages")
 

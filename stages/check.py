@@ -15,7 +15,7 @@ import click
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import nearest, publish_text, refusal
-from stages.tasks import load_task, reader_problems
+from stages.core.tasks import load_task, reader_problems
 
 TASKS_DIR = Path(__file__).parent / "tasks"
 

@@ -21,6 +21,7 @@ from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
+from stages.core.tasks import load_task
 from stages.kit.reporting.compare import Comparison, TaskReport, chosen_report, compare, read_contenders
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.sections import (
@@ -33,7 +34,6 @@ from stages.kit.reporting.sections import (
 )
 from stages.kit.reporting.tables import csv_text
 from stages.kit.reporting.tracking import track_comparison
-from stages.tasks import load_task
 
 
 @click.command(help=__doc__)

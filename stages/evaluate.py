@@ -21,18 +21,18 @@ import click
 from stages.core.errors import configure_logging
 from stages.core.params import load_params
 from stages.core.records import publish_text, published
+from stages.core.tasks import load_task
 from stages.kit.data.parquet import write_rows
 from stages.kit.evaluation.answer import load_answerer
 from stages.kit.evaluation.score import score_answers, write_examples
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, VllmEngine
-from stages.kit.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.models.certificate import certified_model
+from stages.kit.planning.memory_use import recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.planning.prediction import MemoryRecord, beside_measured
 from stages.kit.reporting.runs import cards_dir, write_card
 from stages.kit.reporting.tracking import track_evaluation
 from stages.kit.training.records import TrainingRecord
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

@@ -29,16 +29,16 @@ from stages.core.lineage import require_base, short, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published
+from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import Answerer, batch_size_for
 from stages.kit.evaluation.score import score_answers
-from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.models.folders import remove_weights
 from stages.kit.models.load import gpus_in_use, load_model, see_only
 from stages.kit.models.merge import certify, quantization_cost, write_merged
 from stages.kit.models.prompts import load_processor, takes
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import read_plan
 from stages.kit.training.records import TrainingRecord
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedConfig
 
 from stages.core.environment import instruction_set
 from stages.core.errors import configure_logging
+from stages.core.families import require_precision
 from stages.core.params import load_params
 from stages.core.params.schema import Params
-from stages.kit.families import require_precision
+from stages.core.tasks import load_task
 from stages.kit.memory.fit import Fit, decide, fitting_batch_size
 from stages.kit.memory.predict import MemoryPredictor
 from stages.kit.memory.stand_in import stand_in_batch, stand_in_processor
@@ -33,7 +34,6 @@ from stages.kit.models.prompts import load_processor, require_takes
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.planning.prediction import gib_text
 from stages.kit.training.batches import ConversationCollator
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

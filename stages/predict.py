@@ -18,12 +18,12 @@ from stages.core.errors import configure_logging
 from stages.core.given_files import require_own
 from stages.core.params import load_params
 from stages.core.records import publish_text
+from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import load_answerer
-from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import require_weights
+from stages.kit.planning.memory_use import recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

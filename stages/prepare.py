@@ -18,8 +18,8 @@ from stages.core.errors import configure_logging
 from stages.core.params import load_params
 from stages.core.params.schema import DataParams, DatasetParams
 from stages.core.records import refusal
+from stages.core.tasks import load_task, reader_of, reader_problems
 from stages.kit.data.prepared import write_prepared
-from stages.tasks import load_task, reader_of, reader_problems
 
 log = logging.getLogger("stages")
 

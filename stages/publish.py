@@ -27,12 +27,12 @@ from stages.core.lineage import verified_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
+from stages.core.tasks import load_task
 from stages.kit.models.certificate import certified_model
 from stages.kit.models.folders import read_config, require_weights
 from stages.kit.publishing.card import Publication, evaluated_on, ingredients_of
 from stages.kit.publishing.folder import records_of, upload, write_folder
 from stages.kit.reporting.compare import chosen_report, compare, read_contenders
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

@@ -27,13 +27,14 @@ from stages.core.lineage import Lineage, read_lineage, short, verified_lineage, 
 from stages.core.params import load_params
 from stages.core.params.schema import made_by
 from stages.core.records import published
-from stages.kit.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
+from stages.core.tasks import load_task
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import TrainableCounts, apply_recipe, save_trained, trained_tensors
 from stages.kit.models.kernels import fused_kernels
 from stages.kit.models.load import gpus_in_use, load_base, process_mesh, shard
 from stages.kit.models.prompts import load_processor
 from stages.kit.planning.ladder import planned, settings
+from stages.kit.planning.memory_use import MemoryLog, recognised_out_of_memory, write_stage_memory
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
@@ -43,7 +44,6 @@ from stages.kit.training.processes import is_first_process, is_worker, run_worke
 from stages.kit.training.records import Trace, TrainingRecord, tracking_arguments, write_trace
 from stages.kit.training.resume import identity_of, train_to_the_end
 from stages.kit.training.trainer import Curves, RecipeTrainer, progress_callback
-from stages.tasks import load_task
 
 log = logging.getLogger("stages")
 

@@ -13,8 +13,8 @@ from tests import ROOT
 def import_closure(module: str) -> frozenset[str]:
     """Paths, relative to the repository, of the project's files that importing `module` can lead to.
 
-    Imports inside functions count, those under TYPE_CHECKING do not, and empty files are left out. Non-Python files
-    that a module names in a string, next to itself or in every folder next to itself (`*/NAME`), count too.
+    Imports inside functions count, those under TYPE_CHECKING do not, and files without code are left out. Files of
+    other kinds that a module names in a string, next to itself or in every folder next to itself (`*/NAME`), count too.
     """
     seen: set[str] = set()
     waiting = [module]
@@ -28,7 +28,16 @@ def import_closure(module: str) -> frozenset[str]:
         waiting += _imports(tree, package=name if path.name == "__init__.py" else name.rpartition(".")[0])
         waiting += _parents(name)
         seen |= {str(file.relative_to(ROOT)) for file in _named_files(tree, path.parent)}
-    return frozenset(path for path in seen if (ROOT / path).read_text(encoding="utf-8").strip())
+    return frozenset(path for path in seen if has_code(ROOT / path))
+
+
+def has_code(path: Path) -> bool:
+    """Whether a file holds anything: a Python file more than its docstring."""
+    text = path.read_text(encoding="utf-8").strip()
+    if path.suffix != ".py" or not text:
+        return bool(text)
+    tree = ast.parse(text)
+    return len(tree.body) > (ast.get_docstring(tree) is not None)
 
 
 def task_modules(module: str) -> set[str]:

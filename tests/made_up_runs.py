@@ -18,8 +18,8 @@ from stages.core.lineage import LINEAGE_FILE, write_lineage
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.core.provenance import records_dir
-from stages.kit.memory_use import StageMemory, stage_memory_path
 from stages.kit.models.certificate import QuantizationCost
+from stages.kit.planning.memory_use import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading

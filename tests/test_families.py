@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.kit.families import FAMILIES
+from stages.core.families import FAMILIES
 from stages.kit.models.certificate import MergeCertificate
 from stages.kit.models.load import load_config
 from stages.kit.planning.plan import read_plan

@@ -24,7 +24,6 @@ FAST = (
             "publishing",
             "reporting",
             "statistics",
-            "memory_use",
             "mixture/certificate",
             "models/certificate",
             "models/folders",

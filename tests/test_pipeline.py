@@ -17,7 +17,7 @@ from stages.core.params import load_params
 from stages.kit.launcher.images import STAGE_TARGETS, image_inputs
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from tests import ROOT
-from tests.closure import import_closure, task_modules
+from tests.closure import has_code, import_closure, task_modules
 from tests.documents import write_yaml
 
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
@@ -45,12 +45,12 @@ def reads_all_runs(stage: DeclaredStage) -> bool:
 
 
 def declared_code(stage: DeclaredStage) -> set[str]:
-    """The project's non-empty files below the folders that a stage declares."""
+    """The project's files with code below the folders that a stage declares."""
     paths = [ROOT / dep for dep in stage.deps if dep.startswith("stages/")]
     assert [path for path in paths if not path.exists()] == []
     files = (file for path in paths for file in ([path] if path.is_file() else path.rglob("*")))
     files = (file for file in files if file.is_file() and "__pycache__" not in file.parts)
-    return {str(file.relative_to(ROOT)) for file in files if file.read_text(encoding="utf-8").strip()}
+    return {str(file.relative_to(ROOT)) for file in files if has_code(file)}
 
 
 def needed_code(stage: DeclaredStage) -> set[str]:

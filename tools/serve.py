@@ -16,11 +16,11 @@ from typing import Any
 import click
 
 from stages.core.errors import UserError, configure_logging
+from stages.core.families import PROMPT_OPTIONS
 from stages.core.params import load_params
 from stages.core.params.schema import Params
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, EngineCertificate, read_certificate
 from stages.kit.evaluation.vllm.environment import WORKER, engine_options, installed
-from stages.kit.families import PROMPT_OPTIONS
 from stages.kit.models.certificate import certified_model
 from stages.kit.reporting.runs import cards_dir, evaluation_stage
 

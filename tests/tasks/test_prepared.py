@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
+from stages.core.tasks import load_task
 from stages.kit.data.prepared import to_row
-from stages.tasks import load_task
 from stages.tasks.amr.samples import parse_record
 from tests.damage import damaged_bytes, quick
 from tests.tasks.chat.conversations import record as conversation_record

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from stages.core.errors import UserError, join_truncated, listed
 from stages.core.provenance import provenance_of_run, records_dir
-from stages.kit.memory_use import stage_memory_path
+from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.runs import cards_dir
 from stages.kit.reporting.sections import plan_settings

@@ -33,6 +33,7 @@ from trl import SFTConfig, SFTTrainer
 
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LimitParams, Params
+from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import completion_of, generate_answers
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.mixture.trainer import make_trainer
@@ -46,7 +47,6 @@ from stages.kit.training.features import frozen_features
 from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.resume import seed_everything
 from stages.prepare import prepare
-from stages.tasks import load_task
 from stages.train import load
 from tools.gpu.__main__ import device_to_measure
 

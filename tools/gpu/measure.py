@@ -39,12 +39,12 @@ from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import MemoryPredictor, depth_of, predict_generation, with_depth
 from stages.kit.memory.stand_in import quantize_nf4, stand_in_batch, stand_in_processor
 from stages.kit.memory.step import Inference, from_features, one_batch_trainer
-from stages.kit.memory_use import recognised_out_of_memory
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.folders import STAND_IN_DIR
 from stages.kit.models.kernels import fused_kernels, packed_attention
 from stages.kit.models.load import check_device, new_model, resolve_attention
 from stages.kit.planning.ladder import prefill_batch_size
+from stages.kit.planning.memory_use import recognised_out_of_memory
 from stages.kit.planning.plan import Plan, resolve_plan
 from stages.kit.training.batches import packed
 from stages.kit.training.kernels import compiler_problem, prepare_kernels, refuse_wrong_kernels

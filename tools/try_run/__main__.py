@@ -26,10 +26,10 @@ from stages.core.environment import pinned_instructions
 from stages.core.errors import OutOfMemory, UserError, configure_logging
 from stages.core.lineage import short
 from stages.core.params import load_params
-from stages.kit.memory_use import recognised_out_of_memory
+from stages.core.tasks import load_task
 from stages.kit.models.certificate import base_model, certified_model
+from stages.kit.planning.memory_use import recognised_out_of_memory
 from stages.kit.planning.plan import read_plan
-from stages.tasks import load_task
 from tools.try_run.forms import FORMS, Form, Run
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stages.core.errors import UserError
+from stages.core.tasks import reader_of
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import parse_image
 from stages.kit.data.texts import markup_problem
-from stages.tasks import reader_of
 from stages.tasks.amr import predictions as amr
 from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
 from stages.tasks.detection import samples as detection

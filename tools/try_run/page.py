@@ -14,7 +14,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from stages.core.errors import OutOfMemory, UserError
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import FORMATS
-from stages.kit.memory_use import recognised_out_of_memory
+from stages.kit.planning.memory_use import recognised_out_of_memory
 from tools.try_run.forms import Field, Form, following, message
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from stages.core.errors import UserError, pluralize
 from stages.core.params.schema import EvaluationParams, ProfileParams
 from stages.kit.data.conversation import Conversation
-from stages.kit.memory_use import MemoryLog
 from stages.kit.models.load import gpus_in_use, load_config, see_only
 from stages.kit.models.merge import load_certified
 from stages.kit.models.prompts import Processor, encode, load_processor, samples_for, tokenizer_of
 from stages.kit.planning.ladder import MAX_BATCH_SIZE, lowered_batch_size, prefill_batch_size
+from stages.kit.planning.memory_use import MemoryLog
 from stages.kit.planning.prediction import Prediction
 
 log = logging.getLogger(__name__)

@@ -17,16 +17,16 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
+from stages.core.families import family_of
 from stages.core.params.schema import OPTIMIZERS, DeviceParams, MemoryParams
-from stages.kit.families import family_of
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recorder import Peak, Recording
 from stages.kit.memory.step import Inference, from_features, record_generation, record_step
-from stages.kit.memory_use import free_and_total_bytes
 from stages.kit.models.adapters import apply_recipe, count_trainable
 from stages.kit.models.load import balanced_gpus, meta_model
 from stages.kit.models.prompts import Processor
 from stages.kit.planning.ladder import prefill_batch_size
+from stages.kit.planning.memory_use import free_and_total_bytes
 from stages.kit.planning.plan import Plan, with_speedups
 from stages.kit.planning.prediction import BUDGET, PHASES, Budget, Phase, Prediction
 from stages.kit.training.batches import FEATURES, packed

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
+from stages.core.families import FAMILIES, family_of
 from stages.core.params.schema import PARTS, LoraParams, Part, PartsParams
-from stages.kit.families import FAMILIES, family_of
 from stages.kit.models.load import whole
 
 ALL_LINEAR = "all-linear"

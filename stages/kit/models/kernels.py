@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stages.kit.families import family_of
+from stages.core.families import family_of
 from stages.kit.internals.accelerate_internals import hooks_kept
 
 

@@ -24,11 +24,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stages.core.errors import UserError
+from stages.core.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
 from stages.core.params.schema import ImageParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import shows_images
-from stages.kit.families import FAMILIES, PAGE, PROMPT_OPTIONS, family_of
 from stages.kit.internals.transformers_internals import num_image_tokens
 from stages.kit.models.load import load_config, read_from
 

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from stages.core.errors import UserError
+from stages.core.families import family_of
 from stages.core.params.schema import (
     Attention,
     DeviceParams,
@@ -30,7 +31,6 @@ from stages.core.params.schema import (
     Seed,
 )
 from stages.core.records import Record, shown
-from stages.kit.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

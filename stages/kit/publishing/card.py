@@ -14,12 +14,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from stages.core.families import PROMPT_OPTIONS, family_of
 from stages.core.lineage import Lineage, short
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import read_origin
-from stages.kit.families import PROMPT_OPTIONS, family_of
 from stages.kit.reporting.compare import Comparison, Contender
 from stages.kit.reporting.runs import EXAMPLES_DIR, Run
 from stages.kit.reporting.sections import (

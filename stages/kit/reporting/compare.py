@@ -13,7 +13,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.params.schema import Params, made_by
 from stages.core.provenance import records_dir
-from stages.kit.memory_use import stage_memory_path
+from stages.kit.planning.memory_use import stage_memory_path
 from stages.kit.reporting.runs import (
     Run,
     cards_dir,

@@ -25,8 +25,8 @@ from stages.core.errors import UserError
 from stages.core.lineage import LINEAGE_FILE, read_lineage
 from stages.core.provenance import Provenance, provenance_of_run
 from stages.core.records import published, read_record
-from stages.kit.memory_use import StageMemory
 from stages.kit.models.certificate import MergeCertificate
+from stages.kit.planning.memory_use import StageMemory
 from stages.kit.planning.plan import Plan, read_plan
 from stages.kit.statistics import Floats
 from stages.kit.training.records import TrainingRecord

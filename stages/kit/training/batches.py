@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from stages.core.errors import UserError
+from stages.core.families import vision_tokens
 from stages.kit.data.conversation import Conversation
-from stages.kit.families import vision_tokens
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, count_tokens, encode, samples_for, tokenizer_of
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from stages.core.errors import UserError
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, EvaluationParams
+from stages.core.tasks import load_task
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.data.prepared import PreparedRow
@@ -30,7 +31,6 @@ from stages.kit.memory.step import Inference
 from stages.kit.models.load import load_config, load_model
 from stages.kit.models.prompts import Processor, count_tokens, encode, load_processor, tokenizer_of
 from stages.kit.planning.ladder import prefill_batch_size
-from stages.tasks import load_task
 from tests import ROOT
 from tests.kit.data.images import png
 from tests.tiny import table_conversation

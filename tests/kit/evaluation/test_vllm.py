@@ -18,6 +18,7 @@ from PIL import Image
 
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.params import load_params
+from stages.core.tasks import load_task
 from stages.kit.evaluation.answer import answered_tokens, load_answerer
 from stages.kit.evaluation.vllm import environment
 from stages.kit.evaluation.vllm.engine import (
@@ -33,7 +34,6 @@ from stages.kit.evaluation.vllm.engine import (
     view,
 )
 from stages.kit.models.prompts import encode, tokenizer_of
-from stages.tasks import load_task
 from tests import ROOT
 from tests.stage_runs import done, run, small_params, write_params
 from tools import serve

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
+from stages.core.tasks import load_task
 from stages.kit.evaluation.vllm.engine import CERTIFICATE_FILE, read_certificate
-from stages.tasks import load_task
 from tests import ROOT
 from tests.stage_runs import done, refused, write_params
 

@@ -19,9 +19,9 @@ from PIL import Image
 from transformers import GenerationConfig
 
 from stages.core.errors import UserError
+from stages.core.families import FAMILIES, family_of, require_precision
 from stages.kit.data.conversation import Conversation
 from stages.kit.evaluation.answer import decoded, end_tokens
-from stages.kit.families import FAMILIES, family_of, require_precision
 from stages.kit.models.adapters import part_of
 from stages.kit.models.kernels import PACKED
 from stages.kit.models.load import meta_model, new_model

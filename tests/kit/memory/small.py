@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig
 
+from stages.core.families import FAMILIES
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, LoraParams, Params, PartsParams
-from stages.kit.families import FAMILIES
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, predict, with_depth
 from stages.kit.memory.recorder import Recording

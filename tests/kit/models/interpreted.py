@@ -24,7 +24,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from stages.core.errors import UserError
-from stages.kit.families import FAMILIES
+from stages.core.families import FAMILIES
 from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.models.kernels import ROTATE, fused_kernels, rotated
 from stages.kit.training.kernels import refuse_wrong_kernels

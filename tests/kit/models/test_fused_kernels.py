@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
-from stages.kit.families import FAMILIES
+from stages.core.families import FAMILIES
 from stages.kit.models import kernels
 from stages.kit.models.kernels import fused_kernels
 from tests import ROOT

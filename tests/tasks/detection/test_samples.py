@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from stages.core.families import FAMILIES as ALL
 from stages.kit.data.prepared import to_row
-from stages.kit.families import FAMILIES as ALL
 from stages.tasks.detection.samples import (
     SCHEMA,
     Box,

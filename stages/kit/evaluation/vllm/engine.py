@@ -33,9 +33,9 @@ from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord
 from stages.kit.evaluation.answer import Answerer, decoded, end_tokens, room_for_questions
 from stages.kit.evaluation.vllm.environment import WORKER, Installed, engine_options, installed
-from stages.kit.memory_use import says_out_of_memory
 from stages.kit.models.load import load_config
 from stages.kit.models.prompts import Processor, encode, load_processor, rendered, shortened, tokenizer_of
+from stages.kit.planning.memory_use import says_out_of_memory
 
 log = logging.getLogger("stages")
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from stages.core.errors import UserError
+from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
-from stages.kit.families import require_text
 from stages.tasks.amr.samples.graphs import (
     MalformedGraph,
     Node,

@@ -15,10 +15,10 @@ from typing import Any
 
 from stages.core.errors import UserError
 from stages.core.given_files import given_files
+from stages.core.tasks import NoSettings
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_text_files
 from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
 from stages.kit.data.texts import markup_problem, read_text
-from stages.tasks import NoSettings
 from stages.tasks.amr.samples import ANSWER_FORMATS, SCHEMA, Record, encode, parse_record
 from stages.tasks.amr.samples.graphs import MalformedGraph
 

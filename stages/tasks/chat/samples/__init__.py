@@ -16,12 +16,12 @@ import pyarrow as pa
 from PIL import Image
 
 from stages.core.errors import UserError
+from stages.core.families import family_of
 from stages.core.records import shown
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import IMAGE_COLUMN, PreparedRow, read_prepared, to_row
 from stages.kit.data.texts import TextMetric, same_text
-from stages.kit.families import family_of
 
 SCHEMA = pa.schema(
     [

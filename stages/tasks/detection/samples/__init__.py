@@ -1,7 +1,7 @@
 """Records of detection, the conversation about each, and boxes as the text that a model family answers with.
 
 A box is written between grounding tokens or as JSON, in steps of a fixed grid or in pixels of the resized image,
-depending on the family (stages/kit/families.py). Coordinates are rounded to the nearest step, halves up, so that a box
+depending on the family (stages/core/families.py). Coordinates are rounded to the nearest step, halves up, so that a box
 comes back within half a step of where it was. (Truncation, as is often seen, moves every box up and left by half a step
 on average.) A box narrower than a step is widened to one step.
 """
@@ -21,10 +21,10 @@ import pyarrow as pa
 from PIL import Image, ImageDraw
 
 from stages.core.errors import UserError
+from stages.core.families import FAMILIES, family_of
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.images import ImageRecord, require_prepared_image
 from stages.kit.data.prepared import PreparedRow, read_prepared
-from stages.kit.families import FAMILIES, family_of
 
 Box = tuple[float, float, float, float]
 """x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from stages.core.errors import UserError
+from stages.core.families import require_text
 from stages.kit.data.conversation import Conversation
 from stages.kit.data.prepared import PreparedRow, read_prepared
 from stages.kit.data.texts import same_text
-from stages.kit.families import require_text
 
 Domain = Literal["truthfulqa", "qmsum"]
 DOMAINS: tuple[Domain, ...] = ("truthfulqa", "qmsum")

@@ -18,10 +18,10 @@ from typing import Any
 from stages.core.errors import UserError, pluralize
 from stages.core.given_files import given_files
 from stages.core.records import dotted, shown
+from stages.core.tasks import NoSettings
 from stages.kit.data.prepared import RawDataset, Rules, Sample, read_origin, read_text_files
 from stages.kit.data.sources import READ_ON, Place, describe_folder, files_by_split, source_folder
 from stages.kit.data.texts import SURROGATE, json_lines, markup_problem, read_text
-from stages.tasks import NoSettings
 from stages.tasks.moe.samples import SCHEMA, Domain, Record, read_split
 
 COLUMNS = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")

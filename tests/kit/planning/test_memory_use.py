@@ -16,13 +16,13 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from stages.core.errors import OUT_OF_MEMORY, OutOfMemory, UserError
 from stages.core.params.schema import DeviceParams
-from stages.kit.memory_use import (
+from stages.kit.models.load import gpus_in_use
+from stages.kit.planning.memory_use import (
     MemoryLog,
     StageMemory,
     free_and_total_bytes,
     recognised_out_of_memory,
 )
-from stages.kit.models.load import gpus_in_use
 from tests import ROOT
 
 MIB, GIB = 2**20, 2**30
@@ -101,7 +101,7 @@ def test_a_process_reads_the_gpus_that_it_uses(
 def test_the_resident_peak_excludes_the_parent_process() -> None:
     """getrusage's peak does not: fork and exec hand it on."""
     taken = bytearray(b"x" * (256 * MIB))
-    code = "from stages.kit.memory_use import resident_bytes; print(*resident_bytes())"
+    code = "from stages.kit.planning.memory_use import resident_bytes; print(*resident_bytes())"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     now, peak = map(int, child.stdout.split())
     assert 0 < now <= peak < 128 * MIB < len(taken)

@@ -1,0 +1,53 @@
+"""Tasks, found by their folder's name in stages/tasks: no registry, no base class."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
+
+from stages.core.errors import UserError
+from stages.core.params.schema import STRICT, DatasetParams
+from stages.core.records import parse, problems
+
+MODULES = ("sources", "samples", "scoring", "report", "predictions")
+
+
+def load_task(task: str, module: str) -> ModuleType:
+    """The module `stages.tasks.TASK.MODULE`. Raises UserError where there is none."""
+    assert module in MODULES, module
+    package = f"stages.tasks.{task}"
+    try:
+        return import_module(f"{package}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            raise UserError(f"no task is called {task!r}: there is no folder stages/tasks/{task}") from None
+        if error.name == f"{package}.{module}":
+            raise UserError(f"the task {task} has no {module}: there is no stages/tasks/{task}/{module}") from None
+        raise
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class NoSettings:
+    """`reader` of a dataset whose task has no settings of its own."""
+
+
+def reader_of(sources: ModuleType, dataset: DatasetParams) -> Any:
+    """`dataset.reader` as the task's dataclass Reader. Raises ValidationError where it does not fit.
+
+    sources: the task's module of that name.
+    """
+    return parse(getattr(sources, "Reader", NoSettings), dataset.reader)
+
+
+def reader_problems(sources: ModuleType, dataset: DatasetParams, path: str) -> dict[str, str]:
+    """Problems of `dataset.reader` by dotted path. path: the dataset's own, profiles.PROFILE.datasets.NAME."""
+    try:
+        reader_of(sources, dataset)
+    except ValidationError as error:
+        found = problems(error, getattr(sources, "Reader", NoSettings))
+        return {f"{path}.reader.{where}": problem for where, problem in found.items()}
+    return {}
