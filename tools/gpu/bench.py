@@ -187,7 +187,7 @@ def comparisons(params: Params, vlm: Path, llm: Path, folder: Path) -> Iterator[
     yield compared("a step of r1", images.timed("this kit"), plain)
     kept = images.timed("features of images kept", folder / "features", features_bytes=1)
     yield compared("a step of r1", kept, images.timed("computed"))
-    yield compared("a step of text", texts.timed("without padding", padding_free=True), texts.timed("padded"))
+    yield compared("a step of text", texts.timed("padding-free", padding_free=True), texts.timed("padded"))
     if texts.plan.on_gpu:
         yield compared("a step of text", texts.timed("Liger's kernels", fused_kernels=True), texts.timed("torch's"))
     for name, bench in (("images", images), ("sentences", texts)):

@@ -215,7 +215,7 @@ def with_speedups(plan: Plan, memory: MemoryParams, config: PreTrainedConfig) ->
     padding_free, why_row = without_padding(plan, memory.padding_free, config)
     fused_kernels, why_fused = with_fused_kernels(plan, memory.kernels, config)
     return replace(plan, padding_free=padding_free, fused_kernels=fused_kernels), (
-        f"micro-batches are {'without padding' if padding_free else 'padded'}: {why_row}",
+        f"micro-batches are {'padding-free' if padding_free else 'padded'}: {why_row}",
         f"norms, gated products and rotations run by {'Liger' if fused_kernels else 'torch'}'s kernels: {why_fused}",
     )
 
