@@ -10,13 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 OF_THE_MACHINE = frozenset(
     {
@@ -234,15 +229,3 @@ def _cpuinfo(key: str) -> str | None:
 def usable_cores() -> int:
     """Cores that this process may use, as torch counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:
-    """The result of `work` by item, in the order of `sizes`; raises the error of one of the items.
-
-    Runs in threads, for digests: hashlib and zlib release the lock. Large items start first, so that none is waited for
-    at the end.
-    """
-    largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    with ThreadPoolExecutor(usable_cores()) as threads:
-        done = dict(zip(largest_first, threads.map(work, largest_first), strict=True))
-    return {item: done[item] for item in sizes}

@@ -10,16 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from stages.core.environment import map_largest_first
+from stages.core.environment import usable_cores
 from stages.core.errors import UserError
 from stages.core.records import damaged, read_record
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 LINEAGE_FILE = "lineage.json"
 
@@ -101,6 +105,23 @@ def file_digest(path: Path) -> str:
 def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
     """SHA-256 of each file, read in parallel."""
     return map_largest_first(file_digest, {path: path.stat().st_size for path in paths})
+
+
+def json_digest(values: Any) -> str:
+    """16 hexadecimal digits of SHA-256 over JSON values, the same whatever the order of keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def map_largest_first(work: Callable[[K], V], sizes: Mapping[K, int]) -> dict[K, V]:
+    """The result of `work` by item, in the order of `sizes`; raises the error of one of the items.
+
+    Runs in threads, for digests: hashlib and zlib release the lock. Large items start first, so that none is waited for
+    at the end.
+    """
+    largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        done = dict(zip(largest_first, threads.map(work, largest_first), strict=True))
+    return {item: done[item] for item in sizes}
 
 
 def combined_digest(files: Mapping[str, str]) -> str:

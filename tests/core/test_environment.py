@@ -17,7 +17,6 @@ from stages.core.environment import (
     container_environment,
     instruction_set,
     job_environment,
-    map_largest_first,
     pinned_instructions,
     stage_environment,
 )
@@ -164,10 +163,3 @@ def test_torch_computes_by_the_pinned_instructions_and_threads_change_no_bit() -
         results.add(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
     (result,) = results
     assert result.split()[1] == "AVX2"
-
-
-def test_threads_give_each_item_its_result_in_order_and_raise_its_error() -> None:
-    sizes = {f"file {number}": number % 5 for number in range(40)}
-    assert list(map_largest_first(str.upper, sizes).items()) == [(name, name.upper()) for name in sizes]
-    with pytest.raises(ZeroDivisionError):
-        map_largest_first(lambda number: 1 // number, {0: 1, 1: 2})

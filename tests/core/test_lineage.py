@@ -10,6 +10,7 @@ from stages.core.errors import UserError
 from stages.core.lineage import (
     LINEAGE_FILE,
     folder_digest,
+    map_largest_first,
     read_lineage,
     require_base,
     short,
@@ -147,3 +148,10 @@ def test_a_missing_folder_or_lineage_gives_a_message(tmp_path: Path) -> None:
         folder_digest(tmp_path / "nothing")
     with pytest.raises(UserError, match="was not made by a stage"):
         read_lineage(tmp_path)
+
+
+def test_threads_give_each_item_its_result_in_order_and_raise_its_error() -> None:
+    sizes = {f"file {number}": number % 5 for number in range(40)}
+    assert list(map_largest_first(str.upper, sizes).items()) == [(name, name.upper()) for name in sizes]
+    with pytest.raises(ZeroDivisionError):
+        map_largest_first(lambda number: 1 // number, {0: 1, 1: 2})

@@ -25,7 +25,6 @@ import click
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
@@ -33,7 +32,7 @@ from stages.core.errors import UserError, configure_logging
 from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams
 from stages.kit.evaluation.answer import answered_tokens
-from stages.kit.internals.torch_internals import cpu_peak
+from stages.kit.internals.torch_internals import chosen_attention, cpu_peak
 from stages.kit.launcher.gpus import driver_version
 from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.predict import MemoryPredictor, depth_of, predict_generation, with_depth
@@ -154,9 +153,7 @@ def chosen_kernel(device: str, heads: int, key_heads: int, tokens: int, width: i
     query = torch.zeros(1, heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     key = torch.zeros(1, key_heads, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(1, 1, tokens, tokens, device=device, dtype=torch.bool) if masked else None
-    grouped = heads != key_heads
-    number = int(torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=grouped))  # noqa: SLF001
-    return next((name for name, value in SDPBackend.__members__.items() if value.value == number), str(number))
+    return chosen_attention(query, key, mask, causal=causal)
 
 
 def trains_on_nf4(device: str) -> str:

@@ -27,10 +27,9 @@ from tempfile import TemporaryDirectory
 import click
 import psutil
 
-from stages.core.environment import map_largest_first
 from stages.core.errors import UserError, join_truncated, pluralize, printable
 from stages.core.given_files import cache_dir
-from stages.core.lineage import LINEAGE_FILE, Lineage, content_digest, short, verified_lineage
+from stages.core.lineage import LINEAGE_FILE, Lineage, content_digest, map_largest_first, short, verified_lineage
 from stages.core.provenance import PROVENANCE_DIR, Provenance
 from stages.kit.launcher.pipeline import DeclaredStage, declared_stages
 from stages.kit.mixture.certificate import BuildCertificate

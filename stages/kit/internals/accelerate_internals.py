@@ -42,4 +42,4 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
 
 def reset_accelerator() -> None:
     """Forget the settings that accelerate keeps from a process's first trainer, its precision among them."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -11,10 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._C._profiler import _EventType
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, varlen
 from torch.optim import optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,6 +30,36 @@ __all__ += ["tree_leaves", "tree_map_only"]
 
 without_modes = _disable_current_modes
 """A context in which neither fake tensors nor dispatch modes act."""
+
+aten: Any = torch.ops.aten
+
+# The attention kernels of CUDA by their operators: scaled_dot_product_attention calls the one that it chooses.
+flash_attention = aten._scaled_dot_product_flash_attention
+efficient_attention = aten._scaled_dot_product_efficient_attention
+math_attention = aten._scaled_dot_product_attention_math
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+varlen_attn = varlen.varlen_attn  # its module registers the operators
+VARIABLE_LENGTHS_BACKWARD: Any = torch.ops.torch_attn._varlen_attn_backward.default
+
+GROUPED_MM = aten._grouped_mm.default
+READ_SCALAR = aten._local_scalar_dense.default
+"""The operator behind `item`: the CPU waits for the device."""
+
+
+class PatchProjection(nn.Conv3d):
+    """A convolution whose input is as large as its kernel, computed as a matrix product.
+
+    Qwen's vision towers project each patch by an nn.Conv3d. cuDNN has no bf16 backward for it, or a slow one: 50 s a
+    step against 1 s (github.com/modelscope/ms-swift/issues/6232). A checkpoint needs no conversion: the weight keeps
+    its name and shape.
+    """
+
+    # accelerate's hooks, on a model that is spread over GPUs, hold the `forward` that they found.
+    def _conv_forward(self, patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """patches: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
+        assert patches.shape[1:] == weight.shape[1:], (patches.shape, weight.shape)
+        return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
 
 
 class CpuPeak:
@@ -74,12 +107,20 @@ def _memory_changes(profiler: profile) -> Iterator[int]:
 
 def expand_segments() -> None:
     """Let torch's allocator map a GPU's memory page by page; before it allocates (PYTORCH_ALLOC_CONF does the same)."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def storage_key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     """Identity of the memory that a tensor shares with its views."""
-    return tensor.untyped_storage()._cdata  # noqa: SLF001
+    storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+    return storage._cdata
+
+
+def chosen_attention(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool) -> str:
+    """Name of the kernel (SDPBackend) that torch chooses for these tensors; value: as key. All are (B, H, T, D)."""
+    grouped = query.shape[1] != key.shape[1]
+    number = int(torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=grouped))
+    return next((name for name, value in SDPBackend.__members__.items() if value.value == number), str(number))
 
 
 @contextmanager
@@ -87,7 +128,7 @@ def foreach_takes(kind: type[torch.Tensor]) -> Iterator[None]:
     """Optimizers and clipping process tensors of this class many at once, as they process plain ones."""
     with ExitStack() as stack:
         for module in (_foreach_utils, optimizer):
-            types = [*module._foreach_supported_types, kind]  # noqa: SLF001
+            types = [*module._foreach_supported_types, kind]
             stack.enter_context(patch.object(module, "_foreach_supported_types", types))
         yield
 
@@ -95,7 +136,7 @@ def foreach_takes(kind: type[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def foreach_on_cpu() -> Iterator[None]:
     """Optimizers take their many-tensors-at-once form on a CPU by default, as they do on CUDA."""
-    devices = optimizer._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]  # noqa: SLF001
+    devices = optimizer._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
     with patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices(), "cpu"]):
         yield
 
@@ -115,12 +156,12 @@ def overridden_on_cpu(operations: Iterable[tuple[str, str, Callable[..., Any]]])
                 library.impl(name, function, key, allow_override=True)
         yield
     finally:
-        library._destroy()  # noqa: SLF001 - restores the CPU's own
+        library._destroy()  # restores the CPU's own
 
 
 def without_autocast() -> Any:
     """A context in which a CPU's autocast does not act."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))  # noqa: SLF001
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 @contextmanager

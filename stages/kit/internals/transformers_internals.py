@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 60
 
 def on_device(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A batch on the trainer's device."""
-    return dict(trainer._prepare_inputs(dict(inputs)))  # noqa: SLF001
+    return dict(trainer._prepare_inputs(dict(inputs)))
 
 
 def balanced_device_map(
@@ -53,30 +53,30 @@ def become_nf4(model: PreTrainedModel, config: BitsAndBytesConfig) -> dict[str, 
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)
-    kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001
+    kept = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     replace_with_bnb_linear(model, kept, quantizer.quantization_config)
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
 
 
 def kept_by_accelerate(model: PreTrainedModel) -> set[str]:
     """Keyword arguments that accelerate does not copy between the GPUs of a model that is spread over several."""
-    names = model._skip_keys_device_placement or ()  # noqa: SLF001
+    names = model._skip_keys_device_placement or ()
     return {names} if isinstance(names, str) else set(names)
 
 
 def layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes that transformers keeps whole on one device."""
-    return set(model._no_split_modules or ())  # noqa: SLF001
+    return set(model._no_split_modules or ())
 
 
 def mark_distributed(model: PreTrainedModel) -> None:
     """Make transformers' Trainer, and accelerate with it, leave placement and gradients alone."""
-    model._is_distributed_loading_by_transformers = True  # noqa: SLF001
+    model._is_distributed_loading_by_transformers = True
 
 
 def num_image_tokens(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Tokens of each image by its (height, width), as vLLM counts them too."""
-    counts: list[int] = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]  # noqa: SLF001
+    counts: list[int] = processor._get_num_multimodal_tokens(sizes)["num_image_tokens"]
     return counts
 
 

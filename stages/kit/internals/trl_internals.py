@@ -15,7 +15,7 @@ from trl.trainer import utils as trl_trainer
 
 def has_triton() -> bool:
     """Whether TRL's fused loss found Triton, without which it does not run on a GPU."""
-    return bool(chunked_logprob._TRITON_AVAILABLE)  # noqa: SLF001
+    return bool(chunked_logprob._TRITON_AVAILABLE)
 
 
 def launch_where_tensors_are() -> None:
@@ -45,24 +45,29 @@ class GuardedKernel:
         return launch
 
 
+def note_metric(trainer: SFTTrainer, name: str, value: float) -> None:
+    """Add a value to those whose mean is in the next line of the log."""
+    trainer._metrics["train"][name].append(value)
+
+
 def metric_sums(trainer: SFTTrainer) -> dict[str, Any]:
     """SFTTrainer's sums for its next line of metrics."""
-    return {"metrics": trainer._metrics["train"], "tokens": trainer._total_train_tokens}  # noqa: SLF001
+    return {"metrics": trainer._metrics["train"], "tokens": trainer._total_train_tokens}
 
 
 def set_metric_sums(trainer: SFTTrainer, sums: Mapping[str, Any]) -> None:
-    trainer._metrics["train"].clear()  # noqa: SLF001
-    trainer._metrics["train"].update(sums["metrics"])  # noqa: SLF001
-    trainer._total_train_tokens = sums["tokens"]  # noqa: SLF001
+    trainer._metrics["train"].clear()
+    trainer._metrics["train"].update(sums["metrics"])
+    trainer._total_train_tokens = sums["tokens"]
 
 
 def set_token_count(trainer: SFTTrainer, tokens: int) -> None:
     """The tokens that the training has seen so far."""
-    trainer._total_train_tokens = tokens  # noqa: SLF001
-    trainer._metrics["train"]["num_tokens"] = [tokens]  # noqa: SLF001
+    trainer._total_train_tokens = tokens
+    trainer._metrics["train"]["num_tokens"] = [tokens]
 
 
-LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE  # noqa: SLF001
+LOSS_TILE: int = trl_trainer._CHUNKED_LOGPROB_CHUNK_SIZE
 """Width of the logits that the fused loss computes at once, however small the vocabulary is."""
 
 

@@ -11,16 +11,21 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional as F
 
-from stages.kit.internals.torch_internals import foreach_on_cpu, overridden_on_cpu, without_autocast
+from stages.kit.internals.torch_internals import (
+    EFFICIENT_BACKWARD,
+    FLASH_BACKWARD,
+    VARIABLE_LENGTHS_BACKWARD,
+    aten,
+    efficient_attention,
+    flash_attention,
+    foreach_on_cpu,
+    math_attention,
+    overridden_on_cpu,
+    without_autocast,
+)
 from stages.kit.internals.trl_internals import loss_allocates_as_on_gpu
 from stages.kit.memory.allocator import round_up
 from stages.kit.models import kernels
-
-aten = torch.ops.aten
-
-_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default  # noqa: SLF001
-_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default  # noqa: SLF001
-_VARIABLE_LENGTHS_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default  # noqa: SLF001
 
 Kernel = Literal["flash", "efficient", "math"]
 
@@ -67,16 +72,16 @@ def hidden_bytes(func: Any, args: Any) -> int:
     Attention's backward: an fp32 accumulator of dQ and the row sums (flash_api.cpp and attention_backward.cu of torch);
     `dequantized_bytes`; masked_scatter: the prefix sum of its mask (torch's IndexKernel.cu). Not measured yet.
     """
-    if func is _FLASH_BACKWARD:
+    if func is FLASH_BACKWARD:
         query, key = args[1], args[2]
         batch, heads, length, width = query.shape
         keys = (batch * key.shape[2], key.shape[1])
         return _flash_bytes(query, batch * heads, batch * heads * round_up(length, 128), keys, heads)
-    if func is _VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: the same, the rows of each sample rounded up
+    if func is VARIABLE_LENGTHS_BACKWARD:  # mha_varlen_bwd: the same, the rows of each sample rounded up
         query, key, samples = args[1], args[2], args[6].numel() - 1
         length, heads, width = query.shape
         return _flash_bytes(query, samples * heads, heads * (length + 128 * samples), key.shape[:2], heads)
-    if func is _EFFICIENT_BACKWARD:
+    if func is EFFICIENT_BACKWARD:
         batch, heads, length, width = args[1].shape
         return batch * heads * length * 4 * (1 + width)
     if dequantized := dequantized_bytes(func, args):
@@ -126,14 +131,12 @@ def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
             width = query.shape[-1]
             padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
             scale = scale if scale is not None else width**-0.5
-            return aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]  # noqa: SLF001
+            return flash_attention(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
         if enable_gqa:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if kernel == "math":
-            return aten._scaled_dot_product_attention_math(  # noqa: SLF001
-                query, key, value, mask, dropout_p, is_causal, scale=scale
-            )[0]
+            return math_attention(query, key, value, mask, dropout_p, is_causal, scale=scale)[0]
         if mask is not None:
             if mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
@@ -141,9 +144,7 @@ def _attention(*, flash_only: bool) -> Callable[..., torch.Tensor]:
             mask = F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask
             mask = mask.expand(*query.shape[:3], key.shape[2])
         needs_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-            query, key, value, mask, needs_sums, dropout_p, is_causal, scale=scale
-        )[0]
+        return efficient_attention(query, key, value, mask, needs_sums, dropout_p, is_causal, scale=scale)[0]
 
     return attention
 

@@ -22,10 +22,13 @@ from transformers import PreTrainedConfig
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.internals.torch_internals import (
+    GROUPED_MM,
+    READ_SCALAR,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     active_fake_mode,
+    aten,
     foreach_takes,
     in_kernel_invocation_manager,
     storage_key,
@@ -36,10 +39,7 @@ from stages.kit.memory.allocator import CachingAllocator, rounded_bytes
 from stages.kit.memory.cuda import cuda_semantics, dequantized_bytes, hidden_bytes
 from stages.kit.planning.prediction import Budget, Phase
 
-aten = torch.ops.aten
-
 _DEVICE = torch.ops.prim.device.default
-_GROUPED_MM = aten._grouped_mm.default  # noqa: SLF001
 _VIEWS = {
     *(aten.detach.default, aten.alias.default, aten.view.default, aten.expand.default, aten.slice.Tensor),
     *(aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.unsqueeze.default),
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
             args = (args[0], _positions(args[1]), *args[2:])
         if any_fake or not _stays_real(func, args, kwargs, tensors):
             with self._fake_mode:
-                output = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+                output = _grouped_mm(*args, **kwargs) if func is GROUPED_MM else func(*args, **kwargs)
             if func is aten.topk.default and args[0].dim() == 2:
                 output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
         else:
@@ -245,10 +245,10 @@ class Recorder(TorchDispatchMode):
 
         def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            if (known := self._alive.get(storage._cdata)) is not None:  # noqa: SLF001
+            if (known := self._alive.get(storage_key(storage))) is not None:
                 reference, before = known
                 before.died = self._tick()
-                self._alive[storage._cdata] = reference, self.add(storage.nbytes(), "temporaries")  # noqa: SLF001
+                self._alive[storage_key(storage)] = reference, self.add(storage.nbytes(), "temporaries")
             return result
 
         with patch.object(torch.UntypedStorage, "resize_", watched):
@@ -330,7 +330,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> FakeTensor:
 
 def _assumed_value(func: Any, args: Any) -> Any:
     """The value of a tensor without contents, which clipping and GradScaler read; None for other operations."""
-    if func is aten._local_scalar_dense.default:  # noqa: SLF001
+    if func is READ_SCALAR:
         dtype = args[0].dtype
         return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
     return True if func is aten.equal.default else None
@@ -357,7 +357,7 @@ def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
 
 def _grouped_mm(matrices: torch.Tensor, others: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch infers the result's shape for bf16 only, and computes it in fp32 too."""
-    return _GROUPED_MM(matrices.bfloat16(), others.bfloat16(), *args, **kwargs).to(matrices.dtype)
+    return GROUPED_MM(matrices.bfloat16(), others.bfloat16(), *args, **kwargs).to(matrices.dtype)
 
 
 def _broadcast_numel(tensors: list[torch.Tensor]) -> int:

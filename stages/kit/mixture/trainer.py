@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from stages.kit.internals.transformers_internals import on_device
+from stages.kit.internals.trl_internals import note_metric
 from stages.kit.mixture.routing import RouterOutput, hooked, outputs_of, routers_of
 from stages.kit.models.load import whole
 from stages.kit.planning.plan import Plan
@@ -108,7 +110,7 @@ class BalancedTrainer(RecipeTrainer):
         with outputs_of(self.balance.routers) as outputs:
             loss = super().compute_loss(model, inputs, **kwargs)
         balance = self.balance.loss(outputs, tokens_of(inputs))
-        self._metrics["train"]["aux_loss"].append(balance.item())
+        note_metric(self, "aux_loss", balance.item())
         # ddp averages over processes, but this is a sum over tokens.
         return loss + self.balance_coefficient * self.accelerator.num_processes * balance.to(loss.device)
 
@@ -118,7 +120,7 @@ class BalancedTrainer(RecipeTrainer):
         self.balance.step_counts = None
         if len(batches) * self.accelerator.num_processes > 1:
             with self.compute_loss_context_manager():
-                taken, rows = self.balance.count(self.model, [self._prepare_inputs(batch) for batch in batches])
+                taken, rows = self.balance.count(self.model, [on_device(self, batch) for batch in batches])
             self.balance.step_counts = self.accelerator.reduce(taken, "sum"), self.accelerator.reduce(rows, "sum")
         return batches, num_items
 
@@ -176,7 +178,7 @@ class RouterTrainer(RecipeTrainer):
         loss, correct = self.router_labels.loss(model, inputs)
         share = self.accelerator.reduce(correct, "sum") / num_items_in_batch
         # The mean over micro-batches is logged.
-        self._metrics["train"]["router_accuracy"].append((share * self.current_gradient_accumulation_steps).item())
+        note_metric(self, "router_accuracy", (share * self.current_gradient_accumulation_steps).item())
         return self.accelerator.num_processes * loss / num_items_in_batch
 
     def get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[Any, Any]:

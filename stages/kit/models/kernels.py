@@ -17,7 +17,6 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -25,21 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.core.families import family_of
 from stages.kit.internals.accelerate_internals import hooks_kept
-
-
-class PatchProjection(nn.Conv3d):
-    """A convolution whose input is as large as its kernel, computed as a matrix product.
-
-    Qwen's vision towers project each patch by an nn.Conv3d. cuDNN has no bf16 backward for it, or a slow one: 50 s a
-    step against 1 s (github.com/modelscope/ms-swift/issues/6232). A checkpoint needs no conversion: the weight keeps
-    its name and shape.
-    """
-
-    # accelerate's hooks, on a model that is spread over GPUs, hold the `forward` that they found.
-    def _conv_forward(self, patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """patches: (N, in_channels, *kernel_size). Returns (N, out_channels, 1, 1, 1)."""
-        assert patches.shape[1:] == weight.shape[1:], (patches.shape, weight.shape)
-        return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
+from stages.kit.internals.torch_internals import PatchProjection, varlen_attn
 
 
 class ThreadIndependentLayerNorm(nn.LayerNorm):

@@ -17,9 +17,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.core.environment import map_largest_first
 from stages.core.errors import UserError
-from stages.core.lineage import combined_digest, read_lineage, require_base, short
+from stages.core.lineage import combined_digest, map_largest_first, read_lineage, require_base, short
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
 from stages.kit.models.adapters import apply_recipe, load_trained, trained_modules

@@ -12,7 +12,6 @@ away, and are not outputs: DVC never sees half a training. The launcher removes 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -22,10 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from stages.core.errors import UserError
-from stages.core.lineage import file_digest, file_digests
+from stages.core.lineage import file_digest, file_digests, json_digest
 from stages.core.records import publish_text
 
 MANIFEST, IDENTITY, LOCK, FINISHED = "manifest.json", "fingerprint.json", "lock", "finished"
@@ -36,11 +35,6 @@ log = logging.getLogger(__name__)
 def checkpoints_dir(repository_dir: Path, recipe: str) -> Path:
     """The folder of the checkpoints of all trainings of a recipe."""
     return repository_dir / ".bakeoff/checkpoints" / recipe
-
-
-def digest_of(identity: Any) -> str:
-    """The fingerprint of a training, from the facts that identify it (resume.py), or of other JSON values."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,7 @@ def kept_checkpoints(
     owner: False for all but the first of several processes that train together.
     Raises UserError if nothing can be written there.
     """
-    checkpoints = Checkpoints(folder=recipe_dir / digest_of(identity), keep=keep)
+    checkpoints = Checkpoints(folder=recipe_dir / json_digest(identity), keep=keep)
     if not owner:
         yield checkpoints
         return

@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stages.core.errors import UserError, bytes_text
-from stages.core.lineage import file_digest
+from stages.core.lineage import file_digest, json_digest
 from stages.kit.internals.transformers_internals import on_device
 from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import FEATURES, ConversationCollator, padded
-from stages.kit.training.checkpoints import digest_of, locked, open_lock
+from stages.kit.training.checkpoints import locked, open_lock
 
 if TYPE_CHECKING:
     from stages.kit.training.trainer import RecipeTrainer
@@ -106,7 +106,7 @@ def _digest(plan: Plan, identity: Mapping[str, str]) -> str:
     names = ("answer_format", "precision", "quantization", "attn", "loss", "max_length", "images")
     chosen = {name: settings[name] for name in names}
     chosen["images per pass"] = plan.schedule.micro_batch  # a GPU may round a matrix product by its size
-    return digest_of([facts, chosen])
+    return json_digest([facts, chosen])
 
 
 def _compute_missing(trainer: RecipeTrainer, collator: ConversationCollator, folder: Path) -> None:

@@ -17,9 +17,9 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from stages.core.params.schema import DeviceParams
 from stages.kit.data.conversation import Conversation
+from stages.kit.internals.torch_internals import PatchProjection
 from stages.kit.models import kernels
 from stages.kit.models.kernels import (
-    PatchProjection,
     ThreadIndependentLayerNorm,
     autocast_experts,
     packed_attention,

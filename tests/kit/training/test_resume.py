@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import stages
-from stages.core.lineage import Lineage
+from stages.core.lineage import Lineage, json_digest
 from stages.core.params.schema import CheckpointParams, DeviceParams, LoraParams, PartsParams
 from stages.core.signals import ENDING, handling
 from stages.kit.mixture.build import merge_experts
@@ -40,7 +40,7 @@ from stages.kit.planning.plan import Plan
 from stages.kit.training import checkpoints as on_disk
 from stages.kit.training import resume
 from stages.kit.training.batches import ConversationCollator
-from stages.kit.training.checkpoints import Checkpoints, digest_of, kept_checkpoints
+from stages.kit.training.checkpoints import Checkpoints, kept_checkpoints
 from stages.kit.training.records import Trace
 from stages.kit.training.resume import (
     SaveInTime,
@@ -129,7 +129,7 @@ class Workplace:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(folder=self.folder / "checkpoints" / digest_of({}), keep=2)
+        return Checkpoints(folder=self.folder / "checkpoints" / json_digest({}), keep=2)
 
     @property
     def steps(self) -> list[int]:
@@ -528,7 +528,7 @@ def test_the_identity_names_what_differs(
         change = {}
     after = identity(data_path, **change)
     assert {fact for fact in before if before[fact] != after[fact]} == {name}
-    assert digest_of(before) != digest_of(after)
+    assert json_digest(before) != json_digest(after)
 
 
 def test_only_code_that_runs_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
