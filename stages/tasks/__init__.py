@@ -6,5 +6,6 @@ scoring  compares answers with the truth                       (evaluate)
 report   columns and insights of the comparison                (compare)
 predictions  reads inputs without truth, writes answers        (predict)
 
-A task whose models only ever answer its own validation samples has no `predictions`.
+The first three are folders also where one module would do (then it is their `__init__.py`): dvc.yaml names them for
+all tasks alike. A task whose models only ever answer its own validation samples has no `predictions`.
 """

@@ -31,7 +31,7 @@ from tests import ROOT
 from tests.stage_runs import done, write_params
 from tests.tasks.moe.made_up import fact, meeting
 from tools.try_run import __main__ as command
-from tools.try_run.forms import FORMS, ChatForm, MoeForm, escaped, mermaid, message
+from tools.try_run.forms import FORMS, Form, MoeForm, Run, escaped, mermaid, message
 
 page = pytest.importorskip("tools.try_run.page", reason="needs gradio (make setup EXTRAS='dev try')")
 pipeline = pytest.mark.pipeline
@@ -70,6 +70,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
+def form_of(run: Run) -> Form:
+    return FORMS[run.params.subject(run.name).task](run)
+
+
 @pytest.fixture
 def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, which tests do not change."""
@@ -80,7 +84,7 @@ def workspace(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pipeline
 def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path) -> None:
     run = command.read_run(DETECTION)
-    form, models = command.form_of(run), command.load_models(run, with_base=True)
+    form, models = form_of(run), command.load_models(run, with_base=True)
     assert [model.name.split()[0] for model in models] == ["bases/vlm", DETECTION]
     boxes = 0
     for index, record in enumerate(read_split(Path("data/prepared/nutrition-tables"), "val")):
@@ -101,7 +105,7 @@ def test_a_photograph_is_answered_as_by_evaluate(workspace: Path, tmp_path: Path
 @pipeline
 def test_a_sentence_is_answered_as_by_predict(workspace: Path) -> None:
     run = command.read_run(AMR)
-    form, (model,) = command.form_of(run), command.load_models(run, with_base=False)
+    form, (model,) = form_of(run), command.load_models(run, with_base=False)
     predicted = Path("data/predictions/unknown.txt").read_text(encoding="utf-8").split("\n\n")
     for sentence, block in zip(SENTENCES, predicted, strict=True):
         question = form.question(f" {sentence}\n")
@@ -148,7 +152,7 @@ def test_unusable_input_is_refused(
         (tmp_path / "photograph.jpg").write_bytes(value)
         value = str(tmp_path / "photograph.jpg")
     with pytest.raises(UserError, match=problem):
-        command.form_of(command.read_run(name)).question(value)
+        form_of(command.read_run(name)).question(value)
 
 
 def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
@@ -168,8 +172,6 @@ def test_a_graph_is_drawn_with_every_node_and_reference() -> None:
 
 
 def test_a_run_that_cannot_be_tried_is_refused_at_once(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(FORMS, "detection")
-    assert "tools/try_run/forms.py" in CliRunner().invoke(command.main, [DETECTION]).output
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert "make setup EXTRAS=try" in CliRunner().invoke(command.main, [DETECTION]).output
 
@@ -267,7 +269,7 @@ def test_a_sentence_in_a_browser_gets_a_drawn_graph(workspace: Path, monkeypatch
     run = command.read_run(AMR)
     graph = f"(muốn :agent (cậu_bé #1) :polarity - :theme ({HOSTILE} :agent #1))"
     monkeypatch.setattr(page, "answer", lambda model, question: graph)
-    with served(command.form_of(run), command.load_models(run, with_base=False)) as tab:
+    with served(form_of(run), command.load_models(run, with_base=False)) as tab:
         tab.get_by_label("A sentence").fill("Cậu bé không muốn mua .")
         tab.get_by_role("button", name="Ask").click()
         tab.locator("svg .nodeLabel").first.wait_for()
@@ -282,7 +284,7 @@ def test_a_dialogue_in_a_browser_continues_from_the_models_own_answers(workspace
     run = command.read_run(AMR)
     (model,) = command.load_models(run, with_base=False)
     messages, answers = [message("system", "Short.")], []
-    with served(ChatForm(run), [model]) as tab:
+    with served(Form(run), [model]) as tab:
         tab.get_by_label("A system prompt").fill("Short.")
         for turn, text in enumerate(("Xin chào", HOSTILE)):
             messages.append(message("user", text))

@@ -46,7 +46,8 @@ def main(name: str, alone: bool, port: int | None) -> None:
         raise UserError("gradio is not installed; install it with: make setup EXTRAS=try")
     os.environ |= pinned_instructions(os.environ)  # torch reads them when it is imported
     run = read_run(name)
-    form, task = form_of(run), run.params.subject(name).task
+    task = run.params.subject(name).task
+    form = FORMS.get(task, Form)(run)
     with tempfile.TemporaryDirectory() as scratch:
         # Gradio reads these when it is imported: no telemetry, and uploads only here.
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": scratch}
@@ -70,13 +71,6 @@ def read_run(name: str) -> Run:
     subject = params.subject(name)
     answer_format = read_plan(name).answer_format if name in params.recipes else subject.answer_format
     return Run(params=params, name=name, answer_format=answer_format)
-
-
-def form_of(run: Run) -> Form:
-    task = run.params.subject(run.name).task
-    if task not in FORMS:
-        raise UserError(f"the task {task} has no page; add a form to FORMS in tools/try_run/forms.py")
-    return FORMS[task](run)
 
 
 def load_models(run: Run, *, with_base: bool) -> list[LoadedModel]:

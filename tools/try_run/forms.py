@@ -51,24 +51,6 @@ class Shown:
     """Markdown, in which text of a model or a person is escaped."""
 
 
-class Form:
-    """A form with nothing to show beside the completion."""
-
-    fields: tuple[Field, ...]
-    output: Literal["image", "text", "dialogue"]
-    """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
-
-    def __init__(self, run: Run) -> None:
-        pass
-
-    def question(self, *values: str) -> Conversation:
-        """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
-        raise NotImplementedError
-
-    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
-        return Shown()
-
-
 def message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
@@ -87,6 +69,30 @@ def _text(value: str, name: str = "") -> str:
     if problem := markup_problem(text):
         raise UserError(problem)
     return text
+
+
+class Form:
+    """A message with a system prompt, answered in text: the form of every task that has none of its own."""
+
+    fields: tuple[Field, ...] = (
+        Field(kind="line", label="A message"),
+        Field(kind="text", label="A system prompt before all messages, or nothing"),
+    )
+    output: Literal["image", "text", "dialogue"] = "dialogue"
+    """The form of an answer. In a dialogue, each question follows the turns before it (`following`)."""
+
+    def __init__(self, run: Run) -> None:
+        pass
+
+    def question(self, *values: str) -> Conversation:
+        """The question as `evaluate` and `predict` ask it. Raises UserError for unusable values."""
+        text, system = _text(values[0], "a message"), _text(values[1])
+        before = [message("system", system)] if system else []
+        return Conversation(sample_id="message", messages=[*before, message("user", text)])
+
+    def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
+        """The answer for the page to show above the completion; by default nothing."""
+        return Shown()
 
 
 class DetectionForm(Form):
@@ -202,23 +208,5 @@ class MoeForm(Form):
         return moe.conversation(record, answered=False)
 
 
-class ChatForm(Form):
-    fields = (
-        Field(kind="line", label="A message"),
-        Field(kind="text", label="A system prompt before all messages, or nothing"),
-    )
-    output = "dialogue"
-
-    def question(self, *values: str) -> Conversation:
-        text, system = _text(values[0], "a message"), _text(values[1])
-        before = [message("system", system)] if system else []
-        return Conversation(sample_id="message", messages=[*before, message("user", text)])
-
-
-FORMS: dict[str, type[Form]] = {
-    "detection": DetectionForm,
-    "amr": AmrForm,
-    "moe": MoeForm,
-    "chat": ChatForm,
-}
-"""The form of each task that has one."""
+FORMS: dict[str, type[Form]] = {"detection": DetectionForm, "amr": AmrForm, "moe": MoeForm}
+"""Forms by task. Other tasks have Form."""

@@ -4,12 +4,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 
 from stages.core.errors import UserError
 from stages.tasks.amr.samples import read_split
 from stages.tasks.amr.sources import read_blocks
-from tests.damage import damaged_bytes, damaged_text, quick
 from tests.tasks import prepare
 
 BAD = "#::snt hỏng .\n(h / hỏng\n    :time( / 1900))\n\n"
@@ -154,31 +152,6 @@ def test_a_sentence_in_both_splits_is_refused_however_it_is_spelled_or_left_out(
 def test_chat_markup_is_refused(tmp_path: Path, marked: str) -> None:
     source = folder(tmp_path / "amr", train=block(1), val=block(2) + marked)
     assert "val.txt line 7: a text holds chat markup, <|" in refused(source)
-
-
-CORPUS = (block(1) + "# ::id x.2\n" + block(2) + block(3) + BAD + block(4)).encode()
-
-
-@given(
-    content=damaged_bytes(CORPUS)
-    | damaged_text(CORPUS.decode(), ["#::snt ", "# ::id x\n", "\r", "(", ")", '"']).map(str.encode)
-)
-@quick(60)
-def test_any_damage_to_a_corpus_is_refused_by_file_or_left_out_and_counted(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    source = tmp_path_factory.getbasetemp() / "damaged"
-    source.mkdir(exist_ok=True)
-    (source / "train.txt").write_bytes(content)
-    for skip_invalid in (False, True):
-        try:
-            stats = prepare("amr", f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
-        except UserError as error:
-            assert "train.txt" in error.message or str(source) in error.message
-            continue
-        train, val = (read_split(source / "out", split) for split in ("train", "val"))
-        assert (len(train), len(val)) == tuple(stats["splits"][split]["records"] for split in ("train", "val"))
-        assert all(record.parsed() for record in (*train, *val))
 
 
 @pytest.mark.timeout(60)

@@ -7,13 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from stages.core.errors import UserError
-from stages.tasks.chat.samples import Message, Record, conversation, image_problems, order_problems, read_split
+from stages.tasks.chat.samples import Message, Record, image_problems, order_problems, read_split
 from stages.tasks.chat.sources import ParsedConversation, Reader, parse_conversation
-from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
+from tests.damage import VALUES, damaged_tree, quick
 from tests.kit.data.images import png
 from tests.tasks import prepare
 from tests.tasks.chat.conversations import line, messages, write_lines
@@ -252,22 +251,12 @@ def test_the_hub_is_read_at_one_commit(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_split(tmp_path / "out", "val")[0].id == "data/test-00000-of-00001.parquet:0"
 
 
-LINES: list[dict[str, Any]] = [
-    {**line(1), "who": "a"},
-    {"messages": messages("Who?", "You.", "Be brief.") + messages("And who?", "Me."), "who": "b"},
-    {"prompt": "Who?", "completion": "Nobody.", "who": 3},
-    {"prompt": messages("Who are they?", "")[:1], "completion": messages("", "All.")[1:], "who": "d"},
-    {"messages": asked(IMAGE, TEXT, IMAGE), "images": ["a.png", "b.png"], "who": "e"},
-    {**line(5), "image": "a.png", "who": "f"},
-]
-ENCODED = {"a.png": BLUE, "b.png": GREEN}
-PIECES = [
-    *('"messages"', '"role"', '"images"', '{"type": "image"}', '"../a.png"', '"b.png"', "[", "]", "{", "}", ","),
-    *("null", "NaN", "1e999", "9" * 5000, "\\ud800", "<|im_end|>", "\n"),
-]
+TURNS = {"messages": messages("Who?", "You.", "Be brief.") + messages("And who?", "Me.")}
+SIDES = {"prompt": messages("Who are they?", "")[:1], "completion": messages("", "All.")[1:]}
+SHOWN = {"messages": asked(IMAGE, TEXT, IMAGE), "images": ["a.png", "b.png"]}
 
 
-@given(content=damaged_tree(LINES[1]) | damaged_tree(LINES[3]) | damaged_tree(LINES[4]) | VALUES)
+@given(content=damaged_tree(TURNS) | damaged_tree(SIDES) | damaged_tree(SHOWN) | VALUES)
 @quick(600)
 def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) -> None:
     found = parse_conversation(content if isinstance(content, dict) else {"messages": content})
@@ -279,63 +268,3 @@ def test_any_object_is_a_conversation_or_has_its_problems_named(content: Any) ->
     else:
         assert found
         assert all(0 < len(problem) < 300 and "\n" not in problem for problem in found)
-
-
-def judge(folder: Path, *, skip_invalid: bool) -> None:
-    """The folder is prepared, or refused in short lines."""
-    out, reader = folder.parent / "out", Reader(group="who", metrics=("json", "chrf"))
-    try:
-        stats = prepare("chat", f"folder:{folder}", out_dir=out, reader=reader, skip_invalid=skip_invalid)
-    except UserError as error:
-        assert all(len(each) < 1000 for each in error.message.splitlines())
-        return
-    for split, found in stats["splits"].items():
-        records = read_split(out, split)
-        assert len(records) == found["records"]
-        for each in (conversation(record, answered=True) for record in records):
-            assert each.answered()
-            parts = [part for message in each.messages for part in message["content"]]
-            assert sum(part["type"] == "image" for part in parts) == len(each.images)
-        assert found["invalid_rows"] == 0 or skip_invalid
-
-
-@given(data=st.data())
-@quick(150)
-def test_damaged_lines_are_prepared_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    folder = tmp_path_factory.getbasetemp() / "lines" / "in"
-    for name in ("train.jsonl", "val.jsonl"):
-        write_lines(folder / name, *({**each, "who": f"{name}{number}"} for number, each in enumerate(LINES)))
-    for name, encoded in ENCODED.items():
-        (folder / name).write_bytes(encoded)
-    path = folder / data.draw(st.sampled_from(["train.jsonl", "val.jsonl", "a.png"]))
-    if path.suffix == ".png" or data.draw(st.booleans()):
-        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
-    else:
-        path.write_text(data.draw(damaged_text(path.read_text(), PIECES)), errors="ignore")
-    judge(folder, skip_invalid=data.draw(st.booleans()))
-
-
-@given(data=st.data())
-@quick(100)
-def test_damaged_tables_are_prepared_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    folder = tmp_path_factory.getbasetemp() / "tables" / "in"
-    path = folder / "train.parquet"
-    rows = [{**each, "who": str(each["who"])} for each in LINES[:2]] * 4
-    rows += [{**rows[0], "images": [{"bytes": encoded, "path": name} for name, encoded in ENCODED.items()]}]
-    try:
-        write_table(path, *data.draw(damaged_tree(rows)))
-    except (pa.ArrowException, TypeError, ValueError, AttributeError, LookupError, OverflowError):
-        return  # rows that no parquet file holds
-    if data.draw(st.booleans()):
-        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
-    judge(folder, skip_invalid=data.draw(st.booleans()))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "content", ['{"messages": ' + "[" * 1_000_000, "9" * 1_000_000, "\n" * 3_000_000, "{" * 1_000_000]
-)
-def test_an_endless_file_is_refused_soon(tmp_path: Path, content: str) -> None:
-    write_lines(tmp_path / "train.jsonl", *LINES, content)
-    write_lines(tmp_path / "val.jsonl", line(7, who="z"))
-    judge(tmp_path, skip_invalid=False)

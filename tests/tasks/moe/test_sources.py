@@ -1,19 +1,14 @@
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from stages.core.errors import UserError
 from stages.core.params.schema import LimitParams
 from stages.tasks.moe.samples import Record, read_split
 from tests import ROOT
-from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.tasks import prepare
-from tests.tasks.moe.made_up import TABLE, longbench, write_lines, write_table, yale
+from tests.tasks.moe.made_up import longbench, write_lines, write_table, yale
 
 QUESTIONS = tuple(f"Is it {number}?" for number in range(30))
 
@@ -178,38 +173,3 @@ def test_a_mix_of_what_is_not_prepared_or_leaks_is_refused(tmp_path: Path) -> No
         prepare("moe", f"folder:{tmp_path / name}", out_dir=tmp_path / f"{name}-out")
     message = refusal("mix", tmp_path / "both", mix={"a-out": None, "b-out": None})
     assert "b-out/train.csv line 2 and a-out/val.csv line 2: Is it B?" in message
-
-
-MEETINGS = [yale("rain", "What of Bob?"), longbench(1), longbench(2), yale("snow")]
-LINES = [json.dumps(meeting, ensure_ascii=False) for meeting in MEETINGS]
-TABLES = (TABLE + "".join(f'Adversarial,"Is it {n}?",Yes,Yes; Surely;,No; Never; \n' for n in range(4))).encode()
-
-
-@given(
-    name=st.sampled_from(["train.jsonl", "all.csv"]),
-    content=damaged_bytes("\n".join(LINES).encode())
-    | damaged_bytes(TABLES)
-    | damaged_text(TABLES.decode(), [",", '"', "\n", ";", "\r"]).map(str.encode)
-    | damaged_tree(MEETINGS).map(
-        lambda tree: "\n".join(map(json.dumps, tree if isinstance(tree, list) else [tree])).encode()
-    ),
-)
-@example(name="all.jsonl", content=b"9" * 5000 + b"\n" + LINES[0].encode())
-@example(name="all.jsonl", content=b"[" * 100_000 + b"\n" + LINES[0].encode())
-@example(name="all.jsonl", content=LINES[1].replace("What", "\\ud800").encode() + b"\n" + LINES[0].encode())
-@quick(60)
-def test_any_damage_to_a_file_is_refused_by_file_or_left_out_and_counted(
-    name: str, content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    source = tmp_path_factory.getbasetemp() / "damaged"
-    shutil.rmtree(source, ignore_errors=True)
-    source.mkdir()
-    (source / name).write_bytes(content)
-    for skip_invalid in (False, True):
-        try:
-            stats = prepare("moe", f"folder:{source}", out_dir=source / "out", skip_invalid=skip_invalid)
-        except UserError as error:
-            assert str(source) in error.message
-            continue
-        train, val = (read_split(source / "out", split) for split in ("train", "val"))
-        assert (len(train), len(val)) == tuple(stats["splits"][split]["records"] for split in ("train", "val"))

@@ -9,7 +9,6 @@ twice, and matches as often as the other graph has it.
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -101,7 +100,7 @@ def best_match(ours: Triples, theirs: Triples, *, time_limit_s: float = TIME_LIM
     depend on the machine, unless the time limit is reached: then it is not `proven`, and may be too low.
     """
     gains = _gains(ours, theirs)
-    bound = _bound(ours, theirs, gains)
+    bound = _bound(ours, theirs)
     found = _climbed(gains, bound)
     if found == bound or len(gains.weights) > MAX_PAIRS:
         return Match(found, proven=found == bound)
@@ -156,29 +155,9 @@ def _same_role(ours: Triples, theirs: Triples) -> Iterator[tuple[tuple[int, int,
             yield (source, target, count), other
 
 
-def _bound(ours: Triples, theirs: Triples, gains: _Gains) -> int:
-    """An upper bound of the gain of any mapping.
-
-    It is the smaller of two. In the first, a relation counts half at either end, as if each node could choose the best
-    partners for its relations alone, and nodes are assigned. In the second, of each kind of triple as many match as the
-    graph with fewer has.
-    """
-    ends, other_ends = _relation_ends(ours), _relation_ends(theirs)
-    halves = np.array([[(end & other).total() for other in other_ends] for end in ends]) / 2
-    either = gains.single + halves
-    assigned = either[linear_sum_assignment(either, maximize=True)].sum()
-    kinds, other_kinds = _kinds(ours), _kinds(theirs)
-    return min(math.floor(assigned + 1e-6), (kinds & other_kinds).total())
-
-
-def _relation_ends(triples: Triples) -> list[Counter[tuple[str, bool]]]:
-    """For each node, the number of relations to another of which it is the source (True) or target (False), by role."""
-    ends: list[Counter[tuple[str, bool]]] = [Counter() for _ in triples.concepts]
-    for (source, role, target), count in triples.relations.items():
-        if source != target:
-            ends[source][role, True] += count
-            ends[target][role, False] += count
-    return ends
+def _bound(ours: Triples, theirs: Triples) -> int:
+    """An upper bound of the gain of any mapping: of each kind of triple, as many as the graph with fewer has."""
+    return (_kinds(ours) & _kinds(theirs)).total()
 
 
 def _kinds(triples: Triples) -> Counter[tuple[str, ...]]:

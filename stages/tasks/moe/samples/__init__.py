@@ -1,4 +1,8 @@
-"""Questions, some about a transcript, with right and wrong answers: the records, and the question to a model."""
+"""Questions, some about a transcript, with right and wrong answers: the records, and the question to a model.
+
+The task `moe` has the data and scores that show whether a mixture of experts keeps what its experts know; mixtures
+themselves are stages/kit/mixture.
+"""
 
 from __future__ import annotations
 
