@@ -54,8 +54,7 @@ def sample(
 
 def test_rounding_is_alike() -> None:
     assert sample([-0.1, -0.1005]).unlike == ""
-    tie = sample([-0.1, -0.1], margins=[-5.0, 0.0015], same=False)
-    assert (tie.unlike, tie.ties) == ("", 1)
+    assert sample([-0.1, -0.1], margins=[-5.0, 0.0015], same=False).unlike == ""
     # Our own answer differs after a close choice that both models made alike.
     assert sample([-0.1, -0.1], margins=[-5.0, -0.0015], same=False).unlike == ""
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL
@@ -91,8 +91,6 @@ class EngineCertificate(Record):
     """Largest of any token."""
     mean_deviation: float
     """Mean over all tokens."""
-    ties: int
-    """Tokens that are not the likeliest for our own model, but were close choices."""
     same_answers: int
     """Samples that our own model answers word for word alike."""
 
@@ -241,7 +239,7 @@ class VllmEngine:
             same = text == own_text
             results.append(compared(question.sample_id, answer, seen, same_answer=same, tolerance=tolerance))
         engine, device = f"vLLM {completions.version}", answerer.model.device
-        require_alike(self.name, engine, results, tolerance=tolerance)
+        mean = require_alike(self.name, engine, results, tolerance=tolerance)
         certificate = EngineCertificate(
             run=self.name,
             engine=engine,
@@ -254,8 +252,7 @@ class VllmEngine:
             samples=len(results),
             tokens=sum(len(result.deviations) for result in results),
             log_prob_deviation=max(max(result.deviations) for result in results),
-            mean_deviation=mean_deviation(results),
-            ties=sum(result.ties for result in results),
+            mean_deviation=mean,
             same_answers=sum(result.same_answer for result in results),
         )
         log.info("%s answers as %s does in transformers: %s", engine, self.name, certificate)
@@ -292,12 +289,11 @@ def _run_worker(environment: Installed, folder: Path, count: int) -> tuple[int, 
 
 def _cut(answer: Completion, answerer: Answerer, ends: set[int]) -> Completion:
     """The completion up to where our own model would end it."""
-    if answerer.complete is None:
+    if (complete := answerer.complete) is None:
         return answer
-    tokenizer = tokenizer_of(answerer.processor)
-    lengths = range(1, len(answer.tokens))
-    length = next((n for n in lengths if answerer.complete(decoded(tokenizer, answer.tokens[:n], ends))), None)
-    return Completion(prompt=answer.prompt, tokens=answer.tokens[:length], log_probs=answer.log_probs[:length])
+    texts = (decoded(tokenizer_of(answerer.processor), answer.tokens[:n], ends) for n in range(1, len(answer.tokens)))
+    length = next((length for length, text in enumerate(texts, start=1) if complete(text)), None)
+    return replace(answer, tokens=answer.tokens[:length], log_probs=answer.log_probs[:length])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,43 +335,39 @@ class Compared:
     sample_id: str
     deviations: list[float]
     """One for each token; none if the prompts differ."""
-    ties: int
     same_answer: bool
     unlike: str
-    """The difference that rounding does not explain; "" for none."""
+    """The differences that rounding does not explain; "" for none."""
 
 
 def compared(sample_id: str, theirs: Completion, view: View, *, same_answer: bool, tolerance: Tolerance) -> Compared:
     """view: our model's, of vLLM's tokens. same_answer: whether our own model answers in the same words."""
-    deviations: list[float] = []
-    ties, unlike = 0, ""
     if theirs.prompt != view.prompt:
         pairs = enumerate(zip_longest(theirs.prompt, view.prompt), start=1)
         place, (their, our) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         unlike = f"reads another prompt: its token {place} is {their}, not {our}"
-    else:
-        differences = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
-        deviations = differences.tolist()
-        margins = view.margins
-        ties = int(((margins > 0) & (margins <= tolerance.close)).sum())
-        if not bool((differences <= tolerance.largest).all()):  # a NaN is unlike too
-            unlike = f"log-probabilities off by {differences.max():.2g}"
-        if (margins > tolerance.close).any():
-            place = int((margins > tolerance.close).nonzero()[0])
-            unlike = f"token {place + 1} of the answer is another; {unlike}".removesuffix("; ")
-        elif not same_answer and not bool((margins.abs() <= tolerance.close).any()):
-            unlike = f"the answer is another, and no token of it was a close choice; {unlike}".removesuffix("; ")
-    return Compared(sample_id=sample_id, deviations=deviations, ties=ties, same_answer=same_answer, unlike=unlike)
+        return Compared(sample_id=sample_id, deviations=[], same_answer=same_answer, unlike=unlike)
+    differences = (torch.tensor(theirs.log_probs) - view.log_probs).abs()
+    another = (view.margins > tolerance.close).nonzero()
+    problems = []
+    if len(another):
+        problems.append(f"token {int(another[0]) + 1} of the answer is another")
+    elif not same_answer and not bool((view.margins.abs() <= tolerance.close).any()):
+        problems.append("the answer is another, and no token of it was a close choice")
+    if not bool((differences <= tolerance.largest).all()):  # a NaN is unlike too
+        problems.append(f"log-probabilities off by {differences.max():.2g}")
+    return Compared(
+        sample_id=sample_id, deviations=differences.tolist(), same_answer=same_answer, unlike="; ".join(problems)
+    )
 
 
-def mean_deviation(results: Sequence[Compared]) -> float:
-    return torch.tensor([each for result in results for each in result.deviations]).mean().item()
-
-
-def require_alike(run: str, engine: str, results: Sequence[Compared], *, tolerance: Tolerance) -> None:
-    """Raises UserError, which names the samples, if vLLM answers unlike our own model."""
+def require_alike(run: str, engine: str, results: Sequence[Compared], *, tolerance: Tolerance) -> float:
+    """The mean deviation of all tokens. Raises UserError, which names the samples, if vLLM answers unlike our own
+    model."""
     problem = f"{engine} does not answer as {run} does in transformers"
     if unlike := [f"{result.sample_id}: {result.unlike}" for result in results if result.unlike]:
         raise UserError(f"{problem}, in {len(unlike)} of {pluralize(len(results), 'sample')}:\n{listed(unlike, 5)}")
-    if not (mean := mean_deviation(results)) <= tolerance.mean:
+    mean = torch.tensor([each for result in results for each in result.deviations]).mean().item()
+    if not mean <= tolerance.mean:
         raise UserError(f"{problem}: log-probabilities are off by {mean:.2g} on average, more than rounding explains")
+    return mean
