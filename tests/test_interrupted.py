@@ -25,9 +25,11 @@ from stages.core.params import load_params
 from stages.kit.evaluation import answer
 from stages.kit.launcher import launch
 from stages.kit.launcher.launch import run_down_the_ladder
-from stages.kit.launcher.process import Ended, StageRun
+from stages.kit.launcher.pipeline import Request
+from stages.kit.launcher.process import Ended
 from stages.kit.training.trainer import RecipeTrainer
 from tests import ROOT
+from tests.kit.launcher.small_checkout import request_of
 from tests.stage_runs import done, small_params, write_params
 
 pytestmark = pytest.mark.pipeline
@@ -167,11 +169,11 @@ class Engine:
     def __init__(self, *places: Place) -> None:
         self.places = places
 
-    def run(self, stage_run: StageRun) -> Ended:
-        stage, *args = stage_run.command
+    def run(self, request: Request) -> Ended:
+        stage, *args = request.command
         with pytest.MonkeyPatch.context() as patch:
-            if stage_run.attempt < len(self.places):
-                self.places[stage_run.attempt](patch)
+            if request.attempt < len(self.places):
+                self.places[request.attempt](patch)
             result = CliRunner().invoke(getattr(stages, stage).main, args)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         return Ended(code=result.exit_code)
@@ -197,8 +199,8 @@ def after_the_first_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 def down_the_ladder(engine: Engine, stage: str, name: str, workspace: Path) -> int:
-    stage_run = StageRun(stage=stage, args=(name,), declared=None, workspace_dir=workspace, caller={})
-    ended, _ = run_down_the_ladder(engine.run, stage_run, load_params(), say=launch.say)
+    request = request_of(workspace, stage, name, params=load_params())
+    ended, _ = run_down_the_ladder(engine.run, request, launch.say)
     return ended.code
 
 

@@ -34,8 +34,8 @@ of_docker = pytest.mark.skipif(ENGINE == "apptainer", reason="of docker's and po
 @pytest.fixture(scope="module")
 def image() -> str:
     if ENGINE == "apptainer":
-        return str(ApptainerEngine.find(ROOT, "cpu").sif_path)
-    return ContainerEngine.find(ENGINE, ROOT, "cpu").image_id
+        return str(ApptainerEngine.find(ENGINE, ROOT, "cpu").sif_path)
+    return ContainerEngine.find(ENGINE, ROOT, "cpu").image[1]
 
 
 def in_image(image: str, code: str) -> str:

@@ -20,7 +20,7 @@ import click
 from stages.core.errors import UserError
 from stages.kit.launcher import images
 from stages.kit.launcher.apptainer import IMAGES_DIR, sif_path
-from stages.kit.launcher.docker import Client
+from stages.kit.launcher.docker import Client, ContainerEngine
 from stages.kit.launcher.engines import CONTAINER_ENGINES
 from stages.kit.launcher.images import SOURCE_DATE_EPOCH, Pins
 from tools.image.sif import scratch_dir, sif_of_base, sif_of_image, unpack_base
@@ -37,7 +37,7 @@ BUILD_ENVIRONMENT = {
 
 
 @click.command(help=__doc__)
-@click.option("--engine", envvar="ENGINE", help="docker, podman or apptainer; default: the first one on the PATH.")
+@click.option("--engine", envvar="ENGINE", help=f"{', '.join(CONTAINER_ENGINES)}; default: the first one on the PATH.")
 @click.option("--target", envvar="TARGET", required=True, type=click.Choice(images.TARGETS), help="The image.")
 @click.option("--max-jobs", envvar="MAX_JOBS", default=4, help="Compilers at once, for flash-attn; 6 GB each.")
 def main(engine: str | None, target: str, max_jobs: int) -> None:
@@ -48,14 +48,22 @@ def main(engine: str | None, target: str, max_jobs: int) -> None:
 
 
 def find_engine(program: str | None) -> Client | None:
-    """The chosen engine, else the first on the PATH; None is Apptainer. Raises UserError if there is none."""
+    """The client of the chosen engine, else of the first one on the PATH; None for an engine whose images are files.
+
+    Raises UserError if there is none.
+    """
     found = next(filter(shutil.which, [program] if program else CONTAINER_ENGINES), None)
     if found is None:
         raise UserError(
-            f"no {program or 'docker, podman or apptainer'} is on the PATH. Install one (Apptainer: apptainer.org; "
+            f"no {program or ' or '.join(CONTAINER_ENGINES)} is on the PATH. Install one (Apptainer: apptainer.org; "
             "Debian: apt install apptainer), or name it: make image ENGINE=/path/to/docker"
         )
-    return None if found == "apptainer" else Client(found)
+    return Client(found) if keeps_images(Path(found).name) else None
+
+
+def keeps_images(name: str) -> bool:
+    """Whether an engine has a store of images, as docker; those of Apptainer are files."""
+    return issubclass(CONTAINER_ENGINES.get(name, ContainerEngine), ContainerEngine)
 
 
 def build_image(client: Client, target: str, max_jobs: int) -> str:
@@ -165,7 +173,7 @@ def make_sif(target: str, max_jobs: int) -> None:
     if path.is_file():
         say(f"{path} is built already")
         return
-    clients = [Client(name) for name in ("docker", "podman") if shutil.which(name)]
+    clients = [Client(name) for name in CONTAINER_ENGINES if keeps_images(name) and shutil.which(name)]
     if client := next((client for client in clients if client.problem() is None), None):
         reference = build_image(client, target, max_jobs)
         say(f"making {path} from {client.program}'s image")

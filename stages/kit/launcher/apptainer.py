@@ -24,7 +24,8 @@ from stages.core.errors import UserError
 from stages.core.signals import ENDING
 from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
 from stages.kit.launcher.images import image_reference
-from stages.kit.launcher.process import MACHINE_COUNTERS, Ended, StageRun, as_out_of_memory, oom_kills
+from stages.kit.launcher.pipeline import Request
+from stages.kit.launcher.process import MACHINE_COUNTERS, Ended, Image, as_out_of_memory, oom_kills
 
 IMAGES_DIR = Path(".bakeoff/images")
 SEAL = (
@@ -48,15 +49,13 @@ CALLERS_SETTINGS = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGD
 
 @dataclass(frozen=True, kw_only=True)
 class ApptainerEngine:
-    reference: str
-    """The name that the same image has in docker and podman."""
+    name: str
     sif_path: Path
-    digest: str
-
-    name = "apptainer"
+    image: Image
+    """The name that the same image has in docker and podman, and the digest of the SIF."""
 
     @classmethod
-    def find(cls, workspace_dir: Path, target: str) -> ApptainerEngine:
+    def find(cls, name: str, workspace_dir: Path, target: str) -> ApptainerEngine:
         """The engine, with the SIF of this checkout. Raises NotUsable if one of them is missing."""
         if not shutil.which("apptainer"):
             raise NotUsable("apptainer is not installed")
@@ -65,7 +64,7 @@ class ApptainerEngine:
         folders = dict.fromkeys(folder / IMAGES_DIR for folder in (workspace_dir, Path(sys.prefix).parent))
         paths = [sif_path(folder, reference) for folder in folders]
         if path := next((path for path in paths if path.is_file()), None):
-            return cls(reference=reference, sif_path=path, digest=recorded_digest(path))
+            return cls(name=name, sif_path=path, image=(reference, recorded_digest(path)))
         others = sorted(path.name for folder in folders for path in folder.glob(f"{target}-*.sif"))
         raise NotUsable(
             f"apptainer has no image {paths[0]}"
@@ -73,23 +72,19 @@ class ApptainerEngine:
             + f"; build it with: make image ENGINE=apptainer TARGET={target}"
         )
 
-    @property
-    def image(self) -> tuple[str, str]:
-        return self.reference, self.digest
-
-    def run(self, stage_run: StageRun) -> Ended:
+    def run(self, request: Request) -> Ended:
         """Run the stage to its end.
 
         Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
         process of the container ends the stage; if Apptainer is killed, so is the stage.
         """
-        return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
+        return run_sealed(request, self.image, lambda found, outputs: self._run(request, found, outputs))
 
-    def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
-        passed, given = variables(stage_run, terminal=stage_run.terminal and sys.stdout.isatty())
-        given |= {"BAKEOFF_IMAGE": self.digest, "CUDA_VISIBLE_DEVICES": ",".join(stage_run.gpus)}
+    def _run(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+        passed, given = variables(request, self.image, terminal=sys.stderr.isatty() and sys.stdout.isatty())
+        given["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in request.gpus)
         # Processes on several nodes have to reach each other.
-        network, hosts_path = stage_run.network or stage_run.num_nodes > 1, HOSTS_PATH
+        network, hosts_path = request.network or request.num_nodes > 1, HOSTS_PATH
         if not network:
             hosts_path = outputs.scratch_dir / "hosts"
             hosts_path.write_text("127.0.0.1 localhost\n", encoding="utf-8")
@@ -98,12 +93,12 @@ class ApptainerEngine:
             *("apptainer", "--silent", "exec", *SEAL, *SECCOMP),
             *(() if network else ("--net", "--network", "none")),
             # Processes that train together look each other up by this name, also without a network.
-            *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
-            *("--workdir", str(outputs.scratch_dir), "--pwd", str(stage_run.workspace_dir)),
-            *(("--nv",) if stage_run.gpus else ()),
+            *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
+            *("--workdir", str(outputs.scratch_dir), "--pwd", str(request.workspace_dir)),
+            *(("--nv",) if request.gpus else ()),
             *(option for mount in all_mounts for option in ("--mount", mount.option())),
             # Apptainer sets another HOME.
-            *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *stage_run.command),
+            *(str(self.sif_path), "env", f"HOME={TMP_DIR}", *INSIDE, *request.command),
         ]
         killed_before = oom_kills(MACHINE_COUNTERS)
 

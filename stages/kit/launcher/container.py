@@ -31,8 +31,8 @@ from stages.core.errors import UserError, join_truncated
 from stages.core.given_files import CACHE_VARIABLE, cache_dir, stays_inside
 from stages.core.provenance import Machine
 from stages.kit.launcher.inside import LAUNCHER_LOCK, READY
-from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.process import Ended, StageRun, forwarded_signals
+from stages.kit.launcher.pipeline import DeclaredStage, Request
+from stages.kit.launcher.process import Ended, Image, forwarded_signals
 
 INSIDE = ("python", "-m", "stages.kit.launcher.inside")
 """The first process of a container; a stage's name and arguments follow."""
@@ -206,29 +206,27 @@ class Mount:
         return line.getvalue()
 
 
-def mounts(stage_run: StageRun, declared: DeclaredStage, outputs: Outputs) -> list[Mount]:
+def mounts(request: Request, image: Image | None, outputs: Outputs) -> list[Mount]:
     """Every mount of the container, parents before what lies in them.
 
     Raises UserError if an input leads to something that the stage may not see.
     """
-    workspace_dir = stage_run.workspace_dir
+    workspace_dir, source_dir = request.workspace_dir, request.source_dir
     # The stage reports a missing input.
-    inputs = [workspace_dir / path for path in (*CODE, *declared.inputs("data")) if (workspace_dir / path).exists()]
+    paths = (workspace_dir / path for path in (*CODE, *outputs.stage.inputs("data")))
+    inputs = [path for path in paths if path.exists()]
     found = [Mount(path, path) for path in inputs]
     found += _links_into_cache(inputs, cache_dir(workspace_dir))
-    if stage_run.source_dir is not None and stage_run.source_dir.exists():
-        found += [
-            Mount(stage_run.source_dir, stage_run.source_dir),
-            *_links_of_source(stage_run.source_dir, workspace_dir),
-        ]
-    if stage_run.network:
-        certificates = {Path(stage_run.caller.get(name) or ".") for name in CERTIFICATES}
+    if source_dir is not None and source_dir.exists():
+        found += [Mount(source_dir, source_dir), *_links_of_source(source_dir, workspace_dir)]
+    if request.network:
+        certificates = {Path(request.caller.get(name) or ".") for name in CERTIFICATES}
         found += [Mount(path, path) for path in sorted(certificates) if path.is_absolute() and path.exists()]
     _refuse_mounts_below(mount.source for mount in found)
     found.append(Mount(outputs.view_dir, workspace_dir))
     for folder in outputs.folders:
         found.append(Mount(outputs.written_dir / folder, workspace_dir / folder, writable=True))
-    for path in stage_run.kept_dirs:
+    for path in (*request.cache_dirs(image).values(), *request.kept_dirs):
         path.mkdir(parents=True, exist_ok=True)
         found.append(Mount(path, path, writable=True))
     found.append(Mount(outputs.lock_path, LAUNCHER_LOCK))
@@ -299,26 +297,25 @@ def _refuse_mounts_below(sources: Iterable[Path]) -> None:
             raise UserError(f"{inside[0]} is mounted inside {source}, an input, and could be written to; unmount it")
 
 
-def run_sealed(stage_run: StageRun, run: Callable[[list[Mount], Outputs], int]) -> Ended:
+def run_sealed(request: Request, image: Image, run: Callable[[list[Mount], Outputs], int]) -> Ended:
     """Run a stage on its declared inputs; if its exit code is 0, its outputs are in the workspace.
 
     run: starts the container with these mounts and returns the stage's exit code.
     """
-    assert stage_run.declared is not None
-    outputs = Outputs(stage_run.declared, stage_run.workspace_dir, node=stage_run.node)
+    outputs = Outputs(request.require_declared(), request.workspace_dir, node=request.node)
     try:
         with outputs.aside():
-            found = mounts(stage_run, stage_run.declared, outputs)
+            found = mounts(request, image, outputs)
             places = make_places(found, outputs)
             code = run(found, outputs)
-            if code == 0 and stage_run.node == 0:
+            if code == 0 and request.node == 0:
                 outputs.take(places)
             machine = None
             with suppress(OSError, ValueError):  # the stage could have overwritten what its container reported
                 machine = TypeAdapter(Machine).validate_json(outputs.ready_path.read_bytes())
             return Ended(code=code, machine=machine)
     except OSError as error:  # no space, no permission, a read-only file system
-        raise UserError(f"the outputs of {stage_run.declared.name} cannot be written: {error}") from error
+        raise UserError(f"the outputs of {outputs.stage.name} cannot be written: {error}") from error
 
 
 def run_client(
@@ -354,13 +351,10 @@ def run_client(
     return signals.code_of_stage(code)
 
 
-def variables(stage_run: StageRun, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
+def variables(request: Request, image: Image, *, terminal: bool) -> tuple[list[str], dict[str, str]]:
     """(names of the caller's variables that a container gets, further variables with their values)."""
     passed, given = container_environment(
-        stage_run.stage,
-        stage_run.caller,
-        network=stage_run.network,
-        terminal=terminal,
-        num_nodes=stage_run.num_nodes,
+        request.stage, request.caller, network=request.network, terminal=terminal, num_nodes=request.num_nodes
     )
-    return passed, {**given, **stage_run.variables, CACHE_VARIABLE: str(cache_dir(stage_run.workspace_dir))}
+    cache = str(cache_dir(request.workspace_dir))
+    return passed, {**given, **request.variables(image), "BAKEOFF_IMAGE": image[1], CACHE_VARIABLE: cache}

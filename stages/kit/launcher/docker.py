@@ -14,8 +14,10 @@ from pathlib import Path
 from stages.core.environment import TMP_DIR
 from stages.core.signals import GRACE_S
 from stages.kit.launcher.container import INSIDE, Mount, NotUsable, Outputs, run_client, run_sealed, variables
+from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.images import image_reference
-from stages.kit.launcher.process import Ended, StageRun
+from stages.kit.launcher.pipeline import Request
+from stages.kit.launcher.process import Ended, Image
 
 HARDENING = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -83,63 +85,57 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerEngine:
+    name: str
     client: Client
-    reference: str
-    """The image's name, made from the hash of what it is built from."""
-    image_id: str
-    """Digest of the image that is run: its name could be given to another image."""
+    image: Image
+    """The name is made from the hash of what it is built from; the digest is what is run, as the name could be given to
+    another image."""
 
     @classmethod
-    def find(cls, program: str, workspace_dir: Path, target: str) -> ContainerEngine:
-        """The engine, with the image of this checkout. Raises NotUsable if one of them is missing."""
-        if not shutil.which(program):
-            raise NotUsable(f"{program} is not installed")
-        client = Client(program)
+    def find(cls, name: str, workspace_dir: Path, target: str) -> ContainerEngine:
+        """The engine whose client has that name, with the image of this checkout.
+
+        Raises NotUsable if one of them is missing.
+        """
+        if not shutil.which(name):
+            raise NotUsable(f"{name} is not installed")
+        client = Client(name)
         reference = image_reference(workspace_dir, target)
         if image_id := client.image_id(reference):
-            return cls(client=client, reference=reference, image_id=image_id)
+            return cls(name="podman" if client.is_podman else name, client=client, image=(reference, image_id))
         if problem := client.problem():
-            raise NotUsable(f"{program} does not work here ({problem})")
-        raise NotUsable(f"{program} has no image {reference}; build it with: make image TARGET={target}")
+            raise NotUsable(f"{name} does not work here ({problem})")
+        raise NotUsable(f"{name} has no image {reference}; build it with: make image TARGET={target}")
 
-    @property
-    def name(self) -> str:
-        return "podman" if self.client.is_podman else "docker"
-
-    @property
-    def image(self) -> tuple[str, str]:
-        return self.reference, self.image_id
-
-    def run(self, stage_run: StageRun) -> Ended:
+    def run(self, request: Request) -> Ended:
         """Run the stage to its end.
 
         Signals that ask to end go on to the stage, which decides how to end. If the launcher is killed, the first
         process of the container ends the stage.
         """
-        return run_sealed(stage_run, lambda found, outputs: self._run(stage_run, found, outputs))
+        return run_sealed(request, self.image, lambda found, outputs: self._run(request, found, outputs))
 
-    def _run(self, stage_run: StageRun, found: list[Mount], outputs: Outputs) -> int:
-        assert stage_run.declared is not None
-        stage = stage_run.declared.name
+    def _run(self, request: Request, found: list[Mount], outputs: Outputs) -> int:
+        stage, (_, image_id) = outputs.stage.name, self.image
         name = f"bakeoff-{stage.replace('@', '-')}-{secrets.token_hex(4)}"
         # Processes on several nodes have to reach each other.
-        network = "host" if stage_run.num_nodes > 1 else "bridge" if stage_run.network else "none"
-        terminal = stage_run.terminal and sys.stdout.isatty()
+        network = "host" if request.num_nodes > 1 else "bridge" if request.network else "none"
+        terminal = sys.stderr.isatty() and sys.stdout.isatty()
         # Variables of the caller are passed by name alone: a value would show in the machine's list of processes.
-        passed, given = variables(stage_run, terminal=terminal)
-        environment = [*passed, *(f"{key}={value}" for key, value in given.items()), f"BAKEOFF_IMAGE={self.image_id}"]
+        passed, given = variables(request, self.image, terminal=terminal)
+        environment = [*passed, *(f"{key}={value}" for key, value in given.items())]
         command = [
             *(self.client.program, "run", "--rm", "--name", name, "--label", f"bakeoff.stage={stage}"),
-            *("--label", f"bakeoff.workspace={stage_run.workspace_dir}", "--pull", "never", "--log-driver", "none"),
+            *("--label", f"bakeoff.workspace={request.workspace_dir}", "--pull", "never", "--log-driver", "none"),
             *("--sig-proxy=false", "--stop-timeout", str(GRACE_S), *(("--tty",) if terminal else ())),
             *("--network", network, *HARDENING),
             # Processes that train together look each other up by this name, also without a network.
-            *(("--hostname", "localhost") if stage_run.num_nodes == 1 else ()),
-            *("--workdir", str(stage_run.workspace_dir)),
-            *self._account_and_gpus(stage_run.gpus),
+            *(("--hostname", "localhost") if request.num_nodes == 1 else ()),
+            *("--workdir", str(request.workspace_dir)),
+            *self._account_and_gpus(request.gpus),
             *(option for variable in environment for option in ("--env", variable)),
             *(option for mount in found for option in ("--mount", mount.option())),
-            *(self.image_id, *INSIDE, *stage_run.command),
+            *(image_id, *INSIDE, *request.command),
         ]
 
         def send(number: int, _client: object) -> bool:
@@ -153,14 +149,15 @@ class ContainerEngine:
 
         return run_client(command, outputs.ready_path, send=send, failed=end)
 
-    def _account_and_gpus(self, gpus: tuple[str, ...]) -> list[str]:
-        """Options for a container with the caller's account and these GPUs (UUIDs), and no other."""
+    def _account_and_gpus(self, gpus: tuple[Gpu, ...]) -> list[str]:
+        """Options for a container with the caller's account and these GPUs, and no other."""
         if self.client.is_podman:
             # podman would add writable folders (/run, /var/tmp), and the caller's proxies.
             plain = ["--read-only-tmpfs=false", "--http-proxy=false", "--user", CALLER]
-            devices = [option for uuid in gpus for option in ("--device", f"nvidia.com/gpu={uuid}")]
+            devices = [option for gpu in gpus for option in ("--device", f"nvidia.com/gpu={gpu.uuid}")]
             return [*plain, *(() if os.getuid() == 0 else ("--userns", "keep-id")), *devices]
         # In a rootless Docker, root inside is the caller outside.
         rootless = "rootless" in self.client.ask("info", "--format", "{{.SecurityOptions}}").stdout
         user = ["--user", "0:0"] if rootless else ["--userns", "host", "--user", CALLER]
-        return [*user, *(("--gpus", f'"device={",".join(gpus)}"') if gpus else ())]
+        uuids = ",".join(gpu.uuid for gpu in gpus)
+        return [*user, *(("--gpus", f'"device={uuids}"') if gpus else ())]

@@ -1,8 +1,10 @@
 """The engines that run stages, and the choice of one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from stages.core.errors import UserError
 from stages.kit.evaluation.vllm.environment import installed
@@ -10,16 +12,32 @@ from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.docker import ContainerEngine
 from stages.kit.launcher.images import BELOW_VLLM, below
-from stages.kit.launcher.process import ProcessEngine
+from stages.kit.launcher.pipeline import Request
+from stages.kit.launcher.process import Ended, Image, ProcessEngine
 
-Engine = ContainerEngine | ApptainerEngine | ProcessEngine
-"""Runs stages, each in a process of its own. `image`: name and digest of the image of its containers, or None."""
-CONTAINER_ENGINES: dict[str, Callable[[Path, str], Engine]] = {
-    "docker": partial(ContainerEngine.find, "docker"),
-    "podman": partial(ContainerEngine.find, "podman"),
-    "apptainer": ApptainerEngine.find,
+
+class Engine(Protocol):
+    """Runs stages, each in a process of its own."""
+
+    @property
+    def name(self) -> str:
+        """The name that records have."""
+
+    @property
+    def image(self) -> Image | None:
+        """The image of its containers; None without containers."""
+
+    def run(self, request: Request) -> Ended:
+        """Run the stage to its end. Raises UserError if it cannot be started."""
+
+
+CONTAINER_ENGINES: dict[str, type[ContainerEngine | ApptainerEngine]] = {
+    "docker": ContainerEngine,
+    "podman": ContainerEngine,
+    "apptainer": ApptainerEngine,
 }
-"""In the order in which `auto` tries them. Each takes (workspace, an image's target), and raises NotUsable."""
+"""Engines with containers by the names of their programs, in the order in which `auto` tries them. `find(name,
+workspace, an image's target)` gives the engine or raises NotUsable."""
 ENGINES = (*CONTAINER_ENGINES, "process", "auto")
 
 
@@ -36,18 +54,17 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
             f"Set one of them, or: unset BAKEOFF_ENGINE"
         )
     if name in CONTAINER_ENGINES:
-        return CONTAINER_ENGINES[name](workspace_dir, target)
+        return CONTAINER_ENGINES[name].find(name, workspace_dir, target)
     reasons = []
-    for candidate, find in CONTAINER_ENGINES.items() if name == "auto" else ():
+    for candidate in CONTAINER_ENGINES if name == "auto" else ():
         try:
-            engine = find(workspace_dir, target)
+            engine = CONTAINER_ENGINES[candidate].find(candidate, workspace_dir, target)
         except NotUsable as reason:
-            if target in BELOW_VLLM and _is_usable(find, workspace_dir, below(target)):
+            if target in BELOW_VLLM and _is_usable(candidate, workspace_dir, below(target)):
                 raise  # the other stages are sealed here, so this one has to be
             reasons.append(str(reason))
         else:
-            image = engine.image[0] if engine.image else "none"
-            say(f"engine {candidate}, image {image}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            say(f"engine {candidate}, image {engine.image[0]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return engine
     if reasons:
         say(f"engine process, without a container: {'; '.join(reasons)}")
@@ -56,9 +73,9 @@ def choose_engine(name: str, *, workspace_dir: Path, target: str, say: Callable[
     return ProcessEngine()
 
 
-def _is_usable(find: Callable[[Path, str], Engine], workspace_dir: Path, target: str) -> bool:
+def _is_usable(name: str, workspace_dir: Path, target: str) -> bool:
     try:
-        find(workspace_dir, target)
+        CONTAINER_ENGINES[name].find(name, workspace_dir, target)
     except NotUsable:
         return False
     return True

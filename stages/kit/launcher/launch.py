@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,28 +24,15 @@ import click
 
 from stages.core.errors import OUT_OF_MEMORY, UserError
 from stages.core.given_files import cache_dir
-from stages.core.lineage import file_digest
 from stages.core.params import load_params
-from stages.core.params.schema import Params
 from stages.core.signals import end_with_own_parent
 from stages.kit.launcher.container import ASIDE_DIR, Outputs, refuse_links_out
 from stages.kit.launcher.engines import Engine, choose_engine
-from stages.kit.launcher.gpus import Gpu, leased_gpus
-from stages.kit.launcher.pipeline import (
-    JOB_VARIABLE,
-    TRACKED,
-    DeclaredStage,
-    Request,
-    declared_stages,
-    hub_cache,
-    item_of,
-    repository_of,
-    stage_of_command,
-)
-from stages.kit.launcher.process import STAGES, Ended, StageRun, triton_dir
-from stages.kit.launcher.record import ProvenanceRecorder, code_digest, recorded_inputs, used_params
-from stages.kit.launcher.slurm import JobDir, node_of, rendezvous, run_inside_job, runs_in_slurm
-from stages.kit.launcher.slurm_wait import StageJob, caller_pid
+from stages.kit.launcher.gpus import leased_gpus
+from stages.kit.launcher.pipeline import TRACKED, Request, declared_stages, item_of
+from stages.kit.launcher.process import STAGES, Ended
+from stages.kit.launcher.record import recorder
+from stages.kit.launcher.slurm import StageJob, caller_pid, refuse_changed_job, run_inside_job, runs_in_slurm
 from stages.kit.planning.disk import disk_use, require_room
 from stages.kit.planning.ladder import batch_size_changes, rung_changes
 from stages.kit.planning.plan import read_plan
@@ -59,30 +46,25 @@ WORKSPACE_DIR = Path(__file__).resolve().parents[3]
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(stage: str, args: tuple[str, ...]) -> None:
     """Run STAGE with ARGS in a fresh container or process."""
-    if "DVC_STAGE" in os.environ and JOB_VARIABLE not in os.environ:
+    request = read_request(stage, args or item_of(os.environ.get("DVC_STAGE", "")))
+    if request.by_dvc and not request.in_job:
         # DVC waits for its stages; killed, it leaves them running, and the next `dvc repro` would start a second
         # writer of the same folder. A launcher that a person started may outlive its shell (nohup).
         end_with_own_parent(caller_pid())
-    args = args or item_of(os.environ.get("DVC_STAGE", ""))
 
     def run() -> int:
         try:
-            return launch(stage, args)
+            return launch(request)
         except UserError as error:
             error.show()
             return error.exit_code
 
-    if JOB_VARIABLE not in os.environ:
-        sys.exit(run())
-    declared = stage_of_command(declared_stages(WORKSPACE_DIR), stage, args)
-    assert declared is not None
-    sys.exit(run_inside_job(stage, args[0] if args else "", declared, run, WORKSPACE_DIR, say))
+    sys.exit(run_inside_job(request, run, say) if request.in_job else run())
 
 
-def launch(stage: str, args: tuple[str, ...]) -> int:
-    """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
-    refuse_links_out(repository_of(os.environ, WORKSPACE_DIR), (".bakeoff/gpus",))
-    request = Request(
+def read_request(stage: str, args: tuple[str, ...]) -> Request:
+    """Raises UserError for damaged params.yaml."""
+    return Request(
         stage=stage,
         args=args,
         params=load_params(WORKSPACE_DIR / "params.yaml"),
@@ -90,10 +72,21 @@ def launch(stage: str, args: tuple[str, ...]) -> int:
         workspace_dir=WORKSPACE_DIR,
         caller=os.environ,
     )
+
+
+def launch(request: Request) -> int:
+    """Run a stage to its end and return its exit code. Raises UserError if it cannot be run."""
+    refuse_links_out(request.repository_dir, (".bakeoff/gpus",))
     # For every stage: DVC removes outputs before it calls the launcher, and all of them wait for `check`.
     refuse_links_out(WORKSPACE_DIR, (f"{ASIDE_DIR}/stage", *(out for each in request.stages for out in each.outs)))
-    if not request.sends and runs_in_slurm(stage, request.caller, request.params):  # a node has no network
-        return run_as_job(request)
+    in_slurm = not request.sends and runs_in_slurm(request.stage, request.caller, request.params)
+    if in_slurm:  # a node has no network
+        request.require_declared()
+        refuse_missing_deps(request)
+        job = StageJob(request, say)
+        if request.by_dvc:
+            end_with_own_parent(caller_pid(), signal.SIGHUP)  # the end of dvc does not end the job
+        return job.run()
     engine = choose_engine(request.engine_name, workspace_dir=WORKSPACE_DIR, target=request.image_target, say=say)
     if engine.image is not None:  # a container runs only what dvc.yaml declares; docker/run train --help needs none
         request.require_declared()
@@ -105,9 +98,8 @@ def launch(stage: str, args: tuple[str, ...]) -> int:
 
 def run_here(request: Request, engine: Engine) -> int:
     """Run the stage on this machine, alone and on free GPUs; returns its exit code."""
-    name, declared = request.name, request.declared
-    node = node_of(request.caller) if request.in_job else 0
-    outputs = Outputs(declared, request.workspace_dir, node=node) if declared else None
+    declared = request.declared
+    outputs = Outputs(declared, request.workspace_dir, node=request.node) if declared else None
     with (
         outputs.alone() if outputs else nullcontext(),
         leased_gpus(
@@ -118,86 +110,57 @@ def run_here(request: Request, engine: Engine) -> int:
             say=say,
         ) as gpus,
     ):
-        if request.stage == "merge" and name and request.by_dvc:  # DVC has stored the trained weights
-            remove_finished(checkpoints_dir(request.repository_dir, name))
-        stage_run = stage_run_of(request, engine, gpus, node)
-        recorder = None
-        if declared and node == 0:
-            inputs = recorded_inputs(request.workspace_dir, request.stages, declared)
-            recorder = ProvenanceRecorder(request, stage_run, declared, engine, inputs)
+        request = replace(request, gpus=gpus)
+        if request.stage == "merge" and request.name and request.by_dvc:  # DVC has stored the trained weights
+            remove_finished(checkpoints_dir(request.repository_dir, request.name))
+        record = recorder(request, engine) if declared and request.node == 0 else None
         refuse_full_disk(request)
-        ended, attempt = run_down_the_ladder(engine.run, stage_run, request.params, say=say)
-        if ended.code == 0 and recorder is not None:
-            recorder.write(ended, attempt=attempt, gpus=gpus)
+        ended, attempt = run_down_the_ladder(engine.run, request, say)
+        if ended.code == 0 and record is not None:
+            record(ended, attempt)
     return ended.code
 
 
-def stage_run_of(request: Request, engine: Engine, gpus: Sequence[Gpu], node: int) -> StageRun:
-    kind, _, where = request.source.partition(":")
-    own_dirs = {"HF_HOME": hub_cache(request.caller)} if request.network else {}
-    if gpus:
-        own_dirs["TRITON_CACHE_DIR"] = triton_dir(engine.image, request.repository_dir)
-    variables = {variable: str(folder) for variable, folder in own_dirs.items()}
-    if request.num_nodes > 1 and request.in_job:
-        variables |= rendezvous(request.caller)
-    return StageRun(
-        stage=request.stage,
-        args=request.args,
-        declared=request.declared,
-        workspace_dir=request.workspace_dir,
-        source_dir=Path(os.path.normpath(request.workspace_dir / where)) if kind == "folder" else None,
-        network=request.network,
-        kept_dirs=(*own_dirs.values(), *request.kept_dirs),
-        gpus=tuple(gpu.uuid for gpu in gpus),
-        caller=request.caller,
-        variables=variables,
-        num_nodes=request.num_nodes,
-        node=node,
-        terminal=sys.stderr.isatty(),
-    )
-
-
 def run_down_the_ladder(
-    run: Callable[[StageRun], Ended], stage_run: StageRun, params: Params, *, say: Callable[[str], None]
+    run: Callable[[Request], Ended], request: Request, say: Callable[[str], None]
 ) -> tuple[Ended, int]:
     """Run the stage, and again one step further down its fallback ladder each time it runs out of memory.
 
     Returns how the last attempt ended, and its number. Raises UserError if memory runs out on the last step.
     """
-    ended = run(stage_run)
+    ended = run(request)
     if ended.code != OUT_OF_MEMORY:
         return ended, 0
-    what = " ".join((stage_run.stage, *stage_run.args))
-    changes = ladder(stage_run, params)
-    if stage_run.num_nodes > 1:
+    title, changes = request.title, ladder(request)
+    if request.num_nodes > 1:
         raise UserError(
-            f"{what} ran out of memory on a node, and is not restarted over several; these changes would take less, in "
-            f"this order: {', '.join(changes) or 'none that keeps its result'}"
+            f"{title} ran out of memory on a node, and is not restarted over several; these changes would take less, "
+            f"in this order: {', '.join(changes) or 'none that keeps its result'}"
         )
     for attempt, change in enumerate(changes, start=1):
-        say(f"{what} ran out of memory; restarting it with {change}")
-        ended = run(replace(stage_run, attempt=attempt))
+        say(f"{title} ran out of memory; restarting it with {change}")
+        ended = run(replace(request, attempt=attempt))
         if ended.code != OUT_OF_MEMORY:
             return ended, attempt
     if not changes:
-        raise UserError(f"{what} ran out of memory; it needs a machine or a profile with more")
+        raise UserError(f"{title} ran out of memory; it needs a machine or a profile with more")
     tried = "\n".join(f"  {change}" for change in ("as planned", *changes))
     raise UserError(
-        f"{what} ran out of memory with every setting lowered that keeps its result. It tried, one after the other:\n"
+        f"{title} ran out of memory with every setting lowered that keeps its result. It tried, one after the other:\n"
         f"{tried}\nChoose one of: a profile with more memory, fewer images.max_pixels, a smaller base"
     )
 
 
-def ladder(stage_run: StageRun, params: Params) -> list[str]:
+def ladder(request: Request) -> list[str]:
     """The change that each further attempt at a stage makes; empty if nothing can be lowered."""
-    generates = stage_run.stage in ("evaluate", "predict")
-    if stage_run.stage in ("train", "merge"):
-        plan = read_plan(stage_run.args[0] if stage_run.args else "", runs_dir=stage_run.workspace_dir / "data/runs")
-        if stage_run.stage == "train":
+    generates = request.stage in ("evaluate", "predict")
+    if request.stage in ("train", "merge"):
+        plan = read_plan(request.name, runs_dir=request.workspace_dir / "data/runs")
+        if request.stage == "train":
             return rung_changes(plan)
         # A merge out of 4 bits generates too; a training's last step may have turned to them.
         generates = plan.may_be_quantized
-    return batch_size_changes(params.active.evaluation.batch_size) if generates else []
+    return batch_size_changes(request.params.active.evaluation.batch_size) if generates else []
 
 
 def refuse_missing_deps(request: Request) -> None:
@@ -229,17 +192,6 @@ def refuse_online_tracking(request: Request, engine: Engine) -> None:
             "tracking.wandb_mode is online, but a container has no network. Track offline and send the "
             "runs later (wandb sync .bakeoff/tracking/wandb/offline-*), or run without one: BAKEOFF_ENGINE=process"
         )
-
-
-def refuse_changed_job(request: Request) -> None:
-    """Raises UserError if files changed after this job was submitted, so that it would do something else."""
-    if request.in_job and request.declared is not None:
-        facts = job_facts(request, request.declared)
-        if changed := JobDir(Path(request.caller[JOB_VARIABLE])).changed_since(facts):
-            raise UserError(
-                f"{', '.join(changed)} changed after this job was submitted; run the same command to submit it again. "
-                "To change files while jobs wait, use an experiment: dvc exp run --queue"
-            )
 
 
 def refuse_full_disk(request: Request) -> None:
@@ -275,37 +227,6 @@ def same_disk(one: Path, other: Path) -> bool:
 
 def nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def run_as_job(request: Request) -> int:
-    """Run a stage as a job of Slurm, whose launcher runs it by `run_here`; returns its exit code.
-
-    Raises UserError if Slurm would refuse it, or it could not succeed.
-    """
-    declared = request.require_declared()
-    refuse_missing_deps(request)
-    job = StageJob(request, job_facts(request, declared), say=say)
-    if request.by_dvc:
-        # The end of dvc does not end the job.
-        end_with_own_parent(caller_pid(), signal.SIGHUP)
-    return job.run()
-
-
-def job_facts(request: Request, declared: DeclaredStage) -> dict[str, object]:
-    """Everything that the result of a job depends on, by names for people.
-
-    Raises UserError if an input is not what its stage made.
-    """
-    folders = (request.workspace_dir / dep for dep in declared.inputs("docker"))
-    image_files = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        "command": [request.stage, *request.args],
-        "inputs": recorded_inputs(request.workspace_dir, request.stages, declared),
-        "params": used_params(request.params, declared),
-        "code": code_digest(request.workspace_dir, declared),
-        "image": {path.name: file_digest(path) for path in image_files},
-        "engine": request.engine_name,
-    }
 
 
 def say(line: str) -> None:

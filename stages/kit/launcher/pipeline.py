@@ -6,8 +6,10 @@ A container shows a stage only the data that dvc.yaml declares for it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +21,23 @@ from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams, Params
 from stages.core.provenance import PROVENANCE_DIR
 from stages.kit.evaluation.vllm.environment import TARGETS
+from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.process import Image, triton_dir
+from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
+from stages.kit.planning.plan import read_plan
+from stages.kit.planning.prediction import GIB, MemoryRecord
 from stages.kit.training.checkpoints import checkpoints_dir
 
 JOB_VARIABLE = "BAKEOFF_JOB"
 """The folder of the job of Slurm that this process runs in; unset outside of jobs."""
+PORTS = range(20000, 30000)
+"""Ports of the rendezvous on the first node, one of them by the job's number. Linux assigns none of them by itself
+(net.ipv4.ip_local_port_range begins at 32768)."""
+PROCESS_GIB = 4.0
+"""Host memory of one process of torch: its libraries, CUDA's context, buffers for transfers."""
+OTHER_GIB = 8.0
+"""Host memory of a stage without a plan."""
+MARGIN = 1.25
 TRACKED = ("train", "evaluate", "compare")
 """Stages that write a run of Weights & Biases if tracking is on."""
 
@@ -139,16 +154,23 @@ def _declared(name: str, entry: dict[str, Any]) -> DeclaredStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call of the launcher, with the files that it reads, and what the stage needs by them."""
+    """One call of the launcher: a stage to be run, and what it needs by the files that the launcher reads."""
 
     stage: str
+    """One of STAGES; `stages.<stage>` is the module that is run."""
     args: tuple[str, ...]
+    """Arguments of the stage, e.g. ("r1-llm-only",)."""
     params: Params
     stages: Sequence[DeclaredStage]
     """All of dvc.yaml."""
     workspace_dir: Path
+    """The checkout that holds `stages`, absolute; the stage's working directory."""
     caller: Mapping[str, str]
-    """The launcher's environment."""
+    """The launcher's environment; core/environment.py lists the variables that a stage inherits."""
+    gpus: tuple[Gpu, ...] = ()
+    """The leased GPUs; the stage sees no other."""
+    attempt: int = 0
+    """Number of times it ran out of memory so far; the stage lowers its settings by as many steps."""
 
     @property
     def name(self) -> str:
@@ -160,6 +182,11 @@ class Request:
         """E.g. "train r1-llm-only", for messages."""
         return " ".join((self.stage, *self.args))
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The stage's name and all its arguments."""
+        return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
+
     @cached_property
     def declared(self) -> DeclaredStage | None:
         """Its stage in dvc.yaml; None if there is none, as for docker/run train --help."""
@@ -168,9 +195,10 @@ class Request:
     def require_declared(self) -> DeclaredStage:
         """Raises UserError if dvc.yaml has no such stage."""
         if self.declared is None:
-            command = " ".join(("docker/run", self.stage, *self.args))
             alike = [each.command for each in self.stages if each.command.split()[1] == self.stage]
-            raise UserError(f"no stage of dvc.yaml runs `{command}`; there are: {', '.join(alike) or 'none like it'}")
+            raise UserError(
+                f"no stage of dvc.yaml runs `docker/run {self.title}`; there are: {', '.join(alike) or 'none like it'}"
+            )
         return self.declared
 
     @property
@@ -182,12 +210,18 @@ class Request:
         return JOB_VARIABLE in self.caller
 
     @property
+    def node(self) -> int:
+        """Index of this machine among those of its job; only the outputs of the first one are kept."""
+        return int(self.caller.get("SLURM_NODEID", "0")) if self.in_job else 0
+
+    @property
     def engine_name(self) -> str:
         return self.caller.get("BAKEOFF_ENGINE") or "auto"
 
     @property
     def repository_dir(self) -> Path:
-        return repository_of(self.caller, self.workspace_dir)
+        """The person's repository, also if DVC runs an experiment in a temporary clone of it."""
+        return Path(self.caller.get("DVC_ROOT") or self.workspace_dir)
 
     @property
     def image_target(self) -> str:
@@ -212,12 +246,18 @@ class Request:
         return source_of(self.stage, self.name, self.params)
 
     @property
+    def source_dir(self) -> Path | None:
+        """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
+        kind, _, where = self.source.partition(":")
+        return Path(os.path.normpath(self.workspace_dir / where)) if kind == "folder" else None
+
+    @property
     def sends(self) -> bool:
         return sends_what_it_wrote(self.stage, self.args)
 
     @property
     def network(self) -> bool:
-        """Whether the stage fetches from the hub or sends to it."""
+        """Whether the stage fetches from the hub or sends to it. Only then does it get the network and the token."""
         return self.sends or self.source.startswith("hub:")
 
     @property
@@ -237,6 +277,30 @@ class Request:
             return ()
         return (checkpoints_dir(self.repository_dir, self.name), own_dir / "features", *tracked)
 
+    def cache_dirs(self, image: Image | None) -> dict[str, Path]:
+        """Folders of downloads and of compiled kernels, by the variables that name them to the stage.
+
+        The hub's is chosen as huggingface_hub does (huggingface_hub/constants.py).
+        """
+        cache_home = Path(self.caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        hub_dir = Path(self.caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+        dirs = {"HF_HOME": hub_dir} if self.network else {}
+        return dirs | ({"TRITON_CACHE_DIR": triton_dir(image, self.repository_dir)} if self.gpus else {})
+
+    def variables(self, image: Image | None) -> dict[str, str]:
+        """Variables that the launcher sets: the cache folders, and for a training over several nodes torchrun's options
+        for joining (torch/distributed/run.py: PET_ and an option's name). A launcher on each node starts torchrun; the
+        first node is where its processes meet.
+        """
+        joining = {}
+        if self.num_nodes > 1 and self.in_job:
+            joining = {
+                "PET_NODE_RANK": str(self.node),
+                "PET_MASTER_ADDR": self.caller["SLURM_LAUNCH_NODE_IPADDR"],
+                "PET_MASTER_PORT": str(PORTS[int(self.caller["SLURM_JOB_ID"]) % len(PORTS)]),
+            }
+        return {name: str(folder) for name, folder in self.cache_dirs(image).items()} | joining
+
 
 def gpus_wanted(stage: str, device: DeviceParams) -> int:
     """Training takes all devices of the profile; a stage that holds one model for inference takes one of them."""
@@ -253,12 +317,28 @@ def source_of(stage: str, name: str, params: Params) -> str:
     return profile.bases.get(name, "") if stage == "base" else ""
 
 
-def hub_cache(caller: Mapping[str, str]) -> Path:
-    """The hub's cache, chosen as huggingface_hub does (huggingface_hub/constants.py)."""
-    cache_home = Path(caller.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(caller.get("HF_HOME") or cache_home / "huggingface").expanduser().absolute()
+def host_gib(request: Request) -> float:
+    """Host memory of a stage in GiB, from the recipe's plan, with a margin.
 
-
-def repository_of(caller: Mapping[str, str], workspace_dir: Path) -> Path:
-    """The person's repository, also if DVC runs an experiment in a temporary clone of it."""
-    return Path(caller.get("DVC_ROOT") or workspace_dir)
+    On a CPU, the predicted memory of the devices is the host's. On GPUs each process needs its own, and room for a copy
+    of the weights while it loads them.
+    """
+    stage, runs_dir = request.stage, request.workspace_dir / "data/runs"
+    try:
+        plan = read_plan(request.name, runs_dir=runs_dir)
+    except UserError:  # the stage reports it
+        return OTHER_GIB
+    if not plan.trainable or stage not in ("train", "merge", "evaluate"):
+        return OTHER_GIB
+    processes = plan.processes_per_node if stage == "train" else 1
+    copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
+    weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.precision] / GIB
+    gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
+    if stage == "train":
+        # A checkpoint is put together in the host's memory; paged states stay there.
+        gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
+    if not plan.on_gpu:
+        with suppress(UserError):
+            record = MemoryRecord.read(runs_dir / request.name / "memory.json")
+            gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
+    return MARGIN * gib

@@ -1,4 +1,4 @@
-"""Stage runs, and the engine without containers: a stage is a fresh process on the host.
+"""The engine without containers: a stage is a fresh process on the host.
 
 Also describes the machine and the packages that a stage runs on, from names and files alone: importing torch would
 take as long as some stages do. Used inside containers too, so it imports nothing heavy.
@@ -11,13 +11,14 @@ import json
 import os
 import platform
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -29,7 +30,7 @@ from stages.core.provenance import Machine
 from stages.core.signals import SAME_REQUEST_S, end_with_parent, handling
 
 if TYPE_CHECKING:  # a container starts this module first, and needs no dvc.yaml
-    from stages.kit.launcher.pipeline import DeclaredStage
+    from stages.kit.launcher.pipeline import Request
 
 STAGES = ("check", "base", "prepare", "plan", "train", "merge", "build", "evaluate", "predict", "compare", "publish")
 
@@ -42,43 +43,8 @@ CONTAINER_COUNTERS = (
 """Files with this count for a container, seen from inside."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageRun:
-    """One stage, to be run once in a process of its own."""
-
-    stage: str
-    """One of STAGES; `stages.<stage>` is the module that is run."""
-    args: tuple[str, ...]
-    """Arguments of the stage, e.g. ("r1-llm-only",)."""
-    declared: DeclaredStage | None
-    """The entry in dvc.yaml; a container needs one."""
-    workspace_dir: Path
-    """The checkout that holds `stages`, absolute; the stage's working directory."""
-    source_dir: Path | None = None
-    """The folder that `base` or `prepare` reads, which may lie outside the workspace; absolute."""
-    network: bool = False
-    """Whether it fetches from the hub or sends to it. Only then does it get the network and the token."""
-    kept_dirs: tuple[Path, ...] = ()
-    """Writable folders that outlive the run (checkpoints, the hub's cache); absolute."""
-    gpus: tuple[str, ...] = ()
-    """UUIDs of the leased GPUs; the stage sees no other."""
-    caller: Mapping[str, str]
-    """The caller's environment; environment.py lists the variables that a stage inherits."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the launcher sets, e.g. the cache folders of the hub and of Triton."""
-    terminal: bool = False
-    """Whether its output goes to a terminal."""
-    num_nodes: int = 1
-    """Number of machines that it runs on at once."""
-    node: int = 0
-    """Index of this machine; only the outputs of the first one are kept."""
-    attempt: int = 0
-    """Number of times it ran out of memory so far; the stage lowers its settings by as many steps."""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The stage's name and all its arguments."""
-        return (self.stage, *self.args, *(("--attempt", str(self.attempt)) if self.attempt else ()))
+Image = tuple[str, str]
+"""Name and digest of the image of a container."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +96,21 @@ class ProcessEngine:
     name = "process"
     image = None
 
-    def run(self, stage_run: StageRun) -> Ended:
+    def run(self, request: Request) -> Ended:
         """Run the stage to its end.
 
         Signals that ask to end go on to the stage, which decides how to end; processes that it leaves behind are
         killed. If the kernel killed it because memory ran out, the code is OUT_OF_MEMORY.
         """
-        environment = stage_environment(
-            stage_run.stage, stage_run.caller, network=stage_run.network, terminal=stage_run.terminal
-        )
-        environment |= stage_run.variables
-        if stage_run.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(stage_run.gpus)
+        terminal = sys.stderr.isatty()
+        environment = stage_environment(request.stage, request.caller, network=request.network, terminal=terminal)
+        environment |= request.variables(None)
+        if request.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in request.gpus)
         machine = this_machine(environment)
         killed_before = oom_kills(MACHINE_COUNTERS)
         with forwarded_signals() as signals:
-            code = run_stage(stage_run.command, stage_run.workspace_dir, environment, signals)
+            code = run_stage(request.command, request.workspace_dir, environment, signals)
         return Ended(code=signals.code_of_stage(as_out_of_memory(code, killed_before)), machine=machine)
 
 
@@ -226,15 +191,11 @@ def cuda_of_torch() -> str | None:
     """The CUDA version of torch's build, from its version.py; None for a CPU build or without torch."""
     spec = find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", path.read_text(encoding="utf-8"), re.MULTILINE) if path else None
-    return found[1] if found else None
+    return runpy.run_path(str(path))["cuda"] if path else None
 
 
-def triton_dir(image: tuple[str, str] | None, repository_dir: Path) -> Path:
-    """The folder of kernels that Triton compiled: one for each image, or for each set of packages of this interpreter.
-
-    image: name and digest; None without a container.
-    """
+def triton_dir(image: Image | None, repository_dir: Path) -> Path:
+    """The folder of kernels that Triton compiled, for each image, or each set of packages of this interpreter."""
     if image is not None:
         name = image[1].removeprefix("sha256:")[:12]
     else:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,10 +21,10 @@ from stages.core.lineage import combined_digest, content_digest, file_digest
 from stages.core.params.schema import Params
 from stages.core.provenance import Provenance
 from stages.kit.launcher.engines import Engine
-from stages.kit.launcher.gpus import Gpu, driver_version
+from stages.kit.launcher.gpus import driver_version
 from stages.kit.launcher.images import BELOW_VLLM, below
 from stages.kit.launcher.pipeline import DeclaredStage, Request
-from stages.kit.launcher.process import Ended, StageRun
+from stages.kit.launcher.process import Ended
 from stages.kit.planning.ladder import lowered
 from stages.kit.planning.plan import Plan, read_plan
 
@@ -32,58 +32,55 @@ SEEN_BY_STAGES = ("stages", "docker", "params.yaml", "dvc.yaml", "pyproject.toml
 """Other changes in a checkout do not concern a run; every stage changes dvc.lock."""
 
 
-class ProvenanceRecorder:
-    """Notes the inputs when a stage starts, as files may be edited while a training runs, and writes the record when
-    the stage has succeeded.
+def recorder(request: Request, engine: Engine) -> Callable[[Ended, int], None]:
+    """Note commit, code, settings and inputs of a stage now, when it starts: files may be edited while a training runs.
+
+    Returns what writes the record when the stage has succeeded, given how it ended and the number of that attempt.
+    Raises UserError if an input is not what its stage made.
     """
+    stage, workspace_dir, target = request.require_declared(), request.workspace_dir, request.image_target
+    started, clock = datetime.now(UTC), time.monotonic()
+    commit, changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
+    uses_vllm = target in BELOW_VLLM and request.stage == "evaluate"
+    image, image_digest = engine.image or (None, None)
+    names = [gpu.name for gpu in request.gpus]
+    noted: dict[str, Any] = {
+        "code": code_digest(workspace_dir, stage),
+        "params": used_params(request.params, stage),
+        "inputs": recorded_inputs(workspace_dir, request.stages, stage),
+        "lock": lock_digest(workspace_dir, engine, target=below(target)),
+        "vllm_lock": file_digest(workspace_dir / f"docker/{target}.lock") if uses_vllm else None,
+    }
 
-    def __init__(
-        self, request: Request, stage_run: StageRun, stage: DeclaredStage, engine: Engine, inputs: dict[str, str]
-    ) -> None:
-        self.stage_run, self.stage, self.engine, self.inputs = stage_run, stage, engine, inputs
-        self.started, self.clock = datetime.now(UTC), time.monotonic()
-        workspace_dir, target = request.workspace_dir, request.image_target
-        self.commit, self.changed = git_state(workspace_dir, (*SEEN_BY_STAGES, *stage.inputs("data")))
-        self.code = code_digest(workspace_dir, stage)
-        self.params = used_params(request.params, stage)
-        self.lock = lock_digest(workspace_dir, engine, target=below(target))
-        uses_vllm = target in BELOW_VLLM and stage_run.stage == "evaluate"
-        self.vllm_lock = file_digest(workspace_dir / f"docker/{target}.lock") if uses_vllm else None
-
-    def write(self, ended: Ended, *, attempt: int, gpus: Iterable[Gpu]) -> None:
-        """Write the record, if dvc.yaml declares one. attempt: number of the one that succeeded."""
-        if self.stage.provenance is None:
+    def write(ended: Ended, attempt: int) -> None:
+        if stage.provenance is None:
             return
-        names = [gpu.name for gpu in gpus]
-        plan = plan_followed(self.stage_run, self.stage, attempt)
-        image, image_digest = self.engine.image or (None, None)
+        plan = plan_followed(request, stage, attempt)
         provenance = Provenance(
-            stage=self.stage.name,
-            command=self.stage.command,
-            started=self.started.isoformat(timespec="seconds"),
+            stage=stage.name,
+            command=stage.command,
+            started=started.isoformat(timespec="seconds"),
             ended=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.monotonic() - self.clock, 2),
-            commit=self.commit,
-            changed=self.changed,
-            code=self.code,
-            experiment=self.stage_run.caller.get("DVC_EXP_NAME"),
-            params=self.params,
+            seconds=round(time.monotonic() - clock, 2),
+            commit=commit,
+            changed=changed,
+            experiment=request.caller.get("DVC_EXP_NAME"),
             plan=None if plan is None else asdict(plan),
             seed=None if plan is None else plan.seed,
             attempt=attempt,
-            inputs=self.inputs,
-            outputs=digests(self.stage_run.workspace_dir, self.stage.written),
-            engine=self.engine.name,
+            outputs=digests(workspace_dir, stage.written),
+            engine=engine.name,
             image=image,
             image_digest=image_digest,
-            lock=self.lock,
-            vllm_lock=self.vllm_lock,
             machine=ended.machine,
             gpus=names,
             driver=driver_version() if names else None,
-            environment=numeric_settings(self.stage_run.caller),
+            environment=numeric_settings(request.caller),
+            **noted,
         )
-        provenance.write(self.stage_run.workspace_dir / self.stage.provenance)
+        provenance.write(workspace_dir / stage.provenance)
+
+    return write
 
 
 def recorded_inputs(workspace_dir: Path, stages: Sequence[DeclaredStage], stage: DeclaredStage) -> dict[str, str]:
@@ -161,13 +158,13 @@ def used_params(params: Params, stage: DeclaredStage) -> dict[str, Any]:
     return found
 
 
-def plan_followed(stage_run: StageRun, stage: DeclaredStage, attempt: int) -> Plan | None:
+def plan_followed(request: Request, stage: DeclaredStage, attempt: int) -> Plan | None:
     """The plan that the stage reads; for a training, as lowered by earlier attempts that ran out of memory."""
     for path in stage.inputs("data"):
         if path.endswith("/plan.yaml"):
-            folder = (stage_run.workspace_dir / path).parent
+            folder = (request.workspace_dir / path).parent
             plan = read_plan(folder.name, runs_dir=folder.parent)
-            return lowered(plan, attempt) if stage_run.stage == "train" else plan
+            return lowered(plan, attempt) if request.stage == "train" else plan
     return None
 
 

@@ -1,7 +1,9 @@
-"""Jobs of Slurm: its commands, the folder of a job, the resources that it requests, and the launcher inside a job.
+"""Stages as jobs of Slurm: submits a job or reattaches to it, shows its output, and collects its results.
 
-Works with any Slurm since 20.11, without accounting. slurm_wait.py submits jobs and waits for them. Both sides
-communicate by files, as all that they are sure to share is the file system:
+A job's name has the workspace, the stage and a fingerprint of everything that the stage depends on: the same command
+after a lost connection, a killed dvc or a reboot finds the job that runs, or the results it left, and starts no second
+one. In the job the same launcher runs the stage (`run_inside_job`). Works with any Slurm since 20.11, without
+accounting. Both sides communicate by files, as all that they are sure to share is the file system:
 
     data/.outputs/STAGE/waiter              locked by the launcher that waits for a job of the stage
     data/.outputs/STAGE/job-FINGERPRINT/    folder of one job
@@ -18,27 +20,33 @@ job puts them aside, and the launcher that waits, or the next one, moves them to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
+from stages.core.lineage import file_digest
 from stages.core.params.schema import Params
 from stages.core.records import publish_text
-from stages.core.signals import ENDING
-from stages.kit.launcher.container import ASIDE_DIR, remove
-from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request, repository_of
-from stages.kit.planning.disk import TRAINED_BYTES, WEIGHT_BYTES
-from stages.kit.planning.plan import read_plan
-from stages.kit.planning.prediction import GIB, MemoryRecord
+from stages.core.signals import ENDING, GRACE_S
+from stages.kit.launcher.container import ASIDE_DIR, locked, remove
+from stages.kit.launcher.pipeline import JOB_VARIABLE, Request, host_gib
+from stages.kit.launcher.process import ForwardedSignals, forwarded_signals
+from stages.kit.launcher.record import code_digest, recorded_inputs, used_params
+from stages.kit.planning.prediction import GIB
 from stages.kit.training.checkpoints import checkpoints_dir
 
 PLACES = ("here", "slurm")
@@ -49,22 +57,33 @@ TIME_IS_UP = signal.SIGUSR1
 ENDING_STATE = "COMPLETING"
 """State of a job whose processes are being ended."""
 
-PROCESS_GIB = 4.0
-"""Host memory of one process of torch: its libraries, CUDA's context, buffers for transfers."""
-OTHER_GIB = 8.0
-"""Host memory of a stage without a plan."""
-MARGIN = 1.25
 CORES_PER_DEVICE = 2
 """In addition to one for each data-loader worker."""
-EXCLUSIVE = {
-    "memory": ("--mem=", "--mem-per-"),
-    "cores": ("--cpus-per-", "--cores-per-"),
-    "gpus": ("--gres=", "--gpus"),
-}
+EXCLUSIVE = (("--mem=", "--mem-per-"), ("--cpus-per-", "--cores-per-"), ("--gres=", "--gpus"))
 """Options that exclude each other: a person's replaces ours; without a value, as `--mem=`, by none."""
-PORTS = range(20000, 30000)
-"""Ports of the rendezvous on the first node, one of them by the job's number. Linux assigns none of them by itself
-(net.ipv4.ip_local_port_range begins at 32768)."""
+
+LOOK_S = 0.25
+"""Between two looks at the job's files."""
+QUERY_S = (1.0, 20.0)
+"""Between two queries of Slurm: at first, and at most."""
+SETTLES_S = 1.0
+"""After a signal: if dvc got it too, it has ended by then, and the signal is a closed terminal or a reboot."""
+APPEARS_S = 90.0
+"""Time that a file that a node has written may take to appear here, on a network file system."""
+LOCK_S = 30.0
+"""Longest wait for another launcher's lock: the sbatch of one that was killed keeps it until it has ended."""
+USUAL = ("None", "Priority", "Resources", "BeginTime")
+"""Reasons that need no action."""
+
+
+def runs_in_slurm(stage: str, caller: Mapping[str, str], params: Params) -> bool:
+    """Whether a stage is to be submitted; inside a job it is not. Raises UserError for an unknown place."""
+    place = caller.get("BAKEOFF_PLACE") or params.active.place
+    if place not in PLACES:
+        raise UserError(
+            f"BAKEOFF_PLACE is {place!r}; the places are {', '.join(PLACES)}. Set one of them, or: unset BAKEOFF_PLACE"
+        )
+    return place == "slurm" and stage not in ALWAYS_HERE and JOB_VARIABLE not in caller
 
 
 class Unanswered(UserError):
@@ -79,36 +98,6 @@ class QueuedJob:
     """PENDING, RUNNING, COMPLETING, ..."""
     reason: str
     """Slurm's reason why it waits, e.g. Priority."""
-
-
-def submit(script: str, options: Sequence[str], *, environment: Mapping[str, str], lock: TextIO) -> str:
-    """Submit a job and return its number.
-
-    environment: the job's whole environment, besides what Slurm sets; not in the script, which others could read.
-    lock: stays locked until sbatch has ended, even if this process is killed before that.
-    Raises UserError with Slurm's reason if it refuses the job.
-    """
-    if not shutil.which("sbatch"):
-        raise UserError(
-            "stages are to run as jobs of Slurm, and there is no sbatch here; "
-            "run them on this machine with: BAKEOFF_PLACE=here"
-        )
-    ended = subprocess.run(
-        ["sbatch", *options, "--parsable", "--export=ALL"],
-        input=script,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=dict(environment),
-        pass_fds=(lock.fileno(),),
-        process_group=0,  # a Ctrl-C must not leave it unknown whether there is a job
-    )
-    if ended.returncode != 0:
-        raise UserError(
-            f"Slurm refuses the job: {_reason(ended)}\nIts options were: {' '.join(options)}\n"
-            "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
-        )
-    return ended.stdout.strip().partition(";")[0]
 
 
 def queued_jobs() -> list[QueuedJob]:
@@ -129,11 +118,6 @@ def job_info(number: str) -> dict[str, str]:
 def ask_to_end(number: str, *, alone: bool) -> None:
     """SIGTERM to the job's own process, which passes it on; if not alone, to its processes on all nodes."""
     _run("scancel", "--quiet", *(("--batch",) if alone else ()), "--signal=TERM", number)
-
-
-def cancel(number: str) -> None:
-    """Withdraw a job that waits; end one that runs, at once."""
-    _run("scancel", "--quiet", number)
 
 
 def _run(*command: str) -> str:
@@ -160,16 +144,6 @@ def _reason(ended: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"^\w+: (error: )?", "", (ended.stderr.strip() or "no reason given").splitlines()[-1])
 
 
-def runs_in_slurm(stage: str, caller: Mapping[str, str], params: Params) -> bool:
-    """Whether a stage is to be submitted; inside a job it is not. Raises UserError for an unknown place."""
-    place = caller.get("BAKEOFF_PLACE") or params.active.place
-    if place not in PLACES:
-        raise UserError(
-            f"BAKEOFF_PLACE is {place!r}; the places are {', '.join(PLACES)}. Set one of them, or: unset BAKEOFF_PLACE"
-        )
-    return place == "slurm" and stage not in ALWAYS_HERE and JOB_VARIABLE not in caller
-
-
 def job_options(request: Request) -> list[str]:
     """sbatch's options for the resources of one stage, the person's own last: sbatch uses the last value."""
     profile, num_gpus = request.params.active, request.num_gpus
@@ -184,53 +158,9 @@ def job_options(request: Request) -> list[str]:
     ]
     wishes = {"time": own.minutes, "partition": own.partition, "account": own.account}
     options += [f"--{key}={value}" for key, value in wishes.items() if value]
-    replaced = [names for names in EXCLUSIVE.values() if any(each.startswith(names) for each in own.options)]
+    replaced = [names for names in EXCLUSIVE if any(each.startswith(names) for each in own.options)]
     kept = [option for option in options if not any(option.startswith(names) for names in replaced)]
     return [*kept, *(option for option in own.options if not option.endswith("="))]
-
-
-def host_gib(request: Request) -> float:
-    """Host memory of a stage in GiB, from the recipe's plan, with a margin.
-
-    On a CPU, the predicted memory of the devices is the host's. On GPUs each process needs its own, and room for a copy
-    of the weights while it loads them.
-    """
-    stage, runs_dir = request.stage, request.workspace_dir / "data/runs"
-    try:
-        plan = read_plan(request.name, runs_dir=runs_dir)
-    except UserError:  # the stage reports it
-        return OTHER_GIB
-    if not plan.trainable or stage not in ("train", "merge", "evaluate"):
-        return OTHER_GIB
-    processes = plan.processes_per_node if stage == "train" else 1
-    copies = 2 if stage == "merge" else 1  # a merge reads back what it wrote
-    weights_gib = plan.trainable["all"] * WEIGHT_BYTES[plan.precision] / GIB
-    gib = processes * (PROCESS_GIB + weights_gib * copies + plan.dataloader_workers)
-    if stage == "train":
-        # A checkpoint is put together in the host's memory; paged states stay there.
-        gib += 3 * plan.trainable["total"] * TRAINED_BYTES / GIB
-    if not plan.on_gpu:
-        with suppress(UserError):
-            record = MemoryRecord.read(runs_dir / request.name / "memory.json")
-            gib += processes * (record.total_gib if stage == "train" else record.evaluation_gib)
-    return MARGIN * gib
-
-
-def node_of(job: Mapping[str, str]) -> int:
-    """Index of this node among those of its job, from 0. job: the environment, which names none outside of a job."""
-    return int(job.get("SLURM_NODEID", "0"))
-
-
-def rendezvous(job: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's options for joining, as variables (torch/distributed/run.py: PET_ and an option's name).
-
-    A launcher on each node starts torchrun; the first node is where its processes meet.
-    """
-    return {
-        "PET_NODE_RANK": str(node_of(job)),
-        "PET_MASTER_ADDR": job["SLURM_LAUNCH_NODE_IPADDR"],
-        "PET_MASTER_PORT": str(PORTS[int(job["SLURM_JOB_ID"]) % len(PORTS)]),
-    }
 
 
 class JobDir:
@@ -292,53 +222,308 @@ class JobDir:
         shutil.rmtree(self.folder, ignore_errors=True)  # a network file system may keep the open log
 
 
-def stage_dir(stage: DeclaredStage, workspace_dir: Path) -> Path:
-    """The folder of all jobs of a stage."""
-    return workspace_dir / ASIDE_DIR / stage.name
-
-
 def _names(path: Path) -> set[Path]:
     """Files and folders below a path, relative to it."""
     return {file.relative_to(path) for file in path.rglob("*")}
 
 
-def run_inside_job(
-    stage: str,
-    name: str,
-    declared: DeclaredStage,
-    run: Callable[[], int],
-    workspace_dir: Path,
-    say: Callable[[str], None],
-) -> int:
+def job_facts(request: Request) -> dict[str, object]:
+    """Everything that the result of a job depends on, by names for people.
+
+    Raises UserError if an input is not what its stage made.
+    """
+    declared = request.require_declared()
+    folders = (request.workspace_dir / dep for dep in declared.inputs("docker"))
+    image_files = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        "command": [request.stage, *request.args],
+        "inputs": recorded_inputs(request.workspace_dir, request.stages, declared),
+        "params": used_params(request.params, declared),
+        "code": code_digest(request.workspace_dir, declared),
+        "image": {path.name: file_digest(path) for path in image_files},
+        "engine": request.engine_name,
+    }
+
+
+class StageJob:
+    """A stage that is to run as a job."""
+
+    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+        """Raises UserError if an input is not what its stage made."""
+        self.request, self.facts, self.say = request, job_facts(request), say
+        self.declared, self.workspace_dir = request.require_declared(), request.workspace_dir
+        identity = json.dumps({**self.facts, "environment": numeric_settings(request.caller)}, sort_keys=True)
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        workspace = hashlib.sha256(os.fsencode(self.workspace_dir)).hexdigest()[:8]
+        self.stage_name = f"bakeoff-{workspace}-{self.declared.name}"
+        """Beginning of the names of all jobs of this stage."""
+        self.name = f"{self.stage_name}-{self.fingerprint}"
+        self.jobs_dir = self.workspace_dir / ASIDE_DIR / self.declared.name
+        self.dir = JobDir(self.jobs_dir / f"job-{self.fingerprint}")
+        self.number = ""
+        self._shown_bytes = 0
+        self._asked_at: float | None = None
+
+    def run(self) -> int:
+        """Run the stage to its end, and return its exit code: 128 + n if this launcher detached or cancelled the job
+        on signal n.
+
+        Raises UserError if Slurm refuses the job, would never start it, or ended it.
+        """
+        refusal = f"another launcher waits for {self.declared.name} in this workspace; wait for it, or end it"
+        waiter = locked(self.jobs_dir / "waiter", refusal, patience_s=LOCK_S)
+        with forwarded_signals() as signals, waiter as lock:
+            own = self._cancel_others(signals)
+            while not signals.received:
+                submitted = own is None and self.dir.end() is None
+                if submitted:
+                    self._submit(lock)
+                elif own is not None:
+                    self.number = own.number
+                    self.say(f"reattached to job {own.number}, {own.state.lower()}")
+                else:
+                    self.say("collecting the outputs of its job, which ended while no launcher waited")
+                code = self._follow(signals)
+                if code is None:
+                    break
+                if code == 0 and (submitted or self.dir.has(self.declared.outs)):
+                    self.dir.publish(self.workspace_dir, self.declared.outs)
+                    self.dir.delete()
+                    return 0
+                self._wait_until_unqueued()
+                self.dir.delete()
+                if code != 0:
+                    return code
+                self.say("outputs were removed or moved as the job or a launcher ended; running the stage again")
+                own = None
+            return 128 + (signals.received or [signal.SIGHUP])[-1]
+
+    def _cancel_others(self, signals: ForwardedSignals) -> QueuedJob | None:
+        """Cancel jobs of the stage with other inputs, settings or code, and wait for their end; returns our own job."""
+        cancelled: set[str] = set()
+        while not signals.received:
+            jobs = [job for job in queued_jobs() if job.name.rpartition("-")[0] == self.stage_name]
+            own = next((job for job in jobs if job.name == self.name), None)
+            others = [job for job in jobs if job.name != self.name]
+            for job in others:
+                if job.number not in cancelled:
+                    self.say(f"cancelling job {job.number}: its inputs, settings or code are not the present ones")
+                    cancelled.add(job.number)
+                    with suppress(Unanswered):  # it has just ended
+                        _run("scancel", job.number)
+            if not others and (own is None or own.state != ENDING_STATE):
+                for folder in self.jobs_dir.glob("job-*"):
+                    if folder != self.dir.folder:
+                        JobDir(folder).delete()
+                return own
+            time.sleep(QUERY_S[0])
+        return None
+
+    def _submit(self, lock: TextIO) -> None:
+        """Submit the job. lock: stays locked until sbatch has ended, even if this process is killed before that.
+
+        Raises UserError with Slurm's reason if it refuses the job.
+        """
+        if not shutil.which("sbatch"):
+            raise UserError(
+                "stages are to run as jobs of Slurm, and there is no sbatch here; "
+                "run them on this machine with: BAKEOFF_PLACE=here"
+            )
+        self.dir.renew(self.facts)
+        self._shown_bytes = 0
+        log_path = str(self.dir.log_path).replace("%", "%%")  # %j would be the job's number
+        request, alone = self.request, self.request.num_nodes == 1
+        options = [  # sbatch uses the last value
+            *job_options(request),
+            f"--job-name={self.name}",
+            *("--requeue", "--open-mode=append", f"--output={log_path}", f"--chdir={self.workspace_dir}"),
+            f"--signal={'B:' if alone else ''}{TIME_IS_UP.name[3:]}@{request.params.slurm.save_seconds}",
+        ]
+        # A launcher on each node. A single one is the job's own process: srun would answer a signal by killing it.
+        srun = "" if alone else 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+        # The job's variables are not in the script, which others could read.
+        environment = job_environment(request.stage, request.caller, network=request.network)
+        ended = subprocess.run(
+            ["sbatch", *options, "--parsable", "--export=ALL"],
+            input=f"#!/bin/bash\nexec {srun}{shlex.join(('docker/run', request.stage, *request.args))}\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment | {JOB_VARIABLE: str(self.dir.folder)},
+            pass_fds=(lock.fileno(),),
+            process_group=0,  # a Ctrl-C must not leave it unknown whether there is a job
+        )
+        if ended.returncode != 0:
+            raise UserError(
+                f"Slurm refuses the job: {_reason(ended)}\nIts options were: {' '.join(options)}\n"
+                "They come from `slurm` and the profile in params.yaml, and from the recipe's plan"
+            )
+        self.number = ended.stdout.strip().partition(";")[0]
+        self.say(f"job {self.number}")
+
+    def _follow(self, signals: ForwardedSignals) -> int | None:
+        """Show the job's output until it has ended; returns the stage's exit code, None if this launcher detaches from
+        it or it was cancelled.
+
+        Raises UserError if it ended without writing how.
+        """
+        query_at, between_s = time.monotonic(), QUERY_S[0]
+        gone_at: float | None = None
+        num_handled, last_reason = 0, ""
+        while True:
+            code = self.dir.end()
+            self._show()
+            if code is not None:
+                return code
+            if asked := len(signals.received) > num_handled:
+                time.sleep(SETTLES_S)
+            orphaned = self.request.by_dvc and os.getppid() != caller_pid()
+            if signal.SIGHUP in signals.received or orphaned:
+                self._detach()
+                return None
+            if asked or (self._asked_at is not None and time.monotonic() - self._asked_at > GRACE_S):
+                num_handled = len(signals.received)
+                self._end_job()
+            if time.monotonic() >= query_at:
+                with suppress(Unanswered):  # the job does not depend on an answer
+                    job = next((job for job in queued_jobs() if job.number == self.number), None)
+                    gone_at = gone_at or time.monotonic() if job is None else None
+                    if job is not None and job.state == "PENDING" and job.reason not in ("None", last_reason):
+                        last_reason = job.reason
+                        details = "" if last_reason in USUAL else f"; for details: scontrol show job {self.number}"
+                        self.say(f"job {self.number} waits in the queue: {last_reason}{details}")
+                between_s = QUERY_S[0] if gone_at or self._asked_at else min(1.5 * between_s, QUERY_S[1])
+                query_at = time.monotonic() + between_s
+                if gone_at is not None and self.dir.end() is None:
+                    if self._asked_at is not None and not self.dir.outputs_dir.exists():
+                        self.dir.delete()
+                        return None
+                    self._refuse_if_dead(time.monotonic() - gone_at)
+            time.sleep(LOOK_S)
+
+    def _show(self) -> None:
+        """Print the job's output since the last call."""
+        with suppress(FileNotFoundError), self.dir.log_path.open("rb") as log:
+            log.seek(self._shown_bytes)
+            printed = log.read()
+            self._shown_bytes += len(printed)
+            if printed:
+                with suppress(OSError):  # a closed terminal
+                    sys.stdout.buffer.write(printed)
+                    sys.stdout.buffer.flush()
+
+    def _refuse_if_dead(self, gone_s: float) -> None:
+        """Raises UserError if the job has ended without writing how, and no file can still be on its way."""
+        job = job_info(self.number)
+        state = job.get("JobState", "unknown to Slurm")
+        # The job writes its end, unless Slurm has ended it. A stage that Slurm calls OUT_OF_MEMORY may have been
+        # restarted by its launcher.
+        by_itself = state in ("COMPLETED", "FAILED", "OUT_OF_MEMORY", "unknown to Slurm")
+        if state in ("PENDING", "RUNNING", ENDING_STATE) or (by_itself and gone_s < APPEARS_S):
+            return
+        silent = "" if self.dir.log_path.exists() else f"; it printed nothing: do the nodes see {self.workspace_dir}?"
+        self.dir.delete()
+        raise UserError(
+            f"job {self.number} of {self.declared.name} has ended without a result: {state}, exit code "
+            f"{job.get('ExitCode', 'unknown')}{silent}. The limits of jobs are set below `slurm` in params.yaml; "
+            "run the same command to resubmit it"
+        )
+
+    def _wait_until_unqueued(self) -> None:
+        """Wait until the queue no longer lists the job, which has ended: the next launcher would reattach to it."""
+        patience_ends = time.monotonic() + APPEARS_S
+        with suppress(Unanswered):
+            while any(job.name == self.name for job in queued_jobs()) and time.monotonic() < patience_ends:
+                time.sleep(LOOK_S)
+
+    def _detach(self) -> None:
+        """The terminal is closed, or dvc has ended, which removes the clone of an experiment."""
+        comes_back = self.request.repository_dir.resolve() == self.workspace_dir
+        if not comes_back:
+            with suppress(Unanswered):
+                self._request_end()
+        with suppress(OSError):  # there may be no terminal
+            if comes_back:
+                self.say(f"detached from job {self.number}; run the same command to reattach")
+            else:
+                self.say(f"asking job {self.number} to save and end, as no command would reattach to it")
+
+    def _end_job(self) -> None:
+        """At first so that it can save its work; a second time, or if it takes too long, at once."""
+        try:
+            if self._asked_at is not None:
+                self.say(f"ending job {self.number} now")
+                _run("scancel", self.number)
+            elif self._request_end():
+                self.say(
+                    f"asking job {self.number} to save and end; it is ended after {GRACE_S} s, or if you ask again"
+                )
+            else:
+                self.say(f"job {self.number} was waiting in the queue, and is withdrawn")
+            self._asked_at = time.monotonic()
+        except Unanswered as error:
+            self.say(f"job {self.number} was not asked to end: {error.message}")
+
+    def _request_end(self) -> bool:
+        """Ask a running job to end, withdraw a waiting one; returns whether it runs. Raises Unanswered."""
+        self.dir.cancel_path.touch()
+        try:
+            waits = any(job.number == self.number and job.state == "PENDING" for job in queued_jobs())
+            if waits:
+                _run("scancel", self.number)
+            else:
+                ask_to_end(self.number, alone=self.request.num_nodes == 1)
+        except Unanswered:
+            self.dir.cancel_path.unlink()  # or the job would take its time limit for this request
+            raise
+        return not waits
+
+
+def caller_pid() -> int:
+    """Process that started docker/run: dvc, if it runs the stage."""
+    return int(os.environ.get("BAKEOFF_CALLER") or os.getppid())
+
+
+def refuse_changed_job(request: Request) -> None:
+    """Raises UserError if files changed after this job was submitted, so that it would do something else."""
+    if request.in_job and (changed := JobDir(Path(request.caller[JOB_VARIABLE])).changed_since(job_facts(request))):
+        raise UserError(
+            f"{', '.join(changed)} changed after this job was submitted; run the same command to submit it again. "
+            "To change files while jobs wait, use an experiment: dvc exp run --queue"
+        )
+
+
+def run_inside_job(request: Request, run: Callable[[], int], say: Callable[[str], None]) -> int:
     """Run the stage in its job: by `run`, which returns its exit code; put its outputs aside, and write how it ended.
 
     The outputs are put aside, as DVC removes those of a job that has ended unattended.
     """
-    job, number = JobDir(Path(os.environ[JOB_VARIABLE])), os.environ.get("SLURM_JOB_ID", "")
+    job, number = JobDir(Path(request.caller[JOB_VARIABLE])), request.caller.get("SLURM_JOB_ID", "")
+    outs, workspace_dir = request.require_declared().outs, request.workspace_dir
     if job.end() is not None:  # put back into the queue as it ended
         return 0
+    saves_in = checkpoints_dir(request.repository_dir, request.name)
+    saved_before = set(saves_in.glob("*/step-*"))
     # One name for each start: a failure before the job went back into the queue must not end the next start.
-    failed_path = job.folder / f"failed-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    if node_of(os.environ) > 0:
-        code = run()
+    failed_path = job.folder / f"failed-{request.caller.get('SLURM_RESTART_COUNT', '0')}"
+    if request.node == 0:
+        for out in outs:  # DVC has removed them; a job that was cancelled after that may have left some
+            remove(workspace_dir / out)
+    code = run()
+    if request.node > 0:
         if code != 0 and code - 128 not in ENDING:
             failed_path.write_text(str(code), encoding="utf-8")
             with suppress(Unanswered):  # the first node would wait for this one
                 ask_to_end(number, alone=False)
         return code
-    saves_in = checkpoints_dir(repository_of(os.environ, workspace_dir), name) if stage == "train" else None
-    saved_before = _checkpoints(saves_in)
-    for out in declared.outs:  # DVC has removed them; a job that was cancelled after that may have left some
-        remove(workspace_dir / out)
-    code = run()
     if failed_path.exists():
         code = int(failed_path.read_text(encoding="utf-8") or code)
     elif code - 128 in ENDING and not job.cancel_path.exists():
-        saved = code != 128 + TIME_IS_UP or _checkpoints(saves_in) > saved_before
+        saved = code != 128 + TIME_IS_UP or set(saves_in.glob("*/step-*")) > saved_before
         if _runs_again(number, saved=saved, say=say):
             return code
     if code == 0:
-        job.put_aside(workspace_dir, declared.outs)
+        job.put_aside(workspace_dir, outs)
     publish_text(str(code), job.folder / "end")
     return code
 
@@ -362,7 +547,3 @@ def _runs_again(number: str, *, saved: bool, say: Callable[[str], None]) -> bool
         return False
     say(f"job {number} goes back into the queue, and resumes from there")
     return True
-
-
-def _checkpoints(recipe_dir: Path | None) -> set[Path]:
-    return set(recipe_dir.glob("*/step-*")) if recipe_dir else set()

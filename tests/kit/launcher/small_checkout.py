@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from stages.core.lineage import write_lineage
 from stages.core.params import load_params
 from stages.kit.launcher.gpus import Gpu
+from stages.kit.launcher.pipeline import Request, declared_stages
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.closure import import_closure
@@ -31,6 +32,20 @@ CALLER = {
     **{f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
 }
 """The environment of a person in a shell with .venv activated."""
+
+
+PARAMS = load_params(ROOT / "params.yaml")
+
+
+def request_of(workspace: Path, stage: str, *args: str, **known: Any) -> Request:
+    """A request. known: fields, and what would follow from params.yaml or the machine, such as `network`."""
+    names = {field.name for field in fields(Request)}
+    given = {name: known.pop(name) for name in names & known.keys()}
+    forced: type[Request] = type("Forced", (Request,), known)
+    stages = given.pop("stages", None) or declared_stages(workspace)
+    return forced(
+        **{"params": PARAMS, "caller": {}, "workspace_dir": workspace, **given}, stage=stage, args=args, stages=stages
+    )
 
 
 def copy_code(workspace: Path, module: str = "stages.kit.launcher.launch") -> None:

@@ -14,7 +14,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.kit.launcher.container import Mount, Outputs, make_places, mounts
 from stages.kit.launcher.pipeline import DeclaredStage
-from stages.kit.launcher.process import StageRun
+from tests.kit.launcher.small_checkout import request_of
 
 MERGE = DeclaredStage(
     name="merge@r1",
@@ -51,11 +51,9 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def mounts_of(workspace: Path, **changes: Any) -> list[Mount]:
-    settings = {"caller": {}, "workspace_dir": workspace, **changes}
-    stage_run = StageRun(stage="merge", args=("r1",), declared=MERGE, **settings)
     outputs = Outputs(MERGE, workspace)
     with outputs.aside():
-        found = mounts(stage_run, MERGE, outputs)
+        found = mounts(request_of(workspace, "merge", "r1", stages=[MERGE], **changes), None, outputs)
         make_places(found, outputs)
         # Inside another mount an engine can make no place.
         for index, mount in enumerate(found):
@@ -137,11 +135,11 @@ def test_input_with_a_mount_inside_is_refused(workspace: Path, monkeypatch: pyte
 
 def test_callers_certificates_come_with_the_network(workspace: Path, tmp_path: Path) -> None:
     bundle = write(tmp_path / "ca.crt")
-    caller = {"SSL_CERT_FILE": str(bundle), "REQUESTS_CA_BUNDLE": str(tmp_path / "nowhere.crt")}
+    hub, nowhere = tmp_path / "hub", tmp_path / "nowhere.crt"
+    caller = {"SSL_CERT_FILE": str(bundle), "REQUESTS_CA_BUNDLE": str(nowhere), "HF_HOME": str(hub)}
     for network in (True, False):
         found = {mount.target for mount in mounts_of(workspace, network=network, caller=caller)}
-        assert (bundle in found) == network
-        assert tmp_path / "nowhere.crt" not in found
+        assert found & {bundle, hub, nowhere} == ({bundle, hub} if network else set())
 
 
 def test_path_with_a_comma_or_a_quote_stays_one_path() -> None:

@@ -25,11 +25,11 @@ from stages.kit.launcher import inside
 from stages.kit.launcher.apptainer import IMAGES_DIR, SECCOMP, ApptainerEngine, digest_path, sif_path
 from stages.kit.launcher.container import NotUsable
 from stages.kit.launcher.engines import CONTAINER_ENGINES, Engine, choose_engine
+from stages.kit.launcher.gpus import Gpu
 from stages.kit.launcher.images import image_reference
-from stages.kit.launcher.pipeline import declared_stages, stage_of_command
-from stages.kit.launcher.process import Ended, StageRun, this_machine
+from stages.kit.launcher.process import Ended, this_machine
 from tests import ROOT
-from tests.kit.launcher.small_checkout import small_checkout
+from tests.kit.launcher.small_checkout import request_of, small_checkout
 
 PLAN = Path("data/runs/r1-llm-only/plan.yaml")
 INSIDE = ["python", "-m", "stages.kit.launcher.inside", "plan", "r1-llm-only"]
@@ -118,10 +118,8 @@ def apptainer(clients: Path, workspace: Path) -> Path:
 
 
 def run(workspace: Path, engine: str, stage: str = "plan", name: str = "r1-llm-only", **more: Any) -> Ended:
-    declared = stage_of_command(declared_stages(workspace), stage, [name])
-    settings = {"caller": {}, "workspace_dir": workspace, **more}
-    stage_run = StageRun(stage=stage, args=(name,), declared=declared, **settings)
-    return CONTAINER_ENGINES[engine](workspace, "cpu").run(stage_run)
+    request = request_of(workspace, stage, name, **more)
+    return CONTAINER_ENGINES[engine].find(engine, workspace, "cpu").run(request)
 
 
 def asked(clients: Path, verb: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -194,16 +192,17 @@ def test_kernel_settings_are_read_only_with_what_is_mounted_inside(
     assert not any("debug" in value for value in found)
 
 
+GPUS = tuple(Gpu(index=index, uuid=f"GPU-{letter}", name="H100") for index, letter in enumerate("ab"))
 CALLER = {"LANG": "C.UTF-8", "HF_TOKEN": "hf_secret", "HTTPS_PROXY": "http://me:secret@proxy", "AWS_KEY": "secret"}
 
 
 def test_docker_gets_the_callers_variables_by_name_alone(docker: Path, workspace: Path) -> None:
-    more = {"network": True, "variables": {"HF_HOME": "/hub"}, "caller": {**CALLER, "TRITON_CACHE_DIR": "/mine"}}
-    call, _ = the_run(docker, workspace, "docker", stage="base", name="vlm", **more)
+    caller = {**CALLER, "TRITON_CACHE_DIR": "/mine", "HF_HOME": str(workspace / "hub")}
+    call, _ = the_run(docker, workspace, "docker", stage="base", name="vlm", network=True, caller=caller)
     assert options(call, "--network") == ["bridge"]
     assert not any("secret" in argument for argument in call)
     environment = options(call, "--env")
-    assert {"HF_TOKEN", "HTTPS_PROXY", "LANG", "HF_HOME=/hub", "PYTHONHASHSEED=0"} <= set(environment)
+    assert {"HF_TOKEN", "HTTPS_PROXY", "LANG", f"HF_HOME={workspace / 'hub'}", "PYTHONHASHSEED=0"} <= set(environment)
     assert not {"AWS_KEY", "TRITON_CACHE_DIR"} & set(environment)
 
 
@@ -211,38 +210,39 @@ def test_apptainer_gets_variables_in_its_environment_and_none_undoes_the_seal(
     apptainer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = {**CALLER, "APPTAINER_BIND": "/home", "APPTAINERENV_AWS_KEY": "secret", "SINGULARITY_NV": "1"}
-    for name, value in (caller | {"APPTAINER_CACHEDIR": "/scratch"}).items():
+    hub = str(workspace / "hub")
+    for name, value in (caller | {"APPTAINER_CACHEDIR": "/scratch", "HF_HOME": hub}).items():
         monkeypatch.setenv(name, value)
-    more = {"network": True, "variables": {"HF_HOME": "/hub"}, "caller": os.environ}
-    call, environment = the_run(apptainer, workspace, "apptainer", **more)
+    call, environment = the_run(apptainer, workspace, "apptainer", network=True, caller=os.environ)
     assert not any("secret" in argument for argument in call)
-    expected = {"HF_TOKEN": "hf_secret", "HF_HOME": "/hub", "BAKEOFF_IMAGE": "sha256:0123"}
+    expected = {"HF_TOKEN": "hf_secret", "HF_HOME": hub, "BAKEOFF_IMAGE": "sha256:0123"}
     assert environment.items() >= {f"APPTAINERENV_{name}": value for name, value in expected.items()}.items()
     assert environment["APPTAINER_CACHEDIR"] == "/scratch"
     assert not {"APPTAINER_BIND", "APPTAINERENV_AWS_KEY", "SINGULARITY_NV", "APPTAINERENV_HOME"} & environment.keys()
 
 
 @pytest.mark.parametrize(
-    ("more", "sealed"), [({}, True), ({"num_nodes": 2}, False), ({"network": True, "gpus": ("GPU-a", "GPU-b")}, False)]
+    ("more", "sealed"), [({}, True), ({"num_nodes": 2}, False), ({"network": True, "gpus": GPUS}, False)]
 )
 def test_apptainer_shows_network_and_gpus_to_stages_that_need_them(
     apptainer: Path, workspace: Path, more: dict[str, Any], sealed: bool
 ) -> None:
+    more["caller"] = {"HF_HOME": str(workspace / "hub")}
     call, environment = the_run(apptainer, workspace, "apptainer", **more)
     assert ("--net" in call) == sealed
     assert ("type=bind,source=/etc/hosts,target=/etc/hosts,readonly" in call) != sealed
     assert ("--nv" in call) == bool(more.get("gpus"))
-    assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ",".join(more.get("gpus", ()))
+    assert environment["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == ("GPU-a,GPU-b" if "gpus" in more else "")
 
 
 def test_docker_and_podman_give_gpus_by_their_uuids(
     docker: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, _ = the_run(docker, workspace, "docker", gpus=("GPU-a", "GPU-b"))
+    call, _ = the_run(docker, workspace, "docker", gpus=GPUS)
     assert options(call, "--gpus") == ['"device=GPU-a,GPU-b"']
     install(docker, "podman")
     monkeypatch.setattr(os, "getuid", lambda: 1234)
-    call, _ = the_run(docker, workspace, "podman", gpus=("GPU-a",))
+    call, _ = the_run(docker, workspace, "podman", gpus=GPUS[:1])
     assert options(call, "--device") == ["nvidia.com/gpu=GPU-a"]
     assert options(call, "--userns") == ["keep-id"]
     assert {"--http-proxy=false", "--read-only-tmpfs=false"} <= set(call)
@@ -348,12 +348,12 @@ def test_auto_takes_the_first_engine_with_this_trees_image_and_gives_its_reasons
 def test_auto_leaves_no_stage_unsealed_if_the_others_are_sealed(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(_: Path, target: str) -> object:
+    def find(_: str, __: Path, target: str) -> object:
         if target != "cpu":
             raise NotUsable(f"there is no image {target}")
         return object()
 
-    monkeypatch.setitem(CONTAINER_ENGINES, "docker", find)
+    monkeypatch.setitem(CONTAINER_ENGINES, "docker", SimpleNamespace(find=find))
     with pytest.raises(NotUsable, match="there is no image vllm-cpu"):
         choose(workspace, "auto", "vllm-cpu")
 
@@ -377,7 +377,7 @@ def test_clone_finds_apptainers_image_beside_its_venv(clients: Path, workspace: 
     install(clients, "apptainer")
     reference = image_reference(workspace, "cpu")
     sif = make_sif(tmp_path / "checkout", reference)
-    engine = ApptainerEngine.find(workspace, "cpu")
+    engine = ApptainerEngine.find("apptainer", workspace, "cpu")
     assert (engine.sif_path, engine.image) == (sif, (reference, "sha256:0123"))
 
 

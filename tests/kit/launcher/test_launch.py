@@ -19,19 +19,17 @@ from stages.kit.launcher.apptainer import ApptainerEngine
 from stages.kit.launcher.container import Outputs, refuse_links_out
 from stages.kit.launcher.engines import choose_engine
 from stages.kit.launcher.gpus import Gpu
-from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps, stage_run_of
-from stages.kit.launcher.pipeline import Request, declared_stages, gpus_wanted
+from stages.kit.launcher.launch import refuse_full_disk, refuse_missing_deps
+from stages.kit.launcher.pipeline import Request, gpus_wanted
 from stages.kit.launcher.process import STAGES, ProcessEngine
 from stages.kit.planning.plan import resolve_plan
 from tests import ROOT
 from tests.documents import write_yaml
-from tests.kit.launcher.small_checkout import CALLER, notes, run, set_gpus, small_checkout
+from tests.kit.launcher.small_checkout import CALLER, PARAMS, notes, request_of, run, set_gpus, small_checkout
 
 GPUS = tuple(
     Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA A100", used_bytes=0, total_bytes=80 * 2**30) for index in (0, 1)
 )
-PARAMS = load_params(ROOT / "params.yaml")
-
 # Notes its GPUs when it starts. With OMP_MEETS it waits until another one runs too.
 STAGE = """
 import os, pathlib, time
@@ -48,8 +46,7 @@ PIPELINE = "stages: {train: {cmd: exec docker/run train r1-llm-only, outs: [trai
 
 
 def request(stage: str, *args: str, params: Params = PARAMS, workspace: Path = ROOT, **caller: str) -> Request:
-    stages = declared_stages(workspace)
-    return Request(stage=stage, args=args, params=params, stages=stages, workspace_dir=workspace, caller=caller)
+    return request_of(workspace, stage, *args, params=params, caller=caller)
 
 
 @pytest.fixture
@@ -113,7 +110,7 @@ def test_link_out_of_the_checkout_is_refused_before_anything_is_written(
     monkeypatch.setenv("BAKEOFF_ENGINE", "process")
     monkeypatch.delenv("DVC_ROOT", raising=False)
     with pytest.raises(UserError, match=f"{link} is a link out of this checkout, to {victim}"):
-        launcher.launch("check", ())
+        launcher.launch(launcher.read_request("check", ()))
     assert [path.name for path in victim.iterdir()] == ["vlm"]
     (checkout / link).unlink()
     (checkout / "within").mkdir()
@@ -154,11 +151,11 @@ def test_missing_vllm_is_reported_before_a_training(tmp_path: Path, monkeypatch:
 def test_only_a_source_on_the_hub_has_the_network(source: str, folder: Path | None, network: bool) -> None:
     profile = replace(PARAMS.active, bases={**PARAMS.active.bases, "vlm": source})
     params = replace(PARAMS, profiles={PARAMS.profile: profile})
-    found = stage_run_of(request("base", "vlm", params=params, HF_HOME="/hub"), ProcessEngine(), (), 0)
+    found = request("base", "vlm", params=params, HF_HOME="/hub")
     assert (found.source_dir, found.network) == (folder, network)
-    assert ("HF_HOME" in found.variables) == network
+    assert found.variables(None) == ({"HF_HOME": "/hub"} if network else {})
     for other in (request("train", "r1-llm-only", params=params), request("base", "no-such", params=params)):
-        assert stage_run_of(other, ProcessEngine(), (), 0).source_dir is None
+        assert (other.source_dir, other.network) == (None, False)
 
 
 def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add(tmp_path: Path) -> None:
@@ -191,7 +188,7 @@ def test_dependencies_that_dvc_yaml_lacks_are_refused_with_the_lines_to_add(tmp_
 
 def test_online_tracking_is_refused_in_a_container_alone() -> None:
     params = replace(PARAMS, tracking=replace(PARAMS.tracking, wandb=True, wandb_mode="online"))
-    container = ApptainerEngine(reference="bakeoff:cpu", sif_path=Path("cpu.sif"), digest="sha256:0")
+    container = ApptainerEngine(name="apptainer", sif_path=Path("cpu.sif"), image=("bakeoff:cpu", "sha256:0"))
     with pytest.raises(UserError, match=r"tracking\.wandb_mode is online.*BAKEOFF_ENGINE=process"):
         launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), container)
     launcher.refuse_online_tracking(request("train", "r1-llm-only", params=params), ProcessEngine())

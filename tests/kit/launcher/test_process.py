@@ -15,8 +15,9 @@ import pytest
 from stages.core.errors import OUT_OF_MEMORY
 from stages.core.signals import ENDING
 from stages.kit.launcher import process
-from stages.kit.launcher.process import ProcessEngine, StageRun, oom_kills
-from tests.kit.launcher.small_checkout import commit, notes, run, small_checkout, wait_until
+from stages.kit.launcher.engines import ENGINES
+from stages.kit.launcher.process import ProcessEngine, oom_kills
+from tests.kit.launcher.small_checkout import commit, notes, request_of, run, small_checkout, wait_until
 
 STAGE = """
 import os, signal, subprocess, sys, time
@@ -203,7 +204,7 @@ def test_stage_runs_once_at_a_time(start: Start, workspace: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"BAKEOFF_ENGINE": "lxc"}, "'lxc'; the engines are docker, podman, apptainer, process"),
+        ({"BAKEOFF_ENGINE": "lxc"}, f"'lxc'; the engines are {', '.join(ENGINES)}. "),
         ({"VIRTUAL_ENV": ""}, "make setup"),
     ],
 )
@@ -257,8 +258,7 @@ def test_killed_stage_ran_out_of_memory_if_the_kernel_counted_it(
     monkeypatch.setattr(process, "MACHINE_COUNTERS", (counter,))
     stage = f"import os\nwith open({str(counter)!r}, 'w') as file: file.write({count!r})\nos.kill(os.getpid(), 9)"
     (workspace / "stages/train.py").write_text(stage)
-    stage_run = StageRun(stage="train", args=(), declared=None, workspace_dir=workspace, caller=CALLER)
-    assert ProcessEngine().run(stage_run).code == code
+    assert ProcessEngine().run(request_of(workspace, "train", caller=CALLER)).code == code
 
 
 def test_kernels_counters_are_read(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch:
     version_path = next(path for folder in sys.path for path in Path(folder).glob("torch/version.py"))
     assert cuda_of_torch() == runpy.run_path(str(version_path))["cuda"]
     monkeypatch.setattr(machine, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "x.py")))
-    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
+    (tmp_path / "version.py").write_text("cuda: str | None = '13.0'\n")
     assert cuda_of_torch() == "13.0"
 
 

@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 
-from stages.core.params import load_params
 from stages.core.params.schema import DeviceParams, JobParams, Params, SlurmParams
 from stages.kit.launcher import slurm
-from stages.kit.launcher.launch import job_facts
-from stages.kit.launcher.pipeline import JOB_VARIABLE, DeclaredStage, Request
-from stages.kit.launcher.slurm import (
-    MARGIN,
-    PROCESS_GIB,
-    JobDir,
-    host_gib,
-    job_options,
-    run_inside_job,
-    runs_in_slurm,
-)
-from stages.kit.launcher.slurm_wait import StageJob
+from stages.kit.launcher.pipeline import JOB_VARIABLE, MARGIN, PROCESS_GIB, DeclaredStage, Request, host_gib
+from stages.kit.launcher.slurm import JobDir, StageJob, job_options, run_inside_job, runs_in_slurm
 from stages.kit.planning.plan import resolve_plan
-from tests import ROOT
+from tests.kit.launcher.small_checkout import PARAMS, request_of
 
-PARAMS = load_params(ROOT / "params.yaml")
 IN_SLURM = replace(PARAMS, profiles={"tiny": replace(PARAMS.active, place="slurm")})
 FOLDERS = ("stages", "docker", "data/x")
 STAGE = DeclaredStage(
@@ -52,12 +40,11 @@ def test_stage_is_submitted_once(stage: str, caller: dict[str, str], params: Par
 
 
 def request(workspace: Path, stage: str = "train", name: str = "r1", params: Params = PARAMS, **caller: str) -> Request:
-    return Request(stage=stage, args=(name,), params=params, stages=[STAGE], workspace_dir=workspace, caller=caller)
+    return request_of(workspace, stage, name, params=params, stages=[STAGE], caller=caller)
 
 
 def fingerprint(workspace: Path, params: Params = PARAMS, **caller: str) -> str:
-    wanted = request(workspace, params=params, **caller)
-    return StageJob(wanted, job_facts(wanted, STAGE), say=print).fingerprint
+    return StageJob(request(workspace, params=params, **caller), print).fingerprint
 
 
 def test_job_is_known_by_its_inputs_settings_code_and_packages_alone(tmp_path: Path) -> None:
@@ -114,17 +101,17 @@ def test_a_persons_options_come_last_and_replace_those_that_they_exclude(tmp_pat
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
-    """The job of a merge, in which this process runs."""
+def job(tmp_path: Path) -> JobDir:
+    """The job of a merge."""
     job = JobDir(tmp_path / "job")
     job.folder.mkdir()
-    monkeypatch.setenv(JOB_VARIABLE, str(job.folder))
     return job
 
 
-def run_merge(workspace: Path, stage: Callable[[], int]) -> int:
+def run_merge(workspace: Path, stage: Callable[[], int], **slurm: str) -> int:
     declared = DeclaredStage(name="merge", command="docker/run merge r1", params=(), deps=(), outs=("data/merged",))
-    return run_inside_job("merge", "r1", declared, stage, workspace, print)
+    caller = {JOB_VARIABLE: str(workspace / "job"), **{f"SLURM_{name}": value for name, value in slurm.items()}}
+    return run_inside_job(request_of(workspace, "merge", "r1", stages=[declared], caller=caller), stage, print)
 
 
 def test_job_starts_without_the_outputs_of_a_cancelled_one(job: JobDir, tmp_path: Path) -> None:
@@ -146,13 +133,9 @@ def test_failure_of_another_node_ends_that_start_of_the_job_alone(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(slurm, "ask_to_end", lambda number, *, alone: asked.append(number))
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_NODEID", "1")
-    assert run_merge(tmp_path, lambda: 7) == 7
+    assert run_merge(tmp_path, lambda: 7, JOB_ID="12", NODEID="1") == 7
     assert (asked, job.end()) == (["12"], None), "the first node writes the end"
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    assert run_merge(tmp_path, lambda: 0) == code
+    assert run_merge(tmp_path, lambda: 0, NODEID="0", RESTART_COUNT=restarts) == code
     assert job.end() == code
 
 

@@ -106,7 +106,7 @@ def test_unusable_docker_is_refused(machine: Path, has: list[str], environment: 
 def test_missing_engine_is_named(machine: Path) -> None:
     for name in ("docker", "apptainer"):
         (machine / name).unlink()
-    with pytest.raises(UserError, match="no docker, podman or apptainer is on the PATH"):
+    with pytest.raises(UserError, match="no docker or podman or apptainer is on the PATH"):
         build.find_engine(None)
 
 
