@@ -22,15 +22,21 @@ from stages.kit.models.certificate import QuantizationCost
 from stages.kit.planning.memory_use import StageMemory, stage_memory_path
 from stages.kit.planning.plan import resolve_plan
 from stages.kit.reporting.runs import MODEL_LINEAGE_FILE
+from stages.tasks.detection.report import REPORT
 from tests.made_up_records import CERTIFICATE, PROVENANCE, TRAINING, made_up_reading
 
 MIB = 2**20
 PARAMS_PATH = Path(__file__).parent.parent / "params.yaml"
-DETECTION_NAMES = ("base-vlm", "r1-llm-only", "r2-vision-only", "r3-two-stage", "r4-joint")
 
 
 def project_params() -> Params:
     return load_params(PARAMS_PATH)
+
+
+def names_of(task: str) -> list[str]:
+    """The baselines and recipes of a task in params.yaml."""
+    params = project_params()
+    return [name for name in (*params.baselines, *params.recipes) if params.subject(name).task == task]
 
 
 def made_up_ious(mean: float, num_samples: int, *, seed: int) -> NDArray[np.float64]:
@@ -50,33 +56,26 @@ def write_made_up_run(
     truth: Sequence[float] = (0.2, 0.2, 0.8, 0.8),
     num_examples: int = 1,
 ) -> Path:
-    """An evaluated run; with `params`, also plan and training record of the recipe of that name."""
+    """An evaluated run of detection, with the columns and figures that its report declares; with `params`, also the
+    plan and the training record of the recipe of that name.
+
+    ious: the primary figure of each sample.
+    """
     run_dir = runs_dir / name
     (run_dir / "examples").mkdir(parents=True)
     scores = np.asarray(ious, dtype=np.float64)
-    rows = {
+    identity = {
         "image_id": image_ids or [f"image-{index:03d}" for index in range(len(scores))],
-        "text": ["<|box_start|>(200,200),(800,800)<|box_end|>"] * len(scores),
-        "valid": [bool(score > 0) for score in scores],
-        "boxes": [[[0.2, 0.2, 0.8, 0.8]]] * len(scores),
         "truth": [[list(truth)]] * len(scores),
-        "iou": scores,
-        "matched_iou": scores,
     }
+    rows = {column: identity.get(column, scores) for column in (*REPORT.identity, *REPORT.columns)}
     pq.write_table(pa.table(rows), run_dir / "predictions.parquet")
-    _write_json(
-        run_dir / "metrics.json",
-        {
-            "samples": len(scores),
-            "mean_iou": float(scores.mean()) if len(scores) else 0.0,
-            "detection_rate": float((scores > 0).mean()) if len(scores) else 0.0,
-            "iou_over_50": float((scores > 0.5).mean()) if len(scores) else 0.0,
-            "iou_over_70": float((scores > 0.7).mean()) if len(scores) else 0.0,
-            "map_score_policy": "answer-order",
-            "samples_per_second": 12.5,
-            **({"memory_predicted_gib": 1.25, "memory_measured_gib": 1.5} if params else {}),
-        },
-    )
+    figures = {
+        metric.key: float(np.mean(scores if metric.evidence else scores > 0.5)) if len(scores) else 0.0
+        for metric in REPORT.metrics
+    }
+    memory = {"memory_predicted_gib": 1.25, "memory_measured_gib": 1.5} if params else {}
+    _write_json(run_dir / "metrics.json", {**figures, **memory, "samples": len(scores), "samples_per_second": 12.5})
     for kind in ("best", "worst", "random"):
         for rank in range(1, num_examples + 1):
             _write_example(run_dir / "examples" / f"{kind}-{rank}.png")
@@ -113,7 +112,7 @@ def write_model_lineage(run_dir: Path, name: str) -> None:
 
 
 def write_made_up_record(data_dir: Path, stage: str, **changes: Any) -> None:
-    """The launcher's record of `train@NAME` or `baseline@NAME`, of the task detection."""
+    """The launcher's record of a stage of the task detection, such as `train@NAME`."""
     trained = stage.startswith("train")
     base = "data/bases/vlm"
     record = replace(
@@ -137,8 +136,8 @@ def _write_training(run_dir: Path, name: str, params: Params) -> None:
         samples=32,
         batch_size=16,
         same_answers=30,
-        trained={"mean_iou": 0.68},
-        merged={"mean_iou": 0.66},
+        trained={REPORT.primary.key: 0.68},
+        merged={REPORT.primary.key: 0.66},
     )
     replace(
         CERTIFICATE,

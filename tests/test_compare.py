@@ -18,17 +18,19 @@ from stages.core.errors import UserError
 from stages.kit.reporting.page import render_page
 from stages.kit.reporting.runs import cards_dir
 from stages.kit.reporting.sections import comparison_table
+from stages.tasks.detection.report import REPORT
 from tests.made_up_runs import (
-    DETECTION_NAMES,
     made_up_ious,
     made_up_memory,
+    names_of,
     project_params,
     write_made_up_memory,
     write_made_up_record,
     write_made_up_run,
 )
 
-MEANS = dict(zip(DETECTION_NAMES, (0.2, 0.68, 0.35, 0.68, 0.735), strict=True))
+OF_STORY = {"base-vlm": 0.2, "r1-llm-only": 0.68, "r2-vision-only": 0.35, "r3-two-stage": 0.68, "r4-joint": 0.735}
+MEANS = {name: OF_STORY.get(name, 0.5) for name in names_of("detection")}
 
 
 def write_runs(data_dir: Path, *, leave_out: tuple[str, ...] = ()) -> None:
@@ -99,10 +101,9 @@ def test_the_terminal_shows_table_headline_and_insights(complete: tuple[Path, st
     data_dir, shown = complete
     assert shown.startswith(report(data_dir, "table.txt"))
     heading = next(line for line in shown.splitlines() if "Model" in line)
-    assert re.split(r"\s{2,}", heading.strip()) == [
-        "Model", "Mean IoU", "Det Rate", "IoU>0.5", "IoU>0.7", "95% interval",
-    ]  # fmt: skip
-    assert re.search(r"^r4-joint +0\.7\d\d +100\.0% .* best", shown, re.MULTILINE)
+    headings = [metric.heading for metric in REPORT.metrics]
+    assert re.split(r"\s{2,}", heading.strip()) == ["Model", *headings, "95% interval"]
+    assert re.search(r"^r4-joint +0\.7\d\d .* best", shown, re.MULTILINE)
     assert "r4-joint is best: mean IoU 0.7" in shown
     assert "Joint against LLM-only: the model of r4-joint is better than that of r1-llm-only by +0.0" in shown
     assert "Two-stage against LLM-only: no difference shown between the model of r3-two-stage and that of r1-" in shown
@@ -117,11 +118,11 @@ def test_markdown_and_csv_say_the_same_as_the_terminal(complete: tuple[Path, str
     data_dir, shown = complete
     written = report(data_dir, "comparison.md").replace("\\", "")
     insights = [line.strip() for line in shown.splitlines() if " against " in line]
-    assert len(insights) == 9
+    assert len(insights) == len(REPORT.questions) + len(MEANS) - 1, "and each recipe against its base"
     assert all(f"- {line}" in written for line in insights)
     assert next(line for line in shown.splitlines() if line.startswith("The recipes differ in ")) in written
     rows = list(csv.DictReader(io.StringIO(report(data_dir, "comparison.csv"))))
-    assert [row["model"] for row in rows] == list(DETECTION_NAMES)
+    assert [row["model"] for row in rows] == list(MEANS)
     best = next(row for row in rows if row["role"] == "best")
     assert float(best["mean_iou_low"]) < float(best["mean_iou"]) < float(best["mean_iou_high"])
 
@@ -154,10 +155,12 @@ def test_the_page_stands_alone(complete: tuple[Path, str]) -> None:
 
 def test_missing_models_are_named_everywhere(incomplete: tuple[Path, str]) -> None:
     data_dir, shown = incomplete
+    rows = {row["model"]: row for row in csv.DictReader(io.StringIO(report(data_dir, "comparison.csv")))}
     for name, stage in (("base-vlm", "baseline@base-vlm"), ("r3-two-stage", "evaluate@r3-two-stage")):
         assert f"{name}: not run: dvc repro {stage}" in shown
         assert f"- {name}: not run: dvc repro {stage}" in report(data_dir, "comparison.md")
-        assert f"{name},,,,,,,not run,not run: dvc repro {stage}" in report(data_dir, "comparison.csv")
+        filled = {key: value for key, value in rows[name].items() if value}
+        assert filled == {"model": name, "role": "not run", "note": f"not run: dvc repro {stage}"}
         assert f"<b>{name}</b>: not run: <code>dvc repro {stage}</code>" in report(data_dir, "index.html")
     assert "Two-stage against LLM-only: not answered, not run: dvc repro evaluate@r3-two-stage" in shown
     assert "r4-joint is best" in shown

@@ -27,6 +27,7 @@ from stages.kit.publishing.card import write_card
 from stages.kit.publishing.folder import check_published
 from stages.kit.publishing.signing import KEY_FILE, SIGNATURE_FILE, STATEMENT_FILE, read_statement, sign, signing_key
 from stages.publish import gather, main, publish_run
+from stages.tasks.detection.report import REPORT
 from tests import ROOT
 from tests.made_up_publication import RUN, made_up_workspace
 from tests.tiny_families import template_of
@@ -192,7 +193,7 @@ def test_the_cards_table_and_figures_are_the_reports(workspace: Path) -> None:
     metrics = json.loads((Path("data/runs") / RUN / "metrics.json").read_text())
     results = ModelCard.load(OUT / "README.md").data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {
-        name: metrics[name] for name in ("mean_iou", "detection_rate", "iou_over_50", "iou_over_70")
+        metric.key: metrics[metric.key] for metric in REPORT.metrics
     }
 
 

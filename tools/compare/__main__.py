@@ -1,7 +1,7 @@
 """Compare recipes over several seeds, or choose settings for them: one experiment of DVC each. Behind `make compare`.
 
 Reads   the cards of a task's runs in the workspace and in the experiments of HEAD, or in those that are named
-        (experiments, branches, tags, commits, `workspace`), and what dvc.lock and the launcher recorded of them
+        (experiments, branches, tags, commits, `workspace`), and what the launcher recorded of them
 Writes  data/report/TASK/over-seed/, the same files as the comparison of one workspace; with --over nothing
 Run     python -m tools.compare detection
         python -m tools.compare detection --over 'recipes.*.learning_rate'
@@ -16,9 +16,10 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 import numpy as np
@@ -42,14 +43,8 @@ from stages.kit.reporting.tables import Column, Row, Table, terminal_table
 from stages.kit.statistics import Score, score
 from tools.compare.experiments import SELECTION, Experiment, comparable, conditions, left_out_words
 
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A recipe with some values of the varied settings."""
-
-    settings: Mapping[str, str]
-    """Values by dotted path in params.yaml, also of what the recipe is made from."""
-    score: Score
+Candidate: TypeAlias = tuple[tuple[str, ...], Score]
+"""Values of the varied settings, `PATH=VALUE` each with its path in params.yaml, and what a recipe scores with them."""
 
 
 @click.command(help=__doc__)
@@ -103,12 +98,13 @@ def choose_settings(params: Params, task: str, names: Sequence[str], pattern: st
     console.print(terminal_table(candidates_table(ranked, report)))
     if left_out:
         console.print(Text(f"{left_out_words(left_out)}."), soft_wrap=True)
-    settings = {path: value for best, *_ in ranked.values() for path, value in best.settings.items()}
     # `++` sets a value whether or not params.yaml has it.
-    chosen = " ".join(f"-S {shlex.quote(f'++{path}={value}')}" for path, value in settings.items())
+    best = " ".join(
+        f"-S {shlex.quote(f'++{setting}')}" for (settings, _), *_ in ranked.values() for setting in settings
+    )
     # With another share set aside, recipes would train on other samples.
     share = ", ".join(sorted({value for fact, value in facts if fact.endswith(": data.selection")}))
-    command = f"dvc exp run --queue {chosen} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
+    command = f"dvc exp run --queue {best} -S data.selection={share} -S scored=val -S 'seed=42,43,44' compare@{task}"
     console.print(Text(f"Train the chosen settings: {command}"), soft_wrap=True)
 
 
@@ -120,15 +116,15 @@ def candidates(
     pattern: of the varied settings, with * for any name.
     Raises UserError if none was scored on the selection split, or not all on the same samples.
     """
-    found: dict[str, dict[tuple[tuple[str, str], ...], list[Run]]] = {}
+    found: dict[str, dict[tuple[str, ...], list[Run]]] = {}
     for recipe in (name for name, each in params.recipes.items() if each.task == report.task):
         for experiment in experiments:
             run = read_task_run(params, report.task, recipe, report, experiment.data_dir)
             if run and run.metrics.get("split") == SELECTION:  # other recipes have cards of the validation split
                 facts = conditions(experiment, report.task, [recipe])
-                settings = {fact.partition(": ")[2]: value for fact, value in facts.items() if ": " in fact}
-                varied = tuple(sorted((path, value) for path, value in settings.items() if fnmatchcase(path, pattern)))
-                found.setdefault(recipe, {}).setdefault(varied, []).append(run)
+                settings = {fact.partition(": ")[2]: value for fact, value in facts.items()}
+                varied = sorted(f"{path}={value}" for path, value in settings.items() if fnmatchcase(path, pattern))
+                found.setdefault(recipe, {}).setdefault(tuple(varied), []).append(run)
     runs = [run for by_settings in found.values() for same in by_settings.values() for run in same]
     if not runs:
         raise UserError(
@@ -138,12 +134,18 @@ def candidates(
     refuse_different_samples(runs)
     ranked = {}
     for recipe, by_settings in found.items():
-        scored = []
-        for varied, same in by_settings.items():
-            evidence = np.stack([evidence_of(report.primary, run) for run in different_models(same)])
-            scored.append(Candidate(settings=dict(varied), score=score(evidence, report.primary.statistic)))
+        scored = [
+            (
+                settings,
+                score(
+                    np.stack([evidence_of(report.primary, run) for run in different_models(same)]),
+                    report.primary.statistic,
+                ),
+            )
+            for settings, same in by_settings.items()
+        ]
         if len(scored) > 1:
-            ranked[recipe] = sorted(scored, key=lambda each: each.score.mean, reverse=report.primary.higher_is_better)
+            ranked[recipe] = sorted(scored, key=lambda each: each[1].mean, reverse=report.primary.higher_is_better)
     if not ranked:
         raise UserError(f"no recipe was run with several values of {pattern}")
     return ranked
@@ -162,11 +164,10 @@ def candidates_table(ranked: Mapping[str, Sequence[Candidate]], report: TaskRepo
     )
     rows = []
     for recipe, by_rank in ranked.items():
-        for rank, each in enumerate(by_rank):
-            settings = [f"{path.removeprefix(f'recipes.{recipe}.')}={value}" for path, value in each.settings.items()]
-            figures = (each.score.mean, each.score.interval, len(each.score.by_training))
-            cells = (recipe, ", ".join(settings), *figures, "" if rank else "chosen")
-            rows.append(Row(cells=cells, emphasised=rank == 0))
+        for rank, (settings, found) in enumerate(by_rank):
+            shown = ", ".join(setting.removeprefix(f"recipes.{recipe}.") for setting in settings)
+            figures = (found.mean, found.interval, len(found.by_training))
+            rows.append(Row(cells=(recipe, shown, *figures, "" if rank else "chosen"), emphasised=rank == 0))
     return Table(columns=columns, rows=tuple(rows))
 
 

@@ -9,17 +9,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from stages.core.errors import UserError, join_truncated, listed
-from stages.core.provenance import provenance_of_run, records_dir
+from stages.core.lineage import short
+from stages.core.provenance import PROVENANCE_DIR, Provenance
 from stages.kit.planning.memory_use import stage_memory_path
-from stages.kit.planning.plan import read_plan
 from stages.kit.reporting.runs import cards_dir
-from stages.kit.reporting.sections import plan_settings
 
 WORKSPACE = "workspace"
 SELECTION = "selection"
@@ -27,7 +25,7 @@ SELECTION = "selection"
 SEED = "seed"
 """The setting in which experiments may differ whatever else is varied. Not a recipe's own: its base would be the same
 under each."""
-_PLAN = "plan of its card: "
+_EVALUATIONS = ("evaluate", "baseline")
 _SOURCES = ("base", "prepare")
 """Stages with outputs that also come from outside the pipeline."""
 
@@ -36,9 +34,13 @@ _SOURCES = ("base", "prepare")
 class Experiment:
     name: str
     data_dir: Path
-    """Has the layout of a workspace's data/, with the cards of a task and the records of their stages."""
-    lock: Mapping[str, Any]
-    """dvc.lock's entry of each stage."""
+    """Has the layout of a workspace's data/, with the cards of a task and the launcher's records."""
+
+    @cached_property
+    def records(self) -> dict[str, Provenance]:
+        """The launcher's record of each stage that ran, by the stage's name."""
+        paths = sorted((self.data_dir / Path(PROVENANCE_DIR).name).rglob("*.json"))
+        return {record.stage: record for record in map(Provenance.read, paths)}
 
     def evaluated(self, task: str) -> list[str]:
         """The recipes and baselines that have a card."""
@@ -112,32 +114,28 @@ def fetch(name: str, revision: str, task: str, folder: Path) -> Experiment:
 
     Raises UserError for an unknown revision, and if DVC's cache lacks a file.
     """
-    yaml = YAML(typ="safe")
     if revision == WORKSPACE:
-        lock = yaml.load(Path("dvc.lock"))["stages"] if Path("dvc.lock").exists() else {}
-        return Experiment(name=name, data_dir=Path("data"), lock=lock)
+        return Experiment(name=name, data_dir=Path("data"))
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
     from dvc.scm import SCMError, resolve_rev
 
-    data_dir = folder / name / "data"
-    needed = [cards_dir(Path("data"), task), records_dir(Path("data"), task)]
-    needed.append(stage_memory_path(Path("data"), task, name="any", stage="any").parent.parent)
+    data_dir, data = folder / name / "data", Path("data")
+    memory_dir = stage_memory_path(data, task, name="any", stage="any").parent.parent
     try:
         with Repo() as repo:
             files = DVCFileSystem(rev=resolve_rev(repo.scm, revision))  # it takes an unknown one for an empty folder
-        lock = yaml.load(files.read_text("dvc.lock"))["stages"] if files.exists("dvc.lock") else {}
-        for path in needed:
+        for path in (cards_dir(data, task), Path(PROVENANCE_DIR), memory_dir):
             if files.exists(path.as_posix()):
-                target = data_dir / path.relative_to("data")
+                target = data_dir / path.relative_to(data)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.get(path.as_posix(), str(target), recursive=True)
     except (DvcException, SCMError, OSError) as error:
         raise UserError(
             f"experiment {name} cannot be read: {error}; if it was run elsewhere: dvc exp pull REMOTE {name}"
         ) from None
-    return Experiment(name=name, data_dir=data_dir, lock=lock)
+    return Experiment(name=name, data_dir=data_dir)
 
 
 def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = None) -> dict[str, dict[str, list[str]]]:
@@ -148,9 +146,8 @@ def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = No
     found: dict[str, dict[str, list[str]]] = {}
     for experiment in experiments:
         for fact, value in conditions(experiment, task).items():
-            _, is_setting, setting = fact.partition(": ")
-            meant = varied and (fnmatchcase(setting, varied) or setting.startswith(_PLAN))
-            if not (is_setting and (setting == SEED or meant)):
+            setting = fact.partition(": ")[2]
+            if setting != SEED and not (setting and varied and fnmatchcase(setting, varied)):
                 found.setdefault(fact, {}).setdefault(value, []).append(experiment.name)
     return {fact: by_value for fact, by_value in found.items() if len(by_value) > 1}
 
@@ -158,55 +155,38 @@ def unlike(experiments: Sequence[Experiment], task: str, varied: str | None = No
 def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = None) -> dict[str, str]:
     """Settings, code, data and packages behind the cards of a task, or behind those of some recipes.
 
-    Keys: `STAGE: SETTING` for every stage that a card depends on; the path of every input that no stage makes, with its
-    digest; `package NAME`.
+    Keys: `STAGE: SETTING`, `code of STAGE` and `inputs of STAGE` for every stage behind a card, except `check`,
+    which reads every setting; the path of every input that no stage makes, with its digest; `package NAME`.
     """
-    facts = {}
-    names = experiment.evaluated(task) if names is None else names
-    made = [path for entry in experiment.lock.values() for path in _digests(entry.get("outs", []))]
-    for stage in sorted(_stages(experiment, names)):
-        entry = experiment.lock[stage]
-        for settings in entry.get("params", {}).values():
-            facts.update({f"{stage}: {path}": value for path, value in _flat(settings)})
-        facts |= {path: digest for path, digest in _digests(entry.get("deps", [])).items() if not _within(path, made)}
-        if stage.partition("@")[0] in _SOURCES:
-            facts.update(_digests(entry.get("outs", [])))
-    facts = {fact: value for fact, value in facts.items() if "provenance/" not in fact}
-    cards = cards_dir(experiment.data_dir, task)
-    for name in names:
-        recorded = any(f"{kind}@{name}" in experiment.lock for kind in ("evaluate", "baseline"))
-        facts[f"record of {name} in dvc.lock"] = "yes" if recorded else "none"
-        if (cards / name / "plan.yaml").exists():  # also of a stale card, which dvc.lock does not describe
-            plan = plan_settings(read_plan(name, runs_dir=cards))
-            facts |= {f"{name}: {_PLAN}{path}": value for path, value in plan.items() if path != SEED}
-        for record in provenance_of_run(records_dir(experiment.data_dir, task), name):
-            packages = record.machine.packages if record.machine else {}
-            facts |= {f"package {package}": version for package, version in packages.items()}
-    return facts
-
-
-def _stages(experiment: Experiment, names: Sequence[str]) -> set[str]:
-    """The stages that evaluated the names, and all that they depend on, except `check`, which reads every setting."""
-    makers = {path: stage for stage, entry in experiment.lock.items() for path in _digests(entry.get("outs", []))}
-    waiting = [f"{kind}@{name}" for name in names for kind in ("evaluate", "baseline")]
-    seen: set[str] = set()
+    records, facts, seen = experiment.records, {}, set()
+    made = {path: stage for stage, record in records.items() for path in record.outputs}
+    waiting = []
+    for name in experiment.evaluated(task) if names is None else names:
+        evaluations = [stage for kind in _EVALUATIONS if (stage := f"{kind}@{name}") in records]
+        facts[f"record of {name}"] = "yes" if evaluations else "none"
+        waiting += evaluations
     while waiting:
         stage = waiting.pop()
-        if stage in seen or stage == "check" or stage not in experiment.lock:
+        if stage in seen or stage == "check":
             continue
         seen.add(stage)
-        made = (_within(path, makers) for path in _digests(experiment.lock[stage].get("deps", [])))
-        waiting += [makers[path] for path in made if path]
-    return seen
-
-
-def _within(path: str, outputs: Sequence[str] | Mapping[str, str]) -> str | None:
-    """The output that a path is, or is below; None if no stage made it."""
-    return next((output for output in outputs if path == output or path.startswith(f"{output}/")), None)
-
-
-def _digests(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return {entry["path"]: str(entry.get("md5") or entry.get("hash")) for entry in entries}
+        record = records[stage]
+        facts |= {f"{stage}: {path}": value for path, value in _flat(record.params)}
+        facts |= (
+            {f"package {name}": version for name, version in record.machine.packages.items()} if record.machine else {}
+        )
+        facts |= {f"code of {stage}": short(record.code), f"inputs of {stage}": "as made"}
+        outside = record.outputs if stage.partition("@")[0] in _SOURCES else {}
+        for path, digest in record.inputs.items():
+            maker = next((made[each] for each in made if path == each or path.startswith(f"{each}/")), None)
+            if maker is None:
+                outside = {**outside, path: digest}
+            elif records[maker].outputs.get(path, digest) != digest:
+                facts[f"inputs of {stage}"] = f"{path} was made anew since"
+            else:
+                waiting.append(maker)
+        facts |= {path: short(digest) for path, digest in outside.items()}
+    return dict(sorted(facts.items()))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

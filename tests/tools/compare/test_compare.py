@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from stages.core.provenance import Machine
-from stages.kit.reporting.runs import cards_dir
+from stages.core.provenance import records_dir
+from stages.kit.reporting.runs import cards_dir, evaluation_stage
 from tests import ROOT
+from tests.made_up_records import PROVENANCE
 from tests.made_up_runs import (
-    DETECTION_NAMES,
     PARAMS_PATH,
     made_up_ious,
+    names_of,
     project_params,
     write_made_up_record,
     write_made_up_run,
@@ -26,22 +27,23 @@ from tests.made_up_runs import (
 from tools.compare import __main__ as command
 from tools.compare.experiments import Experiment, conditions, fetch, named_revisions, unlike
 
-MEANS = dict(zip(DETECTION_NAMES, (0.1, 0.5, 0.55, 0.6, 0.7), strict=True))
+OF_STORY = {"base-vlm": 0.1, "r1-llm-only": 0.5, "r2-vision-only": 0.55, "r3-two-stage": 0.6, "r4-joint": 0.7}
+MEANS = {name: OF_STORY.get(name, 0.4) for name in names_of("detection")}
 
 
-def write_experiment(folder: Path, seed: int, *, leave_out: tuple[str, ...] = (), **lock: Any) -> Experiment:
-    """Cards of a whole comparison under a seed; the base is the same under each."""
+def write_experiment(
+    folder: Path, seed: int, *, leave_out: tuple[str, ...] = (), base: str = "ba5e" * 16
+) -> Experiment:
+    """Cards and records of a whole comparison under a seed; the base is the same under each."""
     params = replace(project_params(), seed=seed)
     for number, (name, mean) in enumerate(MEANS.items()):
         if name not in leave_out:
-            drawn = number if name == "base-vlm" else 10 * seed + number
-            write_made_up_run(
-                cards_dir(folder, "detection"),
-                name,
-                made_up_ious(mean, 60, seed=drawn),
-                params=None if name == "base-vlm" else params,
-            )
-    return Experiment(name=folder.name, data_dir=folder, lock=lock)
+            trained = name in params.recipes
+            ious = made_up_ious(mean, 60, seed=10 * seed + number if trained else number)
+            write_made_up_run(cards_dir(folder, "detection"), name, ious, params=params if trained else None)
+            evaluation = evaluation_stage(name, trained=trained)
+            write_made_up_record(folder, evaluation, inputs={"data/bases/vlm": base}, params={"seed": seed})
+    return Experiment(name=folder.name, data_dir=folder)
 
 
 @pytest.fixture
@@ -84,18 +86,18 @@ def test_recipes_are_compared_over_the_seeds_of_the_experiments(run: Any, tmp_pa
 
 
 def test_other_conditions_are_left_out_by_name_and_refused_if_named(run: Any, tmp_path: Path) -> None:
-    def lock(digest: str) -> dict[str, Any]:
-        return {"evaluate@r4-joint": {"deps": [{"path": "x", "md5": digest}]}}
-
     experiments = [
-        write_experiment(tmp_path / name, seed, **lock(digest))
-        for name, seed, digest in (("exp-42", 42, "64"), ("exp-43", 43, "64"), ("rank-8", 44, "8"))
+        write_experiment(tmp_path / name, seed, base=base)
+        for name, seed, base in (("exp-42", 42, "one"), ("exp-43", 43, "one"), ("other", 44, "new"))
     ]
-    experiments.append(Experiment(name="empty", data_dir=tmp_path / "empty", lock={}))
+    experiments.append(Experiment(name="empty", data_dir=tmp_path / "empty"))
     output = run(experiments, failed={"sad-kiln": "failed"})
     assert "Seeds 42, 43, of 2 experiments: exp-42, exp-43." in output
-    assert "Left out: sad-kiln (failed), empty (no model of task detection), rank-8 (unlike exp-42 in x)." in output
-    assert "x: 64 (exp-42); 8 (rank-8)" in run(experiments, "exp-42", "rank-8")
+    assert (
+        "Left out: sad-kiln (failed), empty (no model of task detection), other (unlike exp-42 in data/bases/vlm)."
+        in output
+    )
+    assert "data/bases/vlm: one (exp-42); new (other)" in run(experiments, "exp-42", "other")
     assert "run: dvc repro compare@detection" in run(experiments[-1:])
 
 
@@ -110,7 +112,6 @@ def test_one_seed_is_refused(run: Any, tmp_path: Path) -> None:
 
 def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, split: str | None) -> Experiment:
     """An experiment of recipes with learning rates, scored on a split; None for the validation split."""
-    lock = {}
     for number, (name, rate) in enumerate(rates.items()):
         ious = made_up_ious(mean[name], 60, seed=round(1e6 * float(rate)) + number)
         run_dir = write_made_up_run(cards_dir(folder, "detection"), name, ious, params=project_params())
@@ -118,8 +119,8 @@ def write_rates(folder: Path, rates: dict[str, str], mean: dict[str, float], *, 
             metrics = json.loads((run_dir / "metrics.json").read_text())
             (run_dir / "metrics.json").write_text(json.dumps(metrics | {"split": split}))
         settings = {"scored": split or "val", f"recipes.{name}": {"learning_rate": float(rate)}}
-        lock[f"evaluate@{name}"] = {"params": {"params.yaml": settings | {"data": {"selection": 0.15}}}}
-    return Experiment(name=folder.name, data_dir=folder, lock=lock)
+        write_made_up_record(folder, f"evaluate@{name}", params=settings | {"data": {"selection": 0.15}})
+    return Experiment(name=folder.name, data_dir=folder)
 
 
 def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Path) -> None:
@@ -145,72 +146,64 @@ def test_the_best_learning_rate_of_each_recipe_is_chosen(run: Any, tmp_path: Pat
     assert "no model was scored on the selection split" in run(experiments, "on-val", "--over", "recipes.*.rank")
 
 
-def dvc_lock(*, seed: int = 42, rank: int = 64, code: str = "c0de", data: str = "da7a") -> dict[str, Any]:
-    """The entries of dvc.lock for a recipe."""
-
-    def stage(deps: dict[str, str], outs: dict[str, str], **params: Any) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            kind: [{"path": path, "md5": digest} for path, digest in files.items()]
-            for kind, files in (("deps", deps), ("outs", outs))
-        }
-        return entry | {"params": {"params.yaml": params}} if params else entry
-
-    plan, trained = {"data/runs/r1/plan.yaml": f"{seed}"}, {"data/runs/r1/trained": f"{seed}"}
-    return {
-        "check": stage({"params.yaml": f"{seed}{rank}"}, {"data/checked.txt": "0"}),
-        "prepare@tables": stage({"stages/core": "c0", "data/checked.txt": "0"}, {"data/prepared/tables": data}),
-        "plan@r1": stage({"data/prepared/tables/x": data}, plan, seed=seed, **{"recipes.r1": {"lora": {"rank": rank}}}),
-        "train@r1": stage({"stages/kit/training": code, **plan}, trained),
-        "evaluate@r1": stage(trained, {"data/report/detection/runs/r1": f"{seed}"}),
-        "train@r2": stage({"stages/kit/training": "of another recipe"}, {"data/runs/r2/trained": "2"}),
-    }
-
-
-def locked(folder: Path, *, torch: str = "2.13.0", **changes: Any) -> Experiment:
+def recorded(
+    folder: Path, *, seed: int = 42, rank: int = 64, code: str = "c0de", data: str = "da7a", torch: str = "2.13.0"
+) -> Experiment:
+    """One recipe with the records of all that it was made by, and of a training that it does not depend on."""
     write_made_up_run(cards_dir(folder, "detection"), "r1", made_up_ious(0.5, 10, seed=1))
-    machine = Machine(
-        python="3.12", packages={"torch": torch}, cuda=None, system="", cpu="", arithmetic="", cores=2, memory_gib=16.0
-    )
-    write_made_up_record(folder, "train@r1", machine=machine)
-    return Experiment(name=folder.name, data_dir=folder, lock=dvc_lock(**changes))
+    checked, plan = {"data/checked.txt": f"{seed}{rank}"}, {"data/runs/r1/plan.yaml": f"{seed}"}
+    trained, card = {"data/runs/r1/trained": f"{seed}"}, {"data/report/detection/runs/r1": f"{seed}"}
+    settings = {"seed": seed, "recipes.r1": {"lora": {"rank": rank}}}
+    prepared = {"data/prepared/tables": data}
+    assert PROVENANCE.machine is not None
+    machine = replace(PROVENANCE.machine, packages={"torch": torch})
+    for stage, inputs, outputs, more in (
+        ("check", {"params.yaml": f"{seed}{rank}"}, checked, {}),
+        ("prepare@tables", checked, prepared, {}),
+        ("plan@r1", {"data/prepared/tables/train.parquet": data}, plan, {"params": settings}),
+        ("train@r1", plan, trained, {"code": code, "machine": machine}),
+        ("evaluate@r1", trained, card, {}),
+        ("train@r2", {"data/other": "2"}, {"data/runs/r2/trained": "2"}, {}),
+    ):
+        write_made_up_record(folder, stage, inputs=inputs, outputs=outputs, **{"code": "c0", **more})
+    return Experiment(name=folder.name, data_dir=folder)
 
 
 def test_conditions_are_settings_and_all_that_no_stage_made(tmp_path: Path) -> None:
-    assert conditions(locked(tmp_path / "one"), "detection") == {
+    stages = ("evaluate@r1", "plan@r1", "prepare@tables", "train@r1")
+    assert conditions(recorded(tmp_path / "one"), "detection") == {
+        **{f"code of {stage}": "c0de" if stage == "train@r1" else "c0" for stage in stages},
+        **{f"inputs of {stage}": "as made" for stage in stages},
         "data/prepared/tables": "da7a",
         "package torch": "2.13.0",
         "plan@r1: recipes.r1.lora.rank": "64",
         "plan@r1: seed": "42",
-        "record of r1 in dvc.lock": "yes",
-        "stages/core": "c0",
-        "stages/kit/training": "c0de",
+        "record of r1": "yes",
     }
 
 
 def test_only_the_seed_is_no_difference(tmp_path: Path) -> None:
-    one = locked(tmp_path / "one")
-    assert unlike([one, locked(tmp_path / "other", seed=43)], "detection") == {}
-    changed = locked(tmp_path / "changed", rank=8, code="new", data="other data", torch="2.14.0")
-    assert unlike([one, changed], "detection") == {
+    one = recorded(tmp_path / "one")
+    assert unlike([one, recorded(tmp_path / "other", seed=43)], "detection") == {}
+    changed = recorded(tmp_path / "changed", rank=8, code="new", data="other data", torch="2.14.0")
+    differing = {
+        "code of train@r1": {"c0de": ["one"], "new": ["changed"]},
         "data/prepared/tables": {"da7a": ["one"], "other data": ["changed"]},
         "package torch": {"2.13.0": ["one"], "2.14.0": ["changed"]},
         "plan@r1: recipes.r1.lora.rank": {"64": ["one"], "8": ["changed"]},
-        "stages/kit/training": {"c0de": ["one"], "new": ["changed"]},
     }
+    assert unlike([one, changed], "detection") == differing
+    del differing["plan@r1: recipes.r1.lora.rank"]
+    assert unlike([one, changed], "detection", "recipes.*.rank") == differing
 
 
-def test_a_stale_card_is_found_by_its_plan(tmp_path: Path) -> None:
-    def planned(name: str, rate: float) -> Experiment:
-        params = project_params()
-        recipes = {**params.recipes, "r1-llm-only": replace(params.recipe("r1-llm-only"), learning_rate=rate)}
-        cards = cards_dir(tmp_path / name, "detection")
-        write_made_up_run(cards, "r1-llm-only", made_up_ious(0.5, 10, seed=1), params=replace(params, recipes=recipes))
-        return Experiment(name=name, data_dir=tmp_path / name, lock={"evaluate@r1-llm-only": {}})
-
-    both = [planned("one", 1e-4), planned("other", 2e-4)]
-    assert list(unlike(both, "detection")) == ["r1-llm-only: plan of its card: schedule.learning_rates.llm"]
-    assert unlike(both, "detection", "recipes.*.learning_rate") == {}
-    assert "record of r1-llm-only in dvc.lock" in unlike([both[0], replace(both[1], lock={})], "detection")
+def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
+    one, stale, lost = (recorded(tmp_path / name) for name in ("one", "stale", "lost"))
+    write_made_up_record(stale.data_dir, "train@r1", outputs={"data/runs/r1/trained": "new"}, inputs={})
+    found = unlike([one, stale], "detection")["inputs of evaluate@r1"]
+    assert found == {"as made": ["one"], "data/runs/r1/trained was made anew since": ["stale"]}
+    (records_dir(lost.data_dir, "detection") / "evaluate@r1.json").unlink()
+    assert unlike([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
 
 
 WRITE_CARDS = """
@@ -232,7 +225,11 @@ def test_experiments_come_from_dvc_with_the_state_of_unfinished_ones(
 
     (tmp_path / "params.yaml").write_text("seed: 42\n", encoding="utf-8")
     (tmp_path / "write_cards.py").write_text(WRITE_CARDS.format(root=str(ROOT)), encoding="utf-8")
-    stage = {"cmd": f"{sys.executable} write_cards.py", "params": ["seed"], "outs": ["data/report/detection/runs"]}
+    stage = {
+        "cmd": f"{sys.executable} write_cards.py",
+        "params": ["seed"],
+        "outs": ["data/report/detection/runs", "data/provenance"],
+    }
     (tmp_path / "dvc.yaml").write_text(f"stages: {{evaluate: {stage}}}", encoding="utf-8")
     dvc = (sys.executable, "-m", "dvc")
     run("git", "init", "-q")
@@ -249,7 +246,7 @@ def test_experiments_come_from_dvc_with_the_state_of_unfinished_ones(
     assert list(revisions) == ["workspace", "seed-43"]
     assert others == {"seed-44": "queued"}
     found = [fetch(name, revision, "detection", tmp_path / "fetched") for name, revision in revisions.items()]
-    assert [each.evaluated("detection") for each in found] == [sorted(DETECTION_NAMES)] * 2
-    assert [next(iter(each.lock["evaluate"]["params"].values())) for each in found] == [{"seed": 42}, {"seed": 43}]
+    assert [each.evaluated("detection") for each in found] == [sorted(MEANS)] * 2
+    assert [each.records["evaluate@r4-joint"].params for each in found] == [{"seed": 42}, {"seed": 43}]
     with pytest.raises(Exception, match="experiment seed-45 cannot be read"):
         fetch("seed-45", "seed-45", "detection", tmp_path / "fetched")
