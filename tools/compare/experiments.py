@@ -182,7 +182,7 @@ def conditions(experiment: Experiment, task: str, names: Sequence[str] | None = 
             if maker is None:
                 outside = {**outside, path: digest}
             elif records[maker].outputs.get(path, digest) != digest:
-                facts[f"inputs of {stage}"] = f"{path} was made anew since"
+                facts[f"inputs of {stage}"] = f"{path} was replaced since"
             else:
                 waiting.append(maker)
         facts |= {path: short(digest) for path, digest in outside.items()}

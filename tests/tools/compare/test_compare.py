@@ -201,7 +201,7 @@ def test_a_stale_card_is_no_seed(tmp_path: Path) -> None:
     one, stale, lost = (recorded(tmp_path / name) for name in ("one", "stale", "lost"))
     write_made_up_record(stale.data_dir, "train@r1", outputs={"data/runs/r1/trained": "new"}, inputs={})
     found = unlike([one, stale], "detection")["inputs of evaluate@r1"]
-    assert found == {"as made": ["one"], "data/runs/r1/trained was made anew since": ["stale"]}
+    assert found == {"as made": ["one"], "data/runs/r1/trained was replaced since": ["stale"]}
     (records_dir(lost.data_dir, "detection") / "evaluate@r1.json").unlink()
     assert unlike([one, lost], "detection")["record of r1"] == {"yes": ["one"], "none": ["lost"]}
 
