@@ -39,7 +39,6 @@ from stages.kit.planning.plan import Plan
 from stages.kit.training.batches import ConversationCollator
 from stages.kit.training.checkpoints import checkpoints_dir, kept_checkpoints
 from stages.kit.training.features import frozen_features
-from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.processes import is_first_process, is_worker, run_workers, set_up
 from stages.kit.training.records import Trace, TrainingRecord, tracking_arguments, write_trace
 from stages.kit.training.resume import identity_of, train_to_the_end
@@ -79,7 +78,6 @@ def train(plan: Plan, attempt: int) -> None:
     log.info("%s", collator.length_summary())
     identity = identity_of(plan, attempt=attempt, base=base, data_path=Path(plan.data_dir, "train.parquet"))
 
-    prepare_kernels(plan)
     memory = MemoryLog(gpus_in_use(plan.device, plan.placement))
     model = load(plan)
     memory.loaded()
@@ -121,7 +119,7 @@ def save(
     if not is_first_process():
         return
     record = TrainingRecord.of(
-        plan, trainer.state, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
+        plan, trainer.state, trace, attempt=attempt, seconds=trainer.seconds, peak_bytes=trainer.peak_bytes()
     )
     save_trained(trained, trained_dir, base_dir=plan.base_dir, tensors=tensors)
     parents = {"base": (Path(plan.base_dir), base)}

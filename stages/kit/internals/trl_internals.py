@@ -52,7 +52,8 @@ def note_metric(trainer: SFTTrainer, name: str, value: float) -> None:
 
 def metric_sums(trainer: SFTTrainer) -> dict[str, Any]:
     """SFTTrainer's sums for its next line of metrics."""
-    return {"metrics": trainer._metrics["train"], "tokens": trainer._total_train_tokens}
+    metrics = {name: [*values] for name, values in trainer._metrics["train"].items()}
+    return {"metrics": metrics, "tokens": trainer._total_train_tokens}
 
 
 def set_metric_sums(trainer: SFTTrainer, sums: Mapping[str, Any]) -> None:

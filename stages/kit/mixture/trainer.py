@@ -168,8 +168,7 @@ class RouterTrainer(RecipeTrainer):
 
     def __init__(self, plan: Plan, labels: RouterLabels, **rest: Any) -> None:
         self.router_labels = labels
-        # DDP would look for unused parameters in the model's output, which the loss of routers is not part of.
-        super().__init__(plan, ddp_find_unused_parameters=False, **rest)
+        super().__init__(plan, **rest)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: torch.Tensor, **_: Any

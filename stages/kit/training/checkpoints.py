@@ -44,7 +44,7 @@ class Checkpoints:
     folder: Path
     """Named by the training's fingerprint."""
     keep: int
-    """Limit for the recipe, this training's first; trainings of other running processes do not count."""
+    """Largest number of them. Once there are as many, those of the recipe's other trainings are removed."""
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -80,13 +80,10 @@ class Checkpoints:
         kept = [each for each in own if each <= step][-self.keep :]  # a later one is damaged, or it had been resumed
         for each in set(own) - set(kept):
             _remove(self.at(each))
-        with suppress(OSError):  # another training removes them too, and this one is saved
-            _remove_oldest(self.folder.parent, self.keep - len(kept))
+        if len(kept) == self.keep:
+            for other in _idle_trainings(self.folder.parent):
+                shutil.rmtree(other, ignore_errors=True)
         return size_bytes
-
-    def abandon(self, step: int) -> None:
-        """Remove the files of a checkpoint that cannot be completed."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
 
 
 @contextmanager
@@ -129,25 +126,17 @@ def remove_finished(recipe_dir: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The fault of a checkpoint; None if every file agrees with its manifest.
-
-    Names the file and the manifest, as either may be the damaged one.
-    """
-    manifest = checkpoint / MANIFEST
-    path, note = manifest, ""
+    """The fault of a checkpoint, with the damaged file; None if every file agrees with its manifest."""
+    path = checkpoint / MANIFEST
     try:
-        digests = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-        if not digests:
-            return f"{manifest} is damaged: it names no file"
+        digests = json.loads(path.read_text(encoding="utf-8"))["sha256"]
         for name, digest in digests.items():
-            path, note = checkpoint / name, f", though {checkpoint.name}/{MANIFEST} names it"
+            path = checkpoint / name
             if file_digest(path) != digest:
                 return f"{path} differs from its digest in {checkpoint.name}/{MANIFEST}"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}{note}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path} is damaged: {error}{note}"
-    return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} is damaged, or {checkpoint.name}/{MANIFEST} is: {error}"
+    return None if digests else f"{path} is damaged: {checkpoint.name}/{MANIFEST} names no file"
 
 
 def _remove(checkpoint: Path) -> None:
@@ -180,30 +169,14 @@ def _idle_trainings(recipe_dir: Path) -> Iterator[Path]:
             yield folder
 
 
-def _remove_oldest(recipe_dir: Path, keep: int) -> None:
-    """Keep the `keep` last written checkpoints of a recipe's idle trainings."""
-    found = [folder / f"step-{step:06d}" for folder in _idle_trainings(recipe_dir) for step in _steps(folder)]
-    by_age = sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    surplus = by_age[: max(0, len(by_age) - keep)]
-    for folder in _idle_trainings(recipe_dir):
-        for path in surplus:
-            if path.parent == folder:
-                _remove(path)
-        if not _steps(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _log_differences(own: Path, identity: Mapping[str, str]) -> None:
     """The reason why the checkpoints of other trainings are not resumed."""
     for folder in _trainings(own.parent):
         if folder != own and (steps := _steps(folder)):
-            try:
+            with suppress(OSError, ValueError, AttributeError):
                 other = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
-                differing = [name for name, value in identity.items() if other.get(name) != value]
-            except (OSError, ValueError, AttributeError):
-                differing = []
-            note = f" (it differs in: {', '.join(differing)})" if differing else ""
-            log.info("not resuming from step %d, saved by another training%s", steps[-1], note)
+                differing = ", ".join(name for name, value in identity.items() if other.get(name) != value)
+                log.info("not resuming from step %d of another training, which differs in: %s", steps[-1], differing)
 
 
 def locked(folder: Path, kind: int = fcntl.LOCK_EX) -> TextIO:

@@ -17,6 +17,7 @@ from stages.core.signals import ENDING, GRACE_S, end_with_own_parent, handled_si
 from stages.kit.internals.torch_internals import expand_segments
 from stages.kit.models.load import see_only
 from stages.kit.planning.plan import Plan
+from stages.kit.training.kernels import prepare_kernels
 from stages.kit.training.resume import seed_everything
 
 
@@ -34,10 +35,11 @@ def is_worker() -> bool:
 
 
 def set_up(plan: Plan) -> None:
-    """This process's GPUs, allocator and seeds; before CUDA starts."""
+    """This process's GPUs, allocator, kernels and seeds, before CUDA starts. Raises as `prepare_kernels` does."""
     see_only(plan.device)
     if plan.expandable_segments and plan.on_gpu:
         expand_segments()
+    prepare_kernels(plan)
     seed_everything(plan.seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,6 +51,8 @@ class TrainingRecord(Record):
     memory_kind: str
     """cuda_allocated or cpu_allocated (RecipeTrainer.peak_bytes)."""
     trainable: dict[str, Count]
+    skipped_steps: Count = 0
+    """Steps that left the weights alone because gradients overflowed, under fp16; the first few do, to find a scale."""
     router_accuracy: float | None = None
     """Share of the tokens whose likeliest expert was their domain's, as logged last; None with another loss."""
 
@@ -59,9 +62,10 @@ class TrainingRecord(Record):
 
     @classmethod
     def of(
-        cls, plan: Plan, state: TrainerState, *, attempt: int, seconds: float, peak_bytes: tuple[int, int]
+        cls, plan: Plan, state: TrainerState, trace: Trace, *, attempt: int, seconds: float, peak_bytes: tuple[int, int]
     ) -> TrainingRecord:
         """plan: as used, after `attempt` rungs. peak_bytes: allocated and reserved."""
+        overflows = sum(not isfinite(float.fromhex(grad_norm)) for _, grad_norm in trace)
         last = {name: value for entry in state.log_history for name, value in entry.items()}
         schedule = plan.schedule
         settings = ("recipe", "profile", "gradient_checkpointing", "optimizer", "quantization", "trainable")
@@ -80,13 +84,15 @@ class TrainingRecord(Record):
             peak_memory_bytes=peak_bytes[0],
             reserved_memory_bytes=peak_bytes[1],
             memory_kind=f"{plan.device.kind}_allocated",
+            skipped_steps=overflows if plan.precision == "fp16" else 0,
             router_accuracy=last.get("router_accuracy"),
         )
 
     def summary(self) -> str:
         accuracy = "" if self.router_accuracy is None else f", router accuracy {self.router_accuracy:.1%}"
+        skipped = f" ({self.skipped_steps} skipped, as gradients overflowed)" if self.skipped_steps else ""
         return (
-            f"{self.num_steps} steps in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
+            f"{self.num_steps} steps{skipped} in {self.train_seconds:.0f} s, loss {self.final_loss:.4f}{accuracy}, "
             f"peak {self.peak_memory_bytes / 2**30:.2f} GiB ({self.memory_kind})"
         )
 

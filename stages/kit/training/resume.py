@@ -1,8 +1,8 @@
 """A trainer that can stop after any step, and resumes from there bit for bit as if it never had.
 
-Trainer decides when to save and restore (internals/transformers_internals.py). A checkpoint holds, as safetensors,
-trained weights, optimizer states, schedule, scaler, random numbers, and the sums between two lines of the log. It
-resumes a training with the same identity: everything that the resulting bytes depend on.
+Trainer decides when to save and restore (internals/transformers_internals.py). A checkpoint holds trained weights,
+optimizer states, schedule, scaler, random numbers, and the sums between two lines of the log. It resumes a training
+with the same identity: everything that the resulting bytes depend on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import random
+import shutil
 import signal
 import sys
 import time
@@ -27,8 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
@@ -42,6 +41,7 @@ from stages.core.lineage import Lineage, file_digest
 from stages.core.params.schema import OPTIMIZERS, CheckpointParams, DeviceParams
 from stages.core.signals import ENDING, SAME_REQUEST_S, handling
 from stages.kit.internals.accelerate_internals import set_last_batch
+from stages.kit.internals.torch_internals import tree_map_only
 from stages.kit.internals.transformers_internals import CheckpointHooks
 from stages.kit.internals.trl_internals import metric_sums, set_metric_sums
 from stages.kit.models.load import local, whole
@@ -200,7 +200,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         if self._succeeded_on_all_ranks(write) and self._succeeded_on_all_ranks(complete if first else None):
             self.saved_step = step
         elif first:
-            checkpoints.abandon(step)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _succeeded_on_all_ranks(self, action: Callable[[], None] | None) -> bool:
         """Whether the action raised no OSError in any process; each waits for all."""
@@ -243,7 +243,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         assert trained.keys() == weights.keys(), trained.keys() ^ weights.keys()
         for name, parameter in trained.items():
             local(parameter.data).copy_(weights[name])
-        self.trace = [(loss, norm) for loss, norm in restored.pop("trace")]
+        self.trace = restored.pop("trace")
         self._restored = restored
 
     def restore_optimizer(self) -> None:
@@ -251,7 +251,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
         state = self._restored.pop("optimizer")
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state["state"] = {
-            int(index): {name: _shared_like(parameters[int(index)], value) for name, value in values.items()}
+            index: {name: _shared_like(parameters[index], value) for name, value in values.items()}
             for index, values in state["state"].items()
         }
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
@@ -280,7 +280,7 @@ class ResumableTrainer(CheckpointHooks, SFTTrainer):
 
 
 def _file_of(process_index: int) -> str:
-    return f"process-{process_index}.safetensors"
+    return f"process-{process_index}.pt"
 
 
 def _shared_like(parameter: torch.Tensor, value: Any) -> Any:
@@ -334,61 +334,44 @@ def seed_everything(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """State of the random numbers of Python, NumPy and torch, on the CPU and every GPU, for `save_state`."""
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - libraries draw from it
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002 - libraries draw from it
+    name, keys, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    version, numbers, next_gauss = state["python"]
-    random.setstate((version, tuple(numbers), next_gauss))
+    random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-_TENSOR, _SHAPE = "<tensor>", "<shape>"
-
-
 def save_state(state: Any, path: Path) -> None:
-    """Write nested values to one safetensors file: the tensors, and the rest as JSON in a tensor of bytes.
+    """Write nested values to a file, a tensor in several places once; of a DTensor this process's share.
 
-    state: dicts, lists, tensors, and values of JSON, NaN and infinity included. As in JSON, tuples come back as lists
-    and keys as strings. A tensor in several places is written once; of a DTensor this process's share.
     Raises OSError, as on a full disk.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[Any, str] = {}
-
-    def put_aside(value: torch.Tensor) -> dict[str, str]:
-        value = local(value.detach())
-        # bitsandbytes keeps one table for the states of all parameters.
-        same = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
-        if same not in names:
-            names[same] = str(len(names))
-            shares = value.untyped_storage().nbytes() > value.nbytes  # which safetensors refuses
-            tensors[names[same]] = value.clone(memory_format=torch.contiguous_format) if shares else value.contiguous()
-        return {_TENSOR: names[same]}
-
-    shape = json.dumps(state, default=put_aside).encode()
     try:
-        save_file({**tensors, _SHAPE: torch.frombuffer(bytearray(shape), dtype=torch.uint8)}, path)
-    except SafetensorError as error:
-        if "I/O error" in str(error):
-            raise OSError(str(error)) from error
-        raise
+        torch.save(tree_map_only(torch.Tensor, _own_memory, state), path)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what else lies in the tensor's storage, which torch would write too."""
+    tensor = local(tensor.detach())
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def load_state(path: Path) -> Any:
-    """The state that `save_state` wrote, its tensors on the CPU."""
-    tensors = load_file(path)
-    shape = tensors.pop(_SHAPE).numpy().tobytes()
-    return json.loads(shape, object_hook=lambda found: tensors[found[_TENSOR]] if _TENSOR in found else found)
+    """The state that `save_state` wrote, its tensors on the CPU. Only tensors and plain values are read."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 ARITHMETIC = (

@@ -15,6 +15,7 @@ from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader, s
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
+from transformers import PreTrainedModel
 
 from stages.core.errors import UserError
 from stages.core.params.schema import DeviceParams
@@ -100,6 +101,47 @@ def test_checkpointing_changes_nothing_but_memory(build: Build, recipe: str) -> 
     assert needs_gradient == {recipe == "r2-vision-only"}
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Counts tensors whose value Python reads, for each of which a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("recipe", ["r1-llm-only", "r2-vision-only"])
+def test_a_micro_batch_costs_no_visit_of_every_module_or_parameter(
+    build: Build, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """Counted in trainings of 8 micro-batches and of 4, with as many steps."""
+    visits: dict[str, int] = {"train": 0, "num_parameters": 0}
+
+    def count(kind: Any, name: str) -> None:
+        whole = getattr(kind, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            visits[name] += 1
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count(nn.Module, "train")
+    count(PreTrainedModel, "num_parameters")
+    found = []
+    for micro_batch in (2, 4):
+        trainer = build(plan_for(recipe, micro_batch=micro_batch))
+        assert not trainer.args.ddp_find_unused_parameters
+        trainer.remove_callback(trainer.rehearsal)
+        visits |= dict.fromkeys(visits, 0)
+        with Waits() as waits:
+            trainer.train()
+        found.append([*visits.values(), waits.count])
+    assert found[0][:2] == found[1][:2]
+    assert (found[0][2] - found[1][2]) / 4 < 9, "Trainer's filter of losses that are not finite takes two more"
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

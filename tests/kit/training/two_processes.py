@@ -119,7 +119,7 @@ def main(rank: int, folder: Path) -> None:
         _, undisturbed = train(plan, place / "undisturbed")
         code, interrupted = train(plan, place / "interrupted", signal_at=3)
         assert interrupted.checkpoints is not None
-        saved = load_state(interrupted.checkpoints.at(3) / f"process-{rank}.safetensors")
+        saved = load_state(interrupted.checkpoints.at(3) / f"process-{rank}.pt")
         again, resumed = train(plan, place / "interrupted")
         dist.barrier()
         found[placement] = {
