@@ -1,7 +1,7 @@
 """Build a mixture of experts from dense Qwen2 models of one base: check them, merge them, certify the result.
 
 The MLPs of every layer become the experts of that layer, everything else comes from the base, and routers start from
-zeros. Weights go from safetensors to safetensors in pieces of one tensor, so memory does not depend on the models.
+zeros. Weights go from safetensors to safetensors a file at a time, so memory does not depend on the number of experts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -41,9 +42,6 @@ GEOMETRY = (
 SHARED_EXPERT_SIZE = 64
 """Width of the shared expert, which Qwen2Moe requires. It is all zero, like its gate: it adds nothing and gets no
 gradient. vLLM refuses a width of 0."""
-
-PIECE_WEIGHTS = 2**21
-"""Weights of a tensor that are in memory at a time; 8 MiB in fp32."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes by safetensors' names."""
@@ -177,16 +175,56 @@ def merge_experts(base_dir: Path, expert_dirs: Mapping[str, Path], folder: Path,
     says.
     """
     config = mixture_config(dense_config(base_dir), experts=len(expert_dirs), top_k=top_k)
-    merge = _Merge(Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()])
-    config.dtype = merge.dtype
-    write_shards(meta_model(config).to(merge.dtype), folder, merge.pieces)
+    base, experts = Checkpoint(base_dir), [Checkpoint(path) for path in expert_dirs.values()]
+    dtypes = base.dtypes.union(*(expert.dtypes for expert in experts))
+    config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # fp32 holds fp16 and bf16 exactly
+    base_squares = {"mlp": 0.0, "outside": 0.0}
+    changes = [dict(base_squares) for _ in experts]
+
+    def weights(name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the mixture; measures its distance from the base's."""
+        if _ZERO.fullmatch(name):
+            return torch.zeros(shape, dtype=config.dtype)
+        match = _EXPERT.fullmatch(name)
+        where, source = ("mlp", f"{match['mlp']}.{match['matrix']}") if match else ("outside", name)
+        numbers = [int(match["expert"])] if match else range(len(experts))
+        ours = base[source]
+        if 0 in numbers:  # otherwise the base's has been counted
+            base_squares[where] += _square(ours.float())
+        for number in numbers:
+            theirs = experts[number][source]
+            changes[number][where] += _square(theirs.float() - ours.float())
+        return (theirs if match else ours).to(config.dtype)
+
+    with torch.device("meta"):
+        # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
+        model = meta_model(config)
+        named = revert_weight_conversion(model, dict(model.named_parameters()))
+        # New tensors, as experts are views of one tensor, and would each be counted at the size of all.
+        tensors = {name: torch.empty(tensor.shape, dtype=config.dtype) for name, tensor in named.items()}
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
+    )
+    for file_name, names in tqdm(split.filename_to_tensors.items(), "weights", leave=False, disable=None):
+        save_file({name: weights(name, tensors[name].shape) for name in names}, folder / file_name, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_model_files(base_dir, folder, weights=False)
     config.save_pretrained(folder)
-    return {name: merge.change(index) for index, name in enumerate(expert_dirs)}
+    return {
+        name: Change(
+            **{
+                where: math.sqrt(change[where] / squares) if squares else math.inf
+                for where, squares in base_squares.items()
+            }
+        )
+        for name, change in zip(expert_dirs, changes, strict=True)
+    }
 
 
 class Checkpoint:
-    """The weights of a dense Qwen2 folder, in one file or several, read a piece at a time."""
+    """The weights of a dense Qwen2 folder, in one file or several, read when asked for."""
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError unless it holds exactly the parameters that its configuration asks for."""
@@ -211,109 +249,12 @@ class Checkpoint:
             )
             raise UserError(f"{folder} has {len(wrong)} weights that its config.json does not say: {shown}")
 
-    def piece(self, name: str, rows: slice) -> torch.Tensor:
-        """(rows, ...) of a tensor, in its own dtype.
-
-        The file is opened for every piece: while it is open, everything that was read of it stays in memory.
-        """
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor in its own dtype, mapped from its file: the file is opened anew, to be closed with the tensor."""
         with safe_open(self.path_of[name], framework="pt") as file:
-            return file.get_slice(name)[rows]
-
-
-class _Merge:
-    """The source of every tensor of the mixture; measures the experts' distance from the base on the way."""
-
-    def __init__(self, base: Checkpoint, experts: list[Checkpoint]) -> None:
-        self.base, self.experts = base, experts
-        dtypes = set.union(*(model.dtypes for model in (base, *experts)))
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # fp32 holds fp16 and bf16 exactly
-        self.base_squares = dict.fromkeys(("mlp", "outside"), 0.0)
-        """Sum of the squares of the base's weights."""
-        self.change_squares = {(index, where): 0.0 for index in range(len(experts)) for where in self.base_squares}
-        """Sum of the squares of the differences to the base, by expert."""
-
-    def pieces(self, name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor of the mixture. tensor: its shape and dtype, on the meta device."""
-        if match := _EXPERT.fullmatch(name):
-            source, index = f"{match['mlp']}.{match['matrix']}", int(match["expert"])
-            for rows in _rows(tensor):
-                base, expert = self.base.piece(source, rows), self.experts[index].piece(source, rows)
-                if index == 0:
-                    self.base_squares["mlp"] += _square(base.float())
-                self.change_squares[index, "mlp"] += _square(expert.float() - base.float())
-                yield self._bytes(expert)
-        elif _ZERO.fullmatch(name):
-            yield self._bytes(torch.zeros(tensor.shape))
-        else:
-            for rows in _rows(tensor):
-                base = self.base.piece(name, rows)
-                self.base_squares["outside"] += _square(base.float())
-                for index, each in enumerate(self.experts):
-                    self.change_squares[index, "outside"] += _square(each.piece(name, rows).float() - base.float())
-                yield self._bytes(base)
-
-    def change(self, index: int) -> Change:
-        shares = {
-            where: math.sqrt(self.change_squares[index, where] / squares) if squares else math.inf
-            for where, squares in self.base_squares.items()
-        }
-        return Change(**shares)
-
-    def _bytes(self, tensor: torch.Tensor) -> memoryview:
-        return tensor.to(self.dtype).contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _rows(tensor: torch.Tensor) -> Iterator[slice]:
-    """Slices of the first dimension with about PIECE_WEIGHTS weights each."""
-    count = len(tensor)
-    step = max(1, PIECE_WEIGHTS // (tensor.numel() // count))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+            return file.get_tensor(name)
 
 
 def _square(tensor: torch.Tensor) -> float:
     flat = tensor.flatten()
     return torch.dot(flat, flat).item()
-
-
-def write_shards(
-    model: PreTrainedModel, folder: Path, pieces: Callable[[str, torch.Tensor], Iterator[memoryview]]
-) -> None:
-    """Write a model's safetensors, with their index if they are several, in the names and files of save_pretrained.
-
-    model: on the meta device. pieces: from a weight's name, and a meta tensor of its shape and dtype, to its bytes.
-    """
-    # Tied weights are one parameter, under its first name; save_pretrained leaves out the same ones.
-    named = revert_weight_conversion(model, dict(model.named_parameters()))
-    # New tensors, as experts are views of one tensor, and would each be counted at the size of all.
-    tensors = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    split = split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
-    )
-    # disable=None shows it on a terminal only.
-    with tqdm(desc="weights", total=total_bytes, unit="B", unit_scale=True, leave=False, disable=None) as progress:
-        for file_name, names in split.filename_to_tensors.items():
-            with (folder / file_name).open("wb") as file:
-                file.write(_header({name: tensors[name] for name in names}))
-                for name in names:
-                    for piece in pieces(name, tensors[name]):
-                        progress.update(file.write(piece))
-    if split.is_sharded:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The header of a safetensors file: its length (8 bytes, little endian), then JSON; the data follow without gaps.
-
-    By hand, as safetensors itself wants all tensors of a file at once. Source: its README, "Format".
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # as safetensors aligns the data
-    return len(text).to_bytes(8, "little") + text

@@ -85,11 +85,10 @@ def test_a_mixture_loads_whole_with_a_zero_shared_expert(
         assert (folder / name).read_bytes() == (base_dir / name).read_bytes()
 
 
-def test_shards_and_pieces_change_nothing(
+def test_shards_change_nothing(
     base_dir: Path, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = weights_of(merged(base_dir, experts, tmp_path / "whole"))
-    monkeypatch.setattr(build, "PIECE_WEIGHTS", 50)  # less than two rows
     sharded = {
         name: save_expert(tmp_path / name, base_dir, seed=seed, shard="40KB") for seed, name in enumerate("abc", 1)
     }
