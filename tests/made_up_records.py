@@ -63,7 +63,7 @@ BUILD_CERTIFICATE = BuildCertificate(
     top_k=2,
     changes={"a": Change(mlp=1.0, outside=0.0)},
     tolerance=1e-5,
-    domains={"a": Domain(probes=1, deviation={}, forced_deviation=0.0, routing=ROUTING)},
+    domains={"a": Domain(probes=1, forced_deviation=0.0, routing=ROUTING)},
 )
 
 TRAINING = TrainingRecord(

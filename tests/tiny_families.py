@@ -33,7 +33,7 @@ TEMPLATES = {
     "gemma3_text": ("gemma3", GEMMA_TOKENS, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
     "llama": ("llama3_1", LLAMA_TOKENS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
 }
-"""For each model_type: TRL's name of the published template, special tokens, and the tokens with a role."""
+"""For each model_type: its published template, by TRL's name or as it is, special tokens, and those with a role."""
 ENDS = {"llama": "<|eot_id|>", "gemma3_text": "<end_of_turn>", "phi3": "<|end|>"}
 """End of a turn; <|im_end|> in the other families."""
 
@@ -90,7 +90,8 @@ PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
 def template_of(model_type: str) -> str:
-    return (TEMPLATES_DIR / f"{TEMPLATES[model_type][0]}.jinja").read_text(encoding="utf-8")
+    template = TEMPLATES[model_type][0]
+    return template if "{" in template else (TEMPLATES_DIR / f"{template}.jinja").read_text(encoding="utf-8")
 
 
 def tokenizer_for(model_type: str) -> PreTrainedTokenizerFast:

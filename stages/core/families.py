@@ -34,18 +34,18 @@ class Boxes:
 class Vision:
     """A family's vision tower and image format."""
 
-    tower: str
+    tower: str = r"model\.visual\."
     """Regular expression that matches the beginning of its modules' full names."""
-    projector: str
+    projector: str = r"model\.visual\.merger\."
     """Regular expression of the projector, which wins over `tower`."""
     linears: tuple[str, ...]
     """Ends of the names of the tower's linear layers: `all-linear` of lora.targets.vision."""
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
     """Special tokens that stand for images; they never count in a loss."""
-    video_processor: str
+    video_processor: str = "Qwen2VLVideoProcessor"
     """transformers' class. A saved processor names it, and transformers cannot look it up without torchvision."""
-    boxes: Boxes | None
-    same_from_features: bool
+    boxes: Boxes | None = None
+    same_from_features: bool = False
     """Whether a test shows that cached features of a frozen tower train alike (training/features.py)."""
 
 
@@ -58,17 +58,15 @@ class Family:
     """Ends of the names of the language model's linear layers: `all-linear` of lora.targets.llm."""
     answer_marks: Mapping[str, str] = field(default_factory=dict)
     """Parts of its chat template, each with a replacement that marks answers by `{% generation %}`; for a template that
-    has all of these parts. TRL has marked templates of other families."""
+    has all of these parts. Without them, TRL's marked form of the template is taken, if it has one."""
     overflows_in_fp16: bool = False
     """Whether its activations may leave the range of fp16."""
-    same_without_padding: bool
+    same_without_padding: bool = False
     """Whether a test shows that rows without padding give the same loss and gradients, part by part."""
     fused_like: str | None = None
     """model_type whose layers, in Liger's list, its language model has; None until a test shows that Liger's kernels
     give the same loss and gradients (tests/kit/models/interpreted.py)."""
 
-
-_QWEN_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 # Lines of the chat templates of Llama 3.1 and 3.2, which TRL knows without marking their answers.
 _LLAMA_ANY_TURN = """\
@@ -93,7 +91,7 @@ FAMILIES = {
     "gemma3_text": Family(
         name="Gemma 3, text",
         overflows_in_fp16=True,  # its residual stream (transformers#36822)
-        same_without_padding=False,  # layers with sliding attention
+        # not same_without_padding: layers with sliding attention
         fused_like="gemma3_text",
     ),
     "llama": Family(
@@ -112,13 +110,8 @@ FAMILIES = {
     "qwen2_5_vl": Family(
         name="Qwen2.5-VL",
         vision=Vision(
-            tower=r"model\.visual\.",
-            projector=r"model\.visual\.merger\.",
             linears=("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-            tokens=_QWEN_VISION_TOKENS,
-            video_processor="Qwen2VLVideoProcessor",
             boxes=Boxes(form="json", steps=None),  # its model card's grounding examples
-            same_from_features=False,
         ),
         same_without_padding=True,
         fused_like="qwen2",
@@ -132,11 +125,7 @@ FAMILIES = {
     "qwen2_vl": Family(
         name="Qwen2-VL",
         vision=Vision(
-            tower=r"model\.visual\.",
-            projector=r"model\.visual\.merger\.",
             linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
-            tokens=_QWEN_VISION_TOKENS,
-            video_processor="Qwen2VLVideoProcessor",
             boxes=Boxes(form="grounding", steps=1000),
             same_from_features=True,
         ),
@@ -157,13 +146,10 @@ FAMILIES = {
     "qwen3_vl": Family(
         name="Qwen3-VL",
         vision=Vision(
-            tower=r"model\.visual\.",
             projector=r"model\.visual\.(merger|deepstack_merger_list)\.",
             linears=("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-            tokens=_QWEN_VISION_TOKENS,
             video_processor="Qwen3VLVideoProcessor",
             boxes=Boxes(form="json", steps=1000),  # its model card's grounding examples
-            same_from_features=False,  # some features go to several layers
         ),
         same_without_padding=True,
         fused_like="qwen3",

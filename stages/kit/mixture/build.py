@@ -89,7 +89,7 @@ def build_mixture(
             top_k=top_k,
             changes=changes,
             tolerance=TOLERANCE[precision],
-            domains=measure_domains(folder, base_dir, expert_dirs, probes, load=load, processor=processor),
+            domains=measure_domains(folder, expert_dirs, probes, load=load, processor=processor),
         )
         if problems := certificate.problems():
             raise UserError(f"the build {built_dir.name} is not made of its experts: {'; '.join(problems)}")

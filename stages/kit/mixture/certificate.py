@@ -34,14 +34,12 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """The mixture on the probes of one expert's domain. Deviations are root mean squares of differences between logits,
-    as a share of the other model's own."""
+    """The mixture on the probes of one expert's domain."""
 
     probes: int
-    deviation: dict[str, float]
-    """The mixture against the base and each expert, by name."""
     forced_deviation: float
-    """The mixture with all tokens sent to this expert, against the expert: 0 if nothing was lost."""
+    """The mixture with all tokens sent to this expert, against the expert: root mean square of the difference of their
+    logits, as a share of the expert's own; 0 if nothing was lost."""
     routing: Routing
 
 

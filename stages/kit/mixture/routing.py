@@ -96,45 +96,26 @@ def routed_to(model: nn.Module, expert: int) -> Iterator[None]:
 
 def measure_domains(
     built_dir: Path,
-    base_dir: Path,
     expert_dirs: Mapping[str, Path],
     probes: Mapping[str, Sequence[Conversation]],
     *,
     load: Callable[[Path], PreTrainedModel],
     processor: Processor,
 ) -> dict[str, Domain]:
-    """Compare a mixture with the models it was built from, on the probes of each expert, one model at a time.
+    """Compare a mixture with the experts that it was built from, each on its own probes, one model at a time.
 
     expert_dirs: by name, in the mixture's order. probes: conversations by the same names.
     """
     mixture = load(built_dir).eval()
-    ours, forced, routings = {}, {}, {}
+    forced, routings = {}, {}
     for index, name in enumerate(expert_dirs):
-        ours[name] = probe_logits(mixture, processor, probes[name])
         routings[name] = measure_routing(mixture, processor, probes[name])
         with routed_to(mixture, index):
             forced[name] = probe_logits(mixture, processor, probes[name])
     del mixture
-    deviation: dict[str, dict[str, float]] = {name: {} for name in expert_dirs}
-    forced_deviation: dict[str, float] = {}
-    for other, folder in {"base": base_dir, **{f"expert {name}": path for name, path in expert_dirs.items()}}.items():
-        model = load(folder).eval()
-        for name in expert_dirs:
-            theirs = probe_logits(model, processor, probes[name])
-            deviation[name][other] = _relative_difference(ours[name], theirs)
-            if other == f"expert {name}":
-                forced_deviation[name] = _relative_difference(forced[name], theirs)
-        del model
-    return {
-        name: Domain(
-            probes=len(probes[name]),
-            deviation=deviation[name],
-            forced_deviation=forced_deviation[name],
-            routing=routings[name],
-        )
-        for name in expert_dirs
-    }
-
-
-def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return (root_mean_square(ours - theirs) / root_mean_square(theirs)).item()
+    domains = {}
+    for name, folder in expert_dirs.items():
+        theirs = probe_logits(load(folder).eval(), processor, probes[name])
+        off = root_mean_square(forced[name] - theirs) / root_mean_square(theirs)
+        domains[name] = Domain(probes=len(probes[name]), forced_deviation=off.item(), routing=routings[name])
+    return domains

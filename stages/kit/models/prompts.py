@@ -1,7 +1,7 @@
 """Prompts: from conversations to a model's inputs, through its own processor and chat template.
 
 A template marks an answer by `{% generation %}` and `{% endgeneration %}` (transformers, render_jinja_template), but
-published ones seldom do. A family knows where the marks go (answer_marks), or TRL has the same template with marks.
+published ones seldom do. The family knows where the marks go (answer_marks), or TRL has the same template with marks.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def load_processor(folder: Path, images: ImageParams | None) -> Processor:
             processor = images_only(model_type)(image_processor, tokenizer, chat_template=tokenizer.chat_template)
         else:
             processor = tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+    tokenizer.family = model_type
     for name in ("is_local", "local_files_only"):  # transformers would write them into a saved tokenizer_config.json
         tokenizer.init_kwargs.pop(name, None)
     if tokenizer.pad_token is None:  # Llama has none; masks and labels mark the padding
@@ -268,7 +269,7 @@ def rendered_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) ->
     """An answered conversation as text, or an unanswered one with the prompt for an answer."""
     template = tokenizer.get_chat_template()
     if messages[-1]["role"] == "assistant":
-        return _render(tokenizer, marked_template(template), messages)[0]
+        return _render(tokenizer, marked_template(tokenizer), messages)[0]
     return _render(tokenizer, template, messages, add_generation_prompt=True)[0]
 
 
@@ -279,7 +280,7 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iter
     break behind the end of the turn are not part of it. Raises UserError if the template marks another number of
     answers than there are.
     """
-    template = marked_template(tokenizer.get_chat_template())
+    template = marked_template(tokenizer)
     text, marked = _render(tokenizer, template, messages, return_assistant_tokens_mask=True)
     spans: list[tuple[int, int]] = []
     for start, end in marked:  # a template may mark the end of the text apart from the last answer (Phi-3)
@@ -302,19 +303,23 @@ def _render(
     return texts[0], spans[0] if spans else []
 
 
-@cache
-def marked_template(template: str) -> str:
-    """The template itself if it marks answers, or one that does and renders answered conversations alike.
+def marked_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template if it marks answers, or one that does and renders answered conversations alike.
 
-    Raises UserError if none is known.
+    tokenizer: from `load_processor`, which knows its family. Raises UserError if none is known.
     """
+    return _marked(tokenizer.get_chat_template(), getattr(tokenizer, "family", None))
+
+
+@cache
+def _marked(template: str, model_type: str | None) -> str:
     if _MARK.search(template):
         return template
-    for marks in (family.answer_marks for family in FAMILIES.values()):
-        if marks and all(plain in template for plain in marks):
-            for plain, marked in marks.items():
-                template = template.replace(plain, marked)
-            return template
+    marks = family_of(model_type).answer_marks if model_type else {}
+    if marks and all(plain in template for plain in marks):
+        for plain, marked in marks.items():
+            template = template.replace(plain, marked)
+        return template
     from trl.chat_template_utils import get_training_chat_template  # slow to import
 
     try:

@@ -111,12 +111,21 @@ def test_the_end_of_a_turn_ends_a_completion_and_a_saved_tokenizer_keeps_no_trac
 
 
 def test_published_templates_are_known_and_one_without_marks_is_refused() -> None:
-    for name in ("llama3", "llama3_2", "qwen3_instruct_2507"):
-        assert "generation" in marked_template((TEMPLATES_DIR / f"{name}.jinja").read_text(encoding="utf-8"))
-    with pytest.raises(UserError, match=r"docs/extending.md#a-model-family"):
-        marked_template(template_of("llama").replace("'tool_calls' in message", "false"))
-    tokenizer = tokenizer_of(built_processor("llama"))
-    tokenizer.chat_template = (TEMPLATES_DIR / "llama3_2.jinja").read_text(encoding="utf-8")
+    def tokenizer_with(name: str, template: str) -> Any:
+        tokenizer = copy.deepcopy(tokenizer_of(processor_for(name)))
+        tokenizer.chat_template = template
+        return tokenizer
+
+    for name, published in (("llama", "llama3"), ("llama", "llama3_2"), ("qwen3", "qwen3_instruct_2507")):
+        template = (TEMPLATES_DIR / f"{published}.jinja").read_text(encoding="utf-8")
+        assert "generation" in marked_template(tokenizer_with(name, template))
+    for name, template in (
+        ("llama", template_of("llama").replace("'tool_calls' in message", "false")),
+        ("phi3", template_of("llama")),  # the marks are another family's
+    ):
+        with pytest.raises(UserError, match=r"docs/extending.md#a-model-family"):
+            marked_template(tokenizer_with(name, template))
+    tokenizer = tokenizer_with("llama", (TEMPLATES_DIR / "llama3_2.jinja").read_text(encoding="utf-8"))
     prompt = rendered_messages(tokenizer, [{"role": "user", "content": "Who?"}])
     assert "Today Date: 26 Jul 2024" in prompt  # never today's
 
@@ -224,6 +233,7 @@ def test_a_processor_is_saved_under_its_published_names_and_survives_copies_and_
     for other in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):  # noqa: S301 - our own bytes
         assert type(other) is type(processor)
         assert other.to_dict() == processor.to_dict()
+        assert tokenizer_of(other).family == name
 
 
 def test_the_table_in_the_docs_is_that_of_the_families() -> None:

@@ -1,4 +1,4 @@
-"""Routing and the certificate of a build, against the model itself."""
+"""The certificate of a build, against the models that it is made of."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -18,7 +17,7 @@ from stages.kit.mixture.certificate import (
     Change,
     Domain,
 )
-from stages.kit.mixture.routing import measure_domains, measure_routing
+from stages.kit.mixture.routing import measure_domains
 from stages.kit.models.load import load_model
 from stages.kit.models.prompts import Processor, load_processor
 from tests.kit.mixture.dense import conversation, save_expert
@@ -51,10 +50,9 @@ def mixture_of(base_dir: Path, experts: dict[str, Path], folder: Path) -> Path:
 
 
 def domains_of(
-    base_dir: Path, experts: dict[str, Path], processor: Processor, built_dir: Path, precision: str = "fp32"
+    experts: dict[str, Path], processor: Processor, built_dir: Path, precision: str = "fp32"
 ) -> dict[str, Domain]:
-    loader = partial(load, precision=precision)
-    return measure_domains(built_dir, base_dir, experts, PROBES, load=loader, processor=processor)
+    return measure_domains(built_dir, experts, PROBES, load=partial(load, precision=precision), processor=processor)
 
 
 def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCertificate:
@@ -63,32 +61,14 @@ def certificate(domains: dict[str, Domain], precision: str = "fp32") -> BuildCer
     return replace(BUILD_CERTIFICATE, precision=precision, changes=changes, tolerance=tolerance, domains=domains)
 
 
-def test_measured_routing_is_the_models_own(mixture_dir: Path, processor: Processor) -> None:
-    """Compared with the weights that each layer's experts are called with."""
-    model = load(mixture_dir)
-    used = [torch.zeros(3) for _ in range(2)]
-
-    def count(_: torch.nn.Module, args: tuple[torch.Tensor, ...], *, total: torch.Tensor) -> None:
-        total.index_add_(0, args[1].flatten(), args[2].float().flatten())
-
-    for layer, total in zip(model.model.layers, used, strict=True):
-        layer.mlp.experts.register_forward_pre_hook(partial(count, total=total))
-    found = measure_routing(model, processor, PROBES["a"])
-    total = torch.stack(used).sum(0)
-    assert found.load == pytest.approx((total / total.sum()).tolist(), abs=1e-5)
-    assert 0 < found.entropy < 1
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_expert_is_in_the_mixture_unchanged(
     base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path, precision: str
 ) -> None:
-    found = domains_of(base_dir, two, processor, mixture_of(base_dir, two, tmp_path / "m"), precision)
+    found = domains_of(two, processor, mixture_of(base_dir, two, tmp_path / "m"), precision)
     for name, domain in found.items():
         assert domain.forced_deviation < TOLERANCE[precision] / 2
         assert domain.probes == len(PROBES[name])
-        assert domain.deviation.keys() == {"base", "expert a", "expert b"}
-        assert min(domain.deviation.values()) > 0.1
         assert domain.routing.load == pytest.approx([0.5, 0.5])  # routers of zeros
         assert domain.routing.entropy == pytest.approx(1)
     written = certificate(found, precision)
@@ -104,7 +84,7 @@ def test_a_changed_expert_fails_the_certificate(
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"] *= 0.99
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = domains_of(base_dir, two, processor, folder)
+    found = domains_of(two, processor, folder)
     (problem,) = certificate(found).problems()
     assert problem.startswith("expert b alone deviates by")
     nan = certificate({"a": found["a"], "b": replace(found["b"], forced_deviation=math.nan)})
@@ -115,7 +95,7 @@ def test_a_change_outside_the_mlps_does_not_fail_the_certificate(
     base_dir: Path, two: dict[str, Path], processor: Processor, tmp_path: Path
 ) -> None:
     moved = {**two, "b": save_expert(tmp_path / "b", base_dir, seed=2, outside=0.05)}
-    found = domains_of(base_dir, moved, processor, mixture_of(base_dir, moved, tmp_path / "m"))
+    found = domains_of(moved, processor, mixture_of(base_dir, moved, tmp_path / "m"))
     assert found["a"].forced_deviation < 1e-5
     assert found["b"].forced_deviation > 0.05
     changed = replace(certificate(found), changes={"a": Change(mlp=1, outside=0), "b": Change(mlp=1, outside=0.1)})

@@ -17,7 +17,7 @@ from stages.core.families import FAMILIES
 from stages.kit.models import kernels
 from stages.kit.models.kernels import fused_kernels
 from tests import ROOT
-from tests.kit.memory.small import FULL, config_of, peak_bytes, plan_of, recorded
+from tests.kit.memory.small import FULL, config_of, plan_of
 from tools.gpu.measure import random_model
 
 FUSED = [model_type for model_type, family in FAMILIES.items() if family.fused_like]
@@ -59,12 +59,6 @@ def test_fused_training_takes_the_memory_that_is_recorded(interpreted: dict[str,
 def test_a_kernel_that_computes_something_else_is_refused(interpreted: dict[str, Any]) -> None:
     (refusal,) = interpreted["refused"]  # of the wrong one alone
     assert "memory.kernels: off" in refusal
-
-
-def test_fused_kernels_keep_less_for_backward() -> None:
-    settings = {**FULL, "max_length": 512, "micro_batch": 4, "precision": "bf16", "kind": "cuda"}
-    fused, plain = (peak_bytes(recorded("text", plan_of(**settings, fused_kernels=used))) for used in (True, False))
-    assert fused < 0.97 * plain
 
 
 def test_accelerates_hooks_call_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
