@@ -250,7 +250,7 @@ class Checkpoint:
             raise UserError(f"{folder} has {len(wrong)} weights that its config.json does not say: {shown}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor in its own dtype, mapped from its file: the file is opened anew, to be closed with the tensor."""
+        """A tensor in its own dtype, mapped from its file, which is closed with the last tensor of it."""
         with safe_open(self.path_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
