@@ -78,10 +78,10 @@ data: setup ## Show a dataset of images with boxes: counts, sizes, twelve images
 
 # Options that are not given are left out: a recipe, a profile, one size of GPU or several.
 plan_options = $(RECIPE) $(if $(PROFILE),--profile $(PROFILE)) $(if $(filter-out 0,$(ALL)),--all) \
-	$(if $(filter-out 0,$(EXACT)),--exact) $(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)
+	$(if $(GPU_GB),--gpu-gb '$(GPU_GB)') $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: plan
-plan: setup ## Predict whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, EXACT=1, JSON=1; ALL=1)
+plan: setup ## Predict whether a recipe fits a GPU, without one (RECIPE=, PROFILE=, GPU_GB=24, JSON=1; ALL=1)
 	@$(offline) $(python) -m tools.plan $(plan_options)
 
 .PHONY: try

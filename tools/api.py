@@ -52,21 +52,18 @@ if TYPE_CHECKING:
 __all__ = ["compare_runs", "predict_memory", "read_run", "table_text"]
 
 
-def predict_memory(
-    recipe: str, *, profile: str | None = None, memory_gb: float | str | None = None, exact: bool = False
-) -> RecipeMemory:
+def predict_memory(recipe: str, *, profile: str | None = None, memory_gb: float | str | None = None) -> RecipeMemory:
     """Predicted memory of a recipe's training and evaluation on one device, in 10 to 20 seconds.
 
     profile: of params.yaml; None for the active one.
     memory_gb: a GPU's size in GB, as cards are sold, 24 or "24GB"; None for the profile's own device.
-    exact: record every layer of the model, not a few, which takes longer.
     Returns tools/plan.py's RecipeMemory, which `make plan JSON=1` prints; amounts are in GiB.
     Raises UserError for an unknown recipe or profile, for an invalid size, for a base of unknown geometry, and for a
     memory_gb if the profile runs on a CPU.
     """
     from tools.plan import gpu_size, predictions_for, refuse_cpu
 
-    predictions = predictions_for(profile, exact=exact)
+    predictions = predictions_for(profile)
     params = predictions.params
     params.recipe(recipe)
     if memory_gb is not None:

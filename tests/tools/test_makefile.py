@@ -13,7 +13,7 @@ from tests import ROOT
     ("asked", "options"),
     [
         (
-            ["plan", "RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "EXACT=0", "JSON=1"],
+            ["plan", "RECIPE=r1-llm-only", "PROFILE=tiny", "GPU_GB=24 GB 48", "ALL=1", "JSON=1"],
             ["r1-llm-only", "--profile", "tiny", "--all", "--gpu-gb", "24 GB 48", "--json"],
         ),
         (["run", "TASK=amr", "JOBS=3", "ARGS=-f"], ["compare@amr", "--jobs", "3", "-f"]),

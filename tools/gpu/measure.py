@@ -306,22 +306,17 @@ def calibrated(facts: Mapping[str, Any]) -> Calibration:
 
 
 def predict_training(device: str, *, setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
-    """Two predictions, of as many layers as fit the device: scaled up from a few, as the plan stage makes it, and of
-    all of them. Raises UserError if not even the fewest fit.
-    """
+    """The plan stage's prediction, of as many layers as fit the device. Raises UserError if not even the fewest do."""
     plan, whole = planned(setting, device)
     text, vision = depth_of(whole.config)
     for depth in [(max(1, round(text * share)), vision) for share in SHARES]:
-        shared: dict[str, Any] = {"calibration": calibrated(facts), "made": {}}
-        scaled = replace(whole, config=with_depth(whole.config, depth), **shared)
-        found = scaled(plan)
+        found = replace(whole, config=with_depth(whole.config, depth), calibration=calibrated(facts), made={})(plan)
         if device == "cpu" or found.verdict(facts["memory_bytes"]) == "fits":
-            exact = replace(scaled, exact=True, made={})(plan)
-            amounts = {
-                name: {"allocated_bytes": each.allocated_bytes, "reserved_bytes": each.reserved_bytes}
-                for name, each in (("scaled", found), ("exact", exact))
+            return {
+                "layers": depth,
+                "allocated_bytes": found.allocated_bytes,
+                "reserved_bytes": found.reserved_bytes,
             }
-            return {"layers": depth, **amounts}
     raise UserError(f"does not fit with {SHARES[-1]:.1%} of its layers")
 
 

@@ -23,7 +23,7 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_ada
 
 class OptimizerTraits(NamedTuple):
     bits: int
-    """Size of each of AdamW's two states of a weight."""
+    """Bits of each state of a weight, e.g. the two of AdamW."""
     needs_gpu: bool
     shardable: bool
     """Whether it takes DTensors, which the shares of sharded weights are; bitsandbytes' optimizers do not."""

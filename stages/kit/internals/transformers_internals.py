@@ -58,12 +58,6 @@ def become_nf4(model: PreTrainedModel, config: BitsAndBytesConfig) -> dict[str, 
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
 
 
-def kept_by_accelerate(model: PreTrainedModel) -> set[str]:
-    """Keyword arguments that accelerate does not copy between the GPUs of a model that is spread over several."""
-    names = model._skip_keys_device_placement or ()
-    return {names} if isinstance(names, str) else set(names)
-
-
 def layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes that transformers keeps whole on one device."""
     return set(model._no_split_modules or ())

@@ -8,22 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from stages.core.errors import UserError, bytes_text
-from stages.kit.planning.ladder import (
-    MAX_BATCH_SIZE,
-    assumed_time,
-    changes_between,
-    climbs,
-    rungs,
-)
+from stages.kit.planning.ladder import MAX_BATCH_SIZE, assumed_time, changes_between, climbs, rungs
 from stages.kit.planning.plan import Plan
-from stages.kit.planning.prediction import (
-    MemoryRecord,
-    Prediction,
-    Verdict,
-    all_in_gib,
-    gib_text,
-    in_gib,
-)
+from stages.kit.planning.prediction import MemoryRecord, Prediction, Verdict, all_in_gib, gib_text, in_gib
 
 Predict: TypeAlias = Callable[[Plan], Prediction]
 
@@ -137,11 +124,8 @@ def fitting_batch_size(
 
 def refusal(fit: Fit, cheapest: Fit) -> str:
     plan, count = fit.plan, fit.plan.device.count
-    if plan.on_gpu:
-        device = f"GPU {fit.prediction.fullest_gpu}" if fit.prediction.gpus else "the GPU"
-    else:
-        share = f"the share of each of {count} processes in " if count > 1 else ""
-        device = f"{share}the memory of this machine, the CPU"
+    share = f"the share of each of {count} processes in " if count > 1 else ""
+    device = "the GPU" if plan.on_gpu else f"{share}the memory of this machine, the CPU"
     flag = f"add to the command, as in dvc exp run -S ++profiles.{plan.profile}.memory.fit"
     lines = [
         f"recipe {plan.recipe} does not fit {device} of profile {plan.profile}:",

@@ -1,8 +1,7 @@
 """Predicts a run's memory before launch: its step is recorded without weights, at small depths, and scaled up.
 
 The layers of a model are alike, so each adds the same amount: two or three records of a few layers give the memory of
-all of them. `exact` records every layer, and so does placement balanced: which GPU has which layers depends on how many
-there are.
+all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from stages.kit.memory.calibration import Calibration, load_calibration
 from stages.kit.memory.recorder import Peak, Recording
 from stages.kit.memory.step import Inference, from_features, record_generation, record_step
 from stages.kit.models.adapters import apply_recipe, count_trainable
-from stages.kit.models.load import balanced_gpus, meta_model
+from stages.kit.models.load import meta_model
 from stages.kit.models.prompts import Processor
 from stages.kit.planning.ladder import prefill_batch_size
 from stages.kit.planning.memory_use import free_and_total_bytes
@@ -46,8 +45,6 @@ class MemoryPredictor:
     processor: Processor
     batch_of: Callable[..., Mapping[str, torch.Tensor]]
     """batch_of(micro_batch=2) is the largest batch of that many samples, padded."""
-    exact: bool = False
-    """Record every layer of the model, not a few."""
     calibration: Calibration = field(default_factory=load_calibration)
     made: dict[str, Prediction] = field(default_factory=dict)
     """Predictions by plan, which recipes that differ in name only may share."""
@@ -59,7 +56,7 @@ class MemoryPredictor:
                 warnings.simplefilter("ignore")  # bitsandbytes warns that this CPU cannot run what is only recorded
                 batch = self.batch_of(micro_batch=plan.schedule.micro_batch)
                 batch = packed(batch, self.config, plan.loss) if plan.padding_free else batch
-                self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration, exact=self.exact)
+                self.made[key] = predict(plan, self.config, self.processor, batch, self.calibration)
         return self.made[key]
 
     def generation(self, plan: Plan, batch_size: int, *, max_new_tokens: int) -> Prediction:
@@ -114,24 +111,17 @@ def predict(
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
     calibration: Calibration,
-    *,
-    exact: bool = False,
 ) -> Prediction:
-    """Memory of training. batch: the largest micro-batch of the data, or one without contents.
-
-    exact: record every layer.
-    """
-    if (gpus := balanced_gpus(plan, config)) is not None:
-        whole = record_step(plan, config, processor, batch, gpus=gpus)
-        parts = (_training_peaks(plan, whole.on(gpu)) for gpu in range(plan.device.count))
-        each = tuple(_prediction(peaks, calibration, plan) for peaks in parts)
-        return replace(max(each, key=lambda gpu: gpu.total_bytes), gpus=each)
-    depth = depth_of(config)
-    recorded = {
-        few: _training_peaks(plan, record_step(plan, with_depth(config, few), processor, batch))
-        for few in ([depth] if exact else sample_depths(config))
-    }
-    return _prediction(recorded[depth] if depth in recorded else _scaled_up(recorded, depth), calibration, plan)
+    """Memory of training. batch: the largest micro-batch of the data, or one without contents."""
+    recorded = {}
+    for few in sample_depths(config):
+        recording = record_step(plan, with_depth(config, few), processor, batch)
+        shares = _allocator_shares(recording, expandable=plan.expandable_segments)
+        recorded[few] = Peaks(recording.peaks(), *shares)
+    peaks = _scaled_up(recorded, depth_of(config))
+    whole = peaks.phases
+    peaks = replace(peaks, phases={phase: _on_one_device(plan, phase, peak) for phase, peak in whole.items()})
+    return _prediction(peaks, calibration, plan, beside=_beside(plan, whole))
 
 
 def predict_generation(
@@ -222,11 +212,6 @@ def sample_depths(config: PreTrainedConfig) -> list[Depth]:
     return [(SHALLOW, SHALLOW), (SHALLOW + 1, SHALLOW), (SHALLOW, SHALLOW + 1)]
 
 
-def _training_peaks(plan: Plan, recording: Recording) -> Peaks:
-    phases = {phase: _on_one_device(plan, phase, peak) for phase, peak in recording.peaks().items()}
-    return Peaks(phases, *_allocator_shares(recording, expandable=plan.expandable_segments))
-
-
 def _allocator_shares(recording: Recording, *, expandable: bool) -> tuple[float, float]:
     """Bytes that torch's allocator hands out, and that it takes from the device, relative to those requested of it."""
     if not recording.cuda or not recording.storages:
@@ -252,16 +237,35 @@ def _on_one_device(plan: Plan, phase: Phase, peak: Peak) -> Peak:
         # DistributedDataParallel keeps a second copy of all gradients, in the buckets that it sends (torch's default,
         # and accelerate's: gradient_as_bucket_view=False). The rest is the whole model, as in a process on its own.
         peak["gradients"] += plan.trainable.get("total", 0) * 4
+    if plan.placement == "balanced":  # each GPU about its share of the layers, and of what they keep for backward
+        for entry in {*peak} - {"logits", "temporaries"}:
+            peak[entry] //= plan.device.count
     return peak
 
 
+def _beside(plan: Plan, whole: Mapping[Phase, Peak]) -> int:
+    """Bytes that the fullest device may hold beyond its prediction.
+
+    Sharded: FSDP gathers layers and sums gradients on streams of their own, and torch's allocator gives one stream's
+    freed memory to no other; the record has one stream. Balanced: the layers of one GPU may be those that are trained,
+    or that keep most for backward.
+    """
+    if plan.on_gpu and plan.is_sharded:
+        return max(peak["temporaries"] for peak in whole.values())
+    if plan.placement == "balanced":
+        kept = max(peak.total() - peak["weights"] - peak["logits"] - peak["temporaries"] for peak in whole.values())
+        return kept - kept // plan.device.count
+    return 0
+
+
 def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
+    """Peaks of `depth` layers, from a shallow model's and those of one layer of a kind more."""
     (base_depth, base), *deeper = recorded.items()
 
     def scaled(phase: Phase, entry: Budget) -> int:
         start = base.phases[phase][entry]
         growth = 0
-        for more_depth, more in deeper:  # one layer of a kind more
+        for more_depth, more in deeper:
             layers = sum(
                 (all_ - few) * (many - few) for all_, few, many in zip(depth, base_depth, more_depth, strict=True)
             )
@@ -278,10 +282,10 @@ def _scaled_up(recorded: Mapping[Depth, Peaks], depth: Depth) -> Peaks:
     )
 
 
-def _prediction(peaks: Peaks, calibration: Calibration, run: Plan | Inference) -> Prediction:
-    """The peaks of tensors, and all else that the process holds on the device."""
+def _prediction(peaks: Peaks, calibration: Calibration, run: Plan | Inference, beside: int = 0) -> Prediction:
+    """The peaks of tensors, and all else that the process holds on the device. beside: `_beside`."""
     on_cuda = run.device.kind == "cuda"
-    several, sharded = (run.is_data_parallel, run.is_sharded) if isinstance(run, Plan) else (False, False)
+    several = isinstance(run, Plan) and run.is_data_parallel
     sizes = {phase: peak.total() for phase, peak in peaks.phases.items()}
     fullest = max(sizes, key=lambda phase: sizes[phase])
     peak, size = peaks.phases[fullest], sizes[fullest]
@@ -296,9 +300,6 @@ def _prediction(peaks: Peaks, calibration: Calibration, run: Plan | Inference) -
         total += calibration.nccl_buffers_mib.num_bytes if several else 0
         low, high = calibration.reserved_error_low.value, calibration.reserved_error_high.value
         label = calibration.label(several=several)
-    # FSDP gathers layers and sums gradients on streams of their own, and torch's allocator gives one stream's freed
-    # memory to no other. The record has one stream: at worst they take that much once more.
-    beside = max(each["temporaries"] for each in peaks.phases.values()) if on_cuda and sharded else 0
     return Prediction(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

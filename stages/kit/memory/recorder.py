@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -62,8 +62,6 @@ class Storage:
     born: int
     died: int | None = None
     """None if it outlived the recording."""
-    gpu: int = 0
-    """The GPU that holds it, if layers are spread over several."""
 
 
 @dataclass
@@ -75,10 +73,6 @@ class Recording:
     storages: list[Storage] = field(default_factory=list)
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     """The tick at which each phase began."""
-
-    def on(self, gpu: int) -> Recording:
-        """The part of the record that one GPU holds."""
-        return replace(self, storages=[storage for storage in self.storages if storage.gpu == gpu])
 
     def timeline(self) -> list[tuple[int, Storage | Phase]]:
         """In order: storages, at their birth and at their death, and phases, at their beginning."""
@@ -130,11 +124,6 @@ class Recorder(TorchDispatchMode):
         self._phase: Phase = "load"
         self._clock = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
-        self._spread = False
-        """Whether tensors were placed on several GPUs; before that all are on the first."""
-        self._gpu = self._gpu_at_work = 0
-        """The GPU of the current operation, and that of the last one on floating-point numbers."""
-        self._pinned: int | None = None
 
     def begin(self, phase: Phase) -> None:
         self._phase = phase
@@ -147,27 +136,9 @@ class Recorder(TorchDispatchMode):
                 self._record(tensor)
                 self._alive[storage_key(tensor)][1].budget = budget
 
-    def place(self, tensor: torch.Tensor, gpu: int) -> None:
-        """Set which of several GPUs holds a tensor; so does everything that is computed from it."""
-        self._spread = True
-        self._alive[storage_key(tensor)][1].gpu = gpu
-
-    def gpu_of(self, tensor: torch.Tensor) -> int:
-        return next((storage.gpu for storage in self._known([tensor])), 0)
-
-    @contextmanager
-    def on(self, gpu: int) -> Iterator[None]:
-        """Everything that is allocated within the block is on this GPU."""
-        before = self._pinned
-        self._pinned = self._gpu = self._gpu_at_work = gpu
-        try:
-            yield
-        finally:
-            self._pinned = before
-
     def add(self, size_bytes: int, budget: Budget) -> Storage:
         """Record memory that is allocated now, and kept to the end unless its `died` is set."""
-        storage = Storage(size_bytes, budget, born=self._tick(), gpu=self._gpu)
+        storage = Storage(size_bytes, budget, born=self._tick())
         self.recording.storages.append(storage)
         return storage
 
@@ -195,7 +166,6 @@ class Recorder(TorchDispatchMode):
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on plain tensors and record what it allocates."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._gpu = self._runs_on(tensors)
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if any_fake and (value := _assumed_value(func, args)) is not None:
             return value
@@ -208,23 +178,18 @@ class Recorder(TorchDispatchMode):
                 output = (output[0], _even_routing(*output[1].shape, num_experts=args[0].shape[1]))
         else:
             output = func(*args, **kwargs)
-        self._record_output(func, args, output)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self._record(leaf)
         if func.namespace == "c10d":  # messages between processes were counted as activations
-            for storage in self._known(tensors):
-                storage.budget = "temporaries" if storage.budget == "activations" else storage.budget
+            known = (self._alive[key][1] for tensor in tensors if (key := storage_key(tensor)) in self._alive)
+            for storage in (each for each in known if each.budget == "activations"):
+                storage.budget = "temporaries"
         # Allocated beside the output, which exists before the kernel ends.
         if hidden := hidden_bytes(func, args) if self.recording.cuda else dequantized_bytes(func, args):
             storage = self.add(hidden, "temporaries")
             storage.died = self._tick()
         return output
-
-    def _record_output(self, func: Any, args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self._record(leaf)
-        if self._spread and func.__name__.startswith("_foreach") and output is not None:
-            for made, source in zip(output, args[0], strict=True):  # torch runs it once per GPU
-                self.place(made, self.gpu_of(source))
 
     def _record(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -253,26 +218,6 @@ class Recorder(TorchDispatchMode):
 
         with patch.object(torch.UntypedStorage, "resize_", watched):
             yield
-
-    def _known(self, tensors: Iterable[torch.Tensor]) -> list[Storage]:
-        return [self._alive[key][1] for tensor in tensors if (key := storage_key(tensor)) in self._alive]
-
-    def _runs_on(self, tensors: list[torch.Tensor]) -> int:
-        """The GPU of an operation: that of its largest argument.
-
-        An operation without arguments, such as `empty`, is part of a computation: it runs on the GPU of the last
-        operation on floating-point numbers. Whole numbers, such as labels, may be elsewhere.
-        """
-        if not self._spread:
-            return 0
-        if self._pinned is not None:
-            return self._pinned
-        if not (known := self._known(tensors)):
-            return self._gpu_at_work
-        gpu = max(known, key=lambda storage: storage.size_bytes).gpu
-        if any(tensor.is_floating_point() for tensor in tensors):
-            self._gpu_at_work = gpu
-        return gpu
 
     def _budget(self, tensor: torch.Tensor) -> Budget:
         if self._phase == "load":

@@ -1,11 +1,11 @@
-"""Stand-ins for a recorded step: tokenizer and data that are not fetched yet, nf4 weights, Liger's kernels, and GPUs.
+"""Stand-ins for a recorded step: tokenizer and data that are not fetched yet, nf4 weights, Liger's kernels.
 
 They allocate what the real ones do, keep it as long, and compute nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import isqrt
@@ -13,19 +13,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stages.core.params.schema import ImageParams
-from stages.kit.internals.torch_internals import tree_leaves, tree_map_only, without_modes
-from stages.kit.internals.transformers_internals import become_nf4, kept_by_accelerate
-from stages.kit.memory.recorder import Recorder
+from stages.kit.internals.torch_internals import without_modes
+from stages.kit.internals.transformers_internals import become_nf4
 from stages.kit.models import kernels
-from stages.kit.models.adapters import plain_name
 from stages.kit.models.folders import STAND_IN_DIR
-from stages.kit.models.load import gpu_of, nf4_config
+from stages.kit.models.load import nf4_config
 from stages.kit.models.prompts import Processor, load_processor, tokenizer_of
 
 ABSMAX_GROUP = 256
@@ -228,79 +225,3 @@ def _rotated(
 def _in_place(states: torch.Tensor) -> torch.Tensor:
     """(B, heads, L, D), a view of what a projection left, or of a copy where that was none."""
     return states.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-# --- Layers over several GPUs, in a record of one process
-
-
-def spread(model: PreTrainedModel | PeftModel, gpus: Mapping[str, int], recorder: Recorder) -> None:
-    """Place the model's weights, adapters and buffers on their GPUs, and have inputs copied there.
-
-    accelerate's hooks copy the inputs of each module to the GPU of its weights (accelerate/hooks.py, AlignDevicesHook),
-    and gradients go the same way back. The root has no hook: TRL's loss calls the backbone without it.
-
-    gpus: of modules by name (models/load.py).
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    kept = kept_by_accelerate(base)
-    for name, tensor in (*base.named_parameters(), *base.named_buffers()):
-        gpu = gpu_of(plain_name(name), gpus)
-        assert gpu is not None, name
-        recorder.place(tensor, gpu)
-    for name, module in base.named_modules():
-        gpu = gpu_of(plain_name(name), gpus)
-        if gpu is None:
-            continue
-        for tensor in quantization_tensors(module):
-            recorder.place(tensor, gpu)
-        if name and next(module.parameters(), None) is not None:  # accelerate hooks modules that have weights
-            copy = partial(copied, recorder=recorder, gpu=gpu)
-            module.register_forward_pre_hook(partial(_copy_inputs, copy=copy, kept=kept), with_kwargs=True)
-            module.register_forward_hook(partial(_copy_gradients, copy=copy))
-    head = partial(copied, recorder=recorder, gpu=recorder.gpu_of(base.get_output_embeddings().weight))
-    base.base_model.register_forward_hook(partial(_copy_hidden_states, copy=head))
-
-
-Copy = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _copy_inputs(
-    _: nn.Module, args: Any, kwargs: dict[str, Any], *, copy: Copy, kept: set[str]
-) -> tuple[Any, dict[str, Any]]:
-    moved = {name: value for name, value in kwargs.items() if name not in kept}
-    return tree_map_only(torch.Tensor, copy, args), {**kwargs, **tree_map_only(torch.Tensor, copy, moved)}
-
-
-def _copy_gradients(_: nn.Module, _inputs: Any, output: Any, *, copy: Copy) -> None:
-    """autograd returns them to where a model's own `to`, which does nothing here, had copied the output from."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(copy)
-
-
-def _copy_hidden_states(_: nn.Module, _inputs: Any, output: Any, *, copy: Copy) -> Any:
-    """TRL's loss copies them to the head, which may be on another GPU than the last layer."""
-    output.last_hidden_state = copy(output.last_hidden_state)
-    return output
-
-
-def copied(tensor: torch.Tensor, *, recorder: Recorder, gpu: int) -> torch.Tensor:
-    """The tensor on a GPU: itself if it is there."""
-    source = recorder.gpu_of(tensor)
-    copy: torch.Tensor = tensor if source == gpu else _CopyToGpu.apply(tensor, recorder, source, gpu)
-    return copy
-
-
-class _CopyToGpu(torch.autograd.Function):
-    """A tensor on another GPU, as `to` copies it; its gradient is copied back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, recorder: Recorder, source: int, gpu: int) -> torch.Tensor:
-        ctx.recorder, ctx.source = recorder, source
-        with recorder.on(gpu):
-            return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        with ctx.recorder.on(ctx.source):
-            return gradient.clone(), None, None, None

@@ -17,7 +17,7 @@ from stages.kit.internals.accelerate_internals import reset_accelerator
 from stages.kit.internals.torch_internals import pretended_processes
 from stages.kit.memory.cuda import MULTIPROCESSORS
 from stages.kit.memory.recorder import Recorder, Recording, Storage, recorder_of, without_contents
-from stages.kit.memory.stand_in import quantize_nf4, spread, stand_in_kernels
+from stages.kit.memory.stand_in import quantize_nf4, stand_in_kernels
 from stages.kit.mixture.trainer import make_trainer
 from stages.kit.models.adapters import apply_recipe
 from stages.kit.models.kernels import fused_kernels
@@ -34,13 +34,10 @@ def record_step(
     config: PreTrainedConfig,
     processor: Processor,
     batch: Mapping[str, torch.Tensor],
-    *,
-    gpus: Mapping[str, int] | None = None,
 ) -> Recording:
     """The second optimizer step of a run, by RecipeTrainer: the optimizer has its state by then.
 
     batch: one micro-batch, as the collator makes it; it serves as every micro-batch of the step.
-    gpus: of modules by name, with placement balanced (models/load.py).
     """
     here = _on_this_cpu(plan)
     with ExitStack() as stack:
@@ -58,14 +55,11 @@ def record_step(
             recorder.label([local(parameter)], "adapters" if ".lora_" in name else "weights")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda of: recorder.label([local(of.grad)], "gradients"))
-        if gpus is not None:
-            spread(model, gpus, recorder)
         fill_optimizer_state(trainer)
-        with recorder.on(0):  # Trainer puts a step's samples on the first GPU, wherever the layers are
-            recorder.label(batch.values(), "activations")
-            if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
-                others = plan.schedule.grad_accumulation - 1
-                recorder.add(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
+        recorder.label(batch.values(), "activations")
+        if plan.on_gpu:  # Trainer fetches all micro-batches of a step before the first one runs
+            others = plan.schedule.grad_accumulation - 1
+            recorder.add(others * sum(tensor.nbytes for tensor in batch.values()), "activations")
 
         def begin(phase: Phase) -> None:
             if phase == "forward":  # accelerate may have copied it since it was made

@@ -233,8 +233,7 @@ def balanced_gpus(plan: Plan, config: PreTrainedConfig) -> dict[str, int] | None
 
     This is transformers' own device_map "balanced" for the plan's weights, on GPUs that hold any amount: each gets
     about as many bytes of weights as the others, layers stay whole, and weights that are tied stay together. Unlike
-    `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory, so that the plan predicts what
-    is loaded. The prediction refuses a share that a GPU cannot hold; nothing moves to a CPU.
+    `from_pretrained(device_map="balanced")` it does not depend on a GPU's free memory; nothing moves to a CPU.
     """
     if plan.placement != "balanced":
         return None

@@ -46,13 +46,6 @@ class Prediction:
     """The total by category at the peak: sums to total_bytes."""
     calibration: str
     """Source of the constants, e.g. "NVIDIA H200, 2026-12-01"; or "assumed"."""
-    gpus: tuple[Prediction, ...] = ()
-    """One prediction per GPU if layers are spread over several; all other fields are those of the fullest."""
-
-    @property
-    def fullest_gpu(self) -> int:
-        """Index of the fullest GPU in `gpus`."""
-        return max(range(len(self.gpus)), key=lambda gpu: self.gpus[gpu].total_bytes)
 
     def verdict(self, capacity_bytes: int) -> Verdict:
         """Compares the capacity with the whole interval, not with the total alone."""
@@ -64,8 +57,7 @@ class Prediction:
         """One line: the total and its three largest categories."""
         spent = sorted(self.budget.items(), key=lambda entry: -entry[1])[:3]
         most = ", ".join(f"{entry} {gib_text(size)}" for entry, size in spent)
-        whose = f"memory of GPU {self.fullest_gpu}, the fullest of {len(self.gpus)}" if self.gpus else "memory"
-        return f"{whose}: {gib_text(self.total_bytes)} GiB expected, most in {self.peak_phase}: {most}"
+        return f"memory: {gib_text(self.total_bytes)} GiB expected, most in {self.peak_phase}: {most}"
 
     def lines(self, capacity_bytes: int | None = None) -> list[str]:
         """The budget, phases, interval and verdict in plain ASCII: for logs, a refusal and `make plan`."""
@@ -75,12 +67,8 @@ class Prediction:
             f"{entry:<12} {gib_text(size):>8} GiB {size / self.total_bytes:>7.1%}"
             for entry, size in [*spent.items(), ("total", self.total_bytes)]
         ]
-        for gpu, each in enumerate(self.gpus):
-            verdict = "" if capacity_bytes is None else f" {each.verdict(capacity_bytes):>12}"
-            lines.append(f"{f'GPU {gpu}':<12} {gib_text(each.total_bytes):>8} GiB{verdict}")
         phases = ", ".join(f"{phase} {gib_text(self.phases[phase])}" for phase in PHASES if phase in self.phases)
-        where = f"GPU {self.fullest_gpu}, " if self.gpus else ""
-        lines.append(f"peak      {where}in {self.peak_phase}; allocated at most, GiB: {phases}")
+        lines.append(f"peak      in {self.peak_phase}; allocated at most, GiB: {phases}")
         interval = f"{gib_text(self.low_bytes)} to {gib_text(self.high_bytes)} GiB"
         lines.append(f"expected  {interval} (calibration: {self.calibration})")
         if capacity_bytes is not None:

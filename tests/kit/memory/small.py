@@ -144,22 +144,20 @@ def made_once(function: Callable[Args, Result]) -> Callable[Args, Result]:
 
 
 @made_once
-def recorded(
-    model: str, plan: Plan, *, depth: Depth = (2, 2), gpus: Mapping[str, int] | None = None, padded: bool = False
-) -> Recording:
+def recorded(model: str, plan: Plan, *, depth: Depth = (2, 2), padded: bool = False) -> Recording:
     """padded: the first sample is shorter, so that attention takes a mask."""
     config = config_of(model, depth)
     batch = dict(batch_of(plan, config))
     if padded:
         batch["attention_mask"] = batch["attention_mask"].clone()
         batch["attention_mask"][0, 60:] = 0
-    return record_step(plan, config, processor_of(model), batch, gpus=gpus)
+    return record_step(plan, config, processor_of(model), batch)
 
 
 @made_once
-def predicted(model: str, plan: Plan, *, depth: Depth = (2, 2), exact: bool = False) -> Prediction:
+def predicted(model: str, plan: Plan, *, depth: Depth = (2, 2)) -> Prediction:
     config = config_of(model, depth)
-    return predict(plan, config, processor_of(model), batch_of(plan, config), load_calibration(), exact=exact)
+    return predict(plan, config, processor_of(model), batch_of(plan, config), load_calibration())
 
 
 def peak_bytes(recording: Recording) -> int:

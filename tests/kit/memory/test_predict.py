@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stages.core.params.schema import DeviceParams
+from stages.kit.memory import predict as predictor
 from stages.kit.memory.calibration import load_calibration
 from stages.kit.memory.predict import Depth, MemoryPredictor, depth_of, sample_depths
 from stages.kit.models.load import meta_model
@@ -16,6 +17,7 @@ from tests.kit.memory.small import (
     CUDA,
     FULL,
     R1,
+    R2,
     R4,
     batch_of,
     config_of,
@@ -40,9 +42,14 @@ FOUR_GPUS: dict[str, Any] = {
     [("detection", {**R4, **CUDA}), ("text", {**FULL, **FOUR_GPUS}), ("moe", {**FULL, "precision": "bf16"})],
     ids=["r4 on cuda", "text, sharded", "moe"],
 )
-def test_a_few_layers_say_what_all_of_them_take(model: str, settings: dict[str, Any]) -> None:
+def test_a_few_layers_say_what_all_of_them_take(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_of(**settings, grad_accumulation=1)
-    scaled_up, exact = (predicted(model, plan, depth=(5, 4), exact=exact) for exact in (False, True))
+    scaled_up = predicted(model, plan, depth=(5, 4))
+    monkeypatch.setattr(predictor, "sample_depths", lambda config: [depth_of(config)])
+    config = config_of(model, (5, 4))
+    exact = predictor.predict(plan, config, processor_of(model), batch_of(plan, config), CALIBRATION)
     assert scaled_up.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.005)
     assert scaled_up.phases == pytest.approx(exact.phases, rel=0.001)
     assert (scaled_up.peak_phase, scaled_up.budget.keys()) == (exact.peak_phase, exact.budget.keys())
@@ -131,6 +138,18 @@ def test_more_devices_take_less_each_and_what_is_shared_out_by_their_number() ->
         assert taken[2][entry] == pytest.approx(4 * taken[8][entry], rel=0.1)
     assert taken[2]["activations"] == taken[8]["activations"]
     assert not torch.distributed.is_initialized()
+
+
+def test_balanced_gpus_share_the_layers_and_the_interval_reaches_to_all_that_is_trained_on_one() -> None:
+    alone = plan_of(**R2, **CUDA)
+    spread = replace(alone, placement="balanced", device=DeviceParams(kind="cuda", count=2))
+    one, each = predicted("detection", alone), predicted("detection", spread)
+    assert each.budget["weights"] == one.budget["weights"] // 2
+    assert each.budget["activations"] == pytest.approx(one.budget["activations"] / 2, abs=1)
+    assert each.budget["temporaries"] == one.budget["temporaries"]
+    # Vision tower and projector, which r2 trains, are on one of the two.
+    assert each.high_bytes >= one.total_bytes - one.budget["weights"] // 2
+    assert one.total_bytes > each.total_bytes > each.low_bytes
 
 
 def test_a_gpu_holds_a_context_and_workspaces_too_and_a_cpu_nothing() -> None:

@@ -57,6 +57,7 @@ plans = st.builds(
     padding_free=st.booleans(),
     fused_kernels=st.booleans(),
     parts=st.sampled_from([PLANNED.parts, VISION_ONLY.parts]),
+    dataloader_workers=st.integers(0, 8),
 )
 
 
