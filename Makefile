@@ -8,7 +8,7 @@
 TARGET ?=
 # What `make setup` installs beside the project's own: dev, try, vllm.
 EXTRAS ?=
-# The task of demo, run, compare and report: detection, amr, moe or chat.
+# The task of demo, run, compare and report, a folder of stages/tasks.
 TASK ?= detection
 # Inputs of compare: experiments, branches, tags or commits of DVC and git; none for all of HEAD that compare.
 EXPERIMENTS ?=
@@ -59,7 +59,7 @@ tasks := $(patsubst stages/tasks/%/report.py,%,$(wildcard stages/tasks/*/report.
 report = data/report/$(TASK)
 
 .PHONY: demo
-demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=detection|amr|moe|chat)
+demo: setup ## Run a task's recipes at tiny size on the CPU and print the comparison (TASK=, a folder of stages/tasks)
 	@$(if $(filter $(TASK),$(tasks)),,$(error no task is called $(TASK); there are: $(tasks)))
 	@$(offline) $(python) -m tools.run compare@$(TASK)
 	@cat $(report)/table.txt

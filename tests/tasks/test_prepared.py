@@ -109,11 +109,11 @@ def test_another_schema_or_a_missing_value_is_refused_by_column(prepared: Prepar
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "detection": [
         ({"image": b"<html>"}, "cannot identify image"),
-        ({"boxes": []}, "0 boxes, but 1 categories"),
+        ({"boxes": []}, "contradict each other"),
         ({"boxes": [[0.5, 0.1, 0.2, 0.3]]}, "is not x0 < x1"),
-        ({"categories": [None]}, "categories .None,., labels"),
-        ({"labels": ["barcode"]}, "labels .'barcode',. of .'nutrition-table',."),
-        ({"answer": "prose"}, "answer is 'prose'"),
+        ({"categories": [None]}, "contradict each other"),
+        ({"labels": ["barcode"]}, "contradict each other"),
+        ({"answer": "prose"}, "contradict each other"),
     ],
     "amr": [
         ({"canonical": "(a / "}, "a parenthesis is never closed"),

@@ -24,8 +24,8 @@ from ruamel.yaml import YAML
 from stages.core.errors import UserError
 from stages.kit.data.conversation import Conversation
 from stages.tasks.amr.samples.graphs import read_graph
-from stages.tasks.detection.samples import read_split
-from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.detection.samples.records import read_split
+from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe.samples import Record, conversation
 from tests import ROOT
 from tests.stage_runs import done, write_params

@@ -29,8 +29,8 @@ from stages.core.records import cut, publish_text
 from stages.kit.reporting.page import inline_image
 from stages.prepare import prepare
 from stages.tasks.detection import samples
-from stages.tasks.detection.samples import DetectionRecord, read_split
-from stages.tasks.detection.scoring import TRUTH_COLOUR, draw_boxes
+from stages.tasks.detection.samples.records import DetectionRecord, read_split
+from stages.tasks.detection.scoring.drawing import TRUTH_COLOUR, draw_boxes
 from stages.tasks.detection.sources.rows import DataForm, Reader
 from tools.plan import available_inputs, trainable_recipes
 

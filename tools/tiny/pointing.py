@@ -26,7 +26,7 @@ from transformers import Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from stages.kit.data.conversation import Conversation
 from stages.kit.training.batches import IGNORED, ConversationCollator
-from stages.tasks.detection.samples import TARGET, Box, encode_boxes
+from stages.tasks.detection.samples.boxes import TARGET, Box, encode_boxes
 from tools.tiny.scenes import OBJECTS, Scene, draw_scene
 
 PATCH_PARTS, CELL_PARTS = 2, 4

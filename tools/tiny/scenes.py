@@ -33,7 +33,7 @@ import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from stages.kit.data.parquet import write_rows
-from stages.tasks.detection.samples import TARGET, Box
+from stages.tasks.detection.samples.boxes import TARGET, Box
 
 Kind = Literal["objects", "front", "back"]
 PixelBox = tuple[int, int, int, int]

@@ -14,9 +14,10 @@ from stages.kit.data.images import parse_image
 from stages.kit.data.texts import markup_problem
 from stages.tasks.amr import predictions as amr
 from stages.tasks.amr.samples.graphs import Node, Reference, read_graph
-from stages.tasks.detection import samples as detection
 from stages.tasks.detection import sources as detection_sources
-from stages.tasks.detection.scoring import PREDICTION_COLOUR, draw_boxes
+from stages.tasks.detection.samples.boxes import codec_of, decode_boxes
+from stages.tasks.detection.samples.records import DetectionRecord, conversation, read_split
+from stages.tasks.detection.scoring.drawing import PREDICTION_COLOUR, draw_boxes
 from stages.tasks.moe import samples as moe
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class DetectionForm(Form):
 
     def __init__(self, run: Run) -> None:
         data = run.params.subject(run.name).data
-        self.sample = detection.read_split(Path("data/prepared") / data, "val")[0]
+        self.sample = read_split(Path("data/prepared") / data, "val")[0]
         """A sample of the run's data, with the prompt and the form of answers."""
         self.max_pixels = reader_of(detection_sources, run.params.dataset(data)).max_image_pixels
 
@@ -113,17 +114,17 @@ class DetectionForm(Form):
         if problems:
             raise UserError(f"{path.name}: {'; '.join(problems)}")
         record = replace(self.sample, **fields, boxes=(), labels=(), categories=(), place=None)
-        return detection.conversation(record, answered=False)
+        return conversation(record, answered=False)
 
     def shown(self, question: Conversation, answer: str, answerer: Answerer) -> Shown:
         from stages.kit.models.prompts import resizing
 
         (record,) = question.images
-        assert isinstance(record, detection.DetectionRecord)
+        assert isinstance(record, DetectionRecord)
         resized = resizing(answerer.processor)
         assert resized is not None, "the task is refused to models without a vision tower"
-        family = detection.codec_of(record.answer, answerer.model.config.model_type)
-        decoded = detection.decode_boxes(answer, family=family, size=resized(record.width, record.height))
+        family = codec_of(record.answer, answerer.model.config.model_type)
+        decoded = decode_boxes(answer, family=family, size=resized(record.width, record.height))
         found = [(box, label or "?") for box, label in zip(decoded.boxes, decoded.labels, strict=True)]
         w, h = record.width, record.height
         boxes = [

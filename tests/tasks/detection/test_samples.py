@@ -14,16 +14,8 @@ from PIL import Image
 
 from stages.core.families import FAMILIES as ALL
 from stages.kit.data.prepared import to_row
-from stages.tasks.detection.samples import (
-    SCHEMA,
-    Box,
-    DetectionRecord,
-    ForModel,
-    codec,
-    decode_boxes,
-    encode_boxes,
-    reading_order,
-)
+from stages.tasks.detection.samples.boxes import Box, codec, decode_boxes, encode_boxes, reading_order
+from stages.tasks.detection.samples.records import SCHEMA, DetectionRecord, ForModel
 from stages.tasks.detection.sources.rows import parse_row
 from tests.damage import damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import RED, patch_jpeg, png

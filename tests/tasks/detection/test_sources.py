@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import UserError
-from stages.tasks.detection.samples import DetectionRecord, ForModel, read_split
+from stages.tasks.detection.samples.records import DetectionRecord, ForModel, read_split
 from stages.tasks.detection.sources import Reader
 from tests.damage import VALUES, damaged_bytes, damaged_text, damaged_tree, quick
 from tests.kit.data.images import patch_jpeg, png
@@ -172,7 +172,7 @@ def wrong_voc(folder: Path) -> None:
             "coco",
             wrong_coco,
             (
-                f"{TRAIN_JSON} annotation x: image_id 99 is not that of a valid image",
+                f"{TRAIN_JSON}: annotation x: image_id 99 is not that of a valid image",
                 f"{TRAIN_JSON} image 1: annotation 71: category_id 99 is not among",
                 f"{TRAIN_JSON} image 1: annotation 72: bbox.2: input should be a valid number",
                 f"{TRAIN_JSON} image 2: image '../val2017/missing.png': there is none",

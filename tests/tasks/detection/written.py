@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
-from stages.tasks.detection.samples import Box
+from stages.tasks.detection.samples.boxes import Box
 from stages.tasks.detection.sources.rows import Columns
 from tests.kit.data.images import patch_jpeg, png
 

@@ -22,6 +22,8 @@ MAX_BYTES = 2**30
 HELD_OUT = 0.2
 """Share of the images to validate on if a folder has no split for it."""
 HELD_OUT_IMAGES = f"{HELD_OUT:.0%} of the images, held out"
+SPLIT_WORDS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+SPLIT_WORDS |= {name: name for name in ("train", *VALIDATION)}
 
 RawSample = tuple[Place, dict[str, Any] | list[str]]
 """The place of a sample, and a row for `parse_row`, or every problem that keeps it from being one."""
@@ -48,9 +50,10 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = sorted(self._walk())
+        self.images = self.with_suffix(*IMAGES)
         self._read: set[str] = set()
         self._by_name: dict[str, list[str]] = defaultdict(list)
-        for path in self.images():
+        for path in self.images:
             for name in {PurePosixPath(path).name, PurePosixPath(path).stem}:
                 self._by_name[name].append(path)
 
@@ -65,25 +68,20 @@ class Folder:
     def with_suffix(self, *suffixes: str) -> list[str]:
         return [path for path in self.files if PurePosixPath(path).suffix.lower() in suffixes]
 
-    def images(self) -> list[str]:
-        return self.with_suffix(*IMAGES)
-
     def with_content(self, suffix: str, pattern: bytes) -> list[str]:
         """The files of this suffix in whose first 64 KiB the pattern is found."""
         return [path for path in self.with_suffix(suffix) if re.search(pattern, self._head(path))]
 
     def text(self, path: str) -> str:
         """Raises UnreadableText for a file that is no text, too large, or outside the folder."""
-        self._require(path)
         try:
-            return read_text(self.root / path)
+            return read_text(self._own(path))
         except UserError as error:
             raise UnreadableText(error.message) from None
 
     def _head(self, path: str) -> bytes:
         try:
-            self._require(path)
-            with (self.root / path).open("rb") as file:
+            with self._own(path).open("rb") as file:
                 return file.read(65_536)
         except (OSError, UnreadableText):
             return b""
@@ -92,15 +90,14 @@ class Folder:
         """The raw row of an image, or the reason why it cannot be read."""
         self._read.add(path)
         try:
-            self._require(path)
-            encoded = (self.root / path).read_bytes()
+            encoded = self._own(path).read_bytes()
         except (OSError, UnreadableText) as error:
             return [f"the image {path} cannot be read: {error}"]
         return {"image_id": PurePosixPath(path).stem, "image": {"bytes": encoded}, **found}
 
     def unread(self) -> list[str]:
         """The images of which no row was made so far."""
-        return [path for path in self.images() if path not in self._read]
+        return [path for path in self.images if path not in self._read]
 
     def image(self, name: str, *, near: str) -> str:
         """The image of a name, with or without suffix and folders, in an annotation file `near` it.
@@ -116,41 +113,40 @@ class Folder:
         if len(found) > 1:
             beside = PurePosixPath(near).parent
             exact = [path for path in found if PurePosixPath(path).parent in (beside / wanted.parent, wanted.parent)]
-            found = exact or [path for path in found if split_of(path) == split_of(near)] or found
+            found = exact or [path for path in found if self.split_of(path) == self.split_of(near)] or found
         if len(found) != 1:
             which = f"{len(found)} images have this name: {', '.join(found[:3])}" if found else "there is none"
             raise UnreadableText(f"image {name[:200]!r}: {which}")
         return found[0]
 
-    def _require(self, path: str) -> None:
+    def _own(self, path: str) -> Path:
+        """The file. Raises UnreadableText if it is too large, or outside the folder."""
+        found = self.root / path
         try:
-            require_own(self.root / path, self.root)
+            require_own(found, self.root)
         except UserError as error:
             raise UnreadableText(error.message) from None
-        if (size := (self.root / path).stat().st_size) > MAX_BYTES:
+        if (size := found.stat().st_size) > MAX_BYTES:
             raise UnreadableText(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}")
+        return found
 
+    def split_of(self, path: str) -> str | None:
+        """`train`, or one of VALIDATION: the first such word in the file's name, or else in the folder nearest to it.
 
-def split_of(path: str) -> str | None:
-    """`train`, or one of VALIDATION: the first such word in the file's name, or else in the folder nearest to it.
+        Words are runs of letters: instances_train2017.json is of train, and so is train/labels/7.txt.
+        """
+        pure = PurePosixPath(path)
+        for part in (pure.stem, *reversed(pure.parent.parts)):
+            if found := [SPLIT_WORDS[word] for word in re.findall("[a-z]+", part.lower()) if word in SPLIT_WORDS]:
+                return found[0]
+        return None
 
-    Words are runs of letters: instances_train2017.json is of train, and so is train/labels/7.txt.
-    """
-    words = {"train": "train", "training": "train", "valid": "val", "validation": "val", "testing": "test"}
-    words |= {name: name for name in VALIDATION}
-    pure = PurePosixPath(path)
-    for part in (pure.stem, *reversed(pure.parent.parts)):
-        if found := [words[word] for word in re.findall("[a-z]+", part.lower()) if word in words]:
-            return found[0]
-    return None
-
-
-def by_split(paths: Iterable[str]) -> dict[str | None, list[str]]:
-    """Paths by the split that each names."""
-    found: dict[str | None, list[str]] = defaultdict(list)
-    for path in paths:
-        found[split_of(path)].append(path)
-    return found
+    def by_split(self, paths: Iterable[str]) -> dict[str | None, list[str]]:
+        """Paths by the split that each names."""
+        found: dict[str | None, list[str]] = defaultdict(list)
+        for path in paths:
+            found[self.split_of(path)].append(path)
+        return found
 
 
 def chosen_splits(

@@ -8,7 +8,7 @@ messages; `size`, the (width, height) of the image according to the annotations;
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,7 +18,8 @@ from stages.core.params.schema import STRICT, Text
 from stages.core.records import cut, shown
 from stages.kit.data.images import MAX_IMAGE_PIXELS, parse_image
 from stages.kit.data.texts import markup_problem
-from stages.tasks.detection.samples import PROMPT, TARGET, AnswerForm, Box, DetectionRecord, ScoredBoxes
+from stages.tasks.detection.samples.boxes import TARGET, AnswerForm, Box
+from stages.tasks.detection.samples.records import PROMPT, DetectionRecord, ScoredBoxes
 
 DataForm = Literal["parquet", "coco", "yolo", "voc"]
 BoxOrder = Literal["yxyx", "xyxy", "xywh", "cxcywh"]
@@ -31,6 +32,15 @@ MAX_COORDINATE = 1e12
 """More than any coordinate: squares and sums of it are still finite."""
 
 
+ORDERS: dict[BoxOrder, tuple[str, Callable[[float, float, float, float], Box]]] = {
+    "yxyx": ("y_min, x_min, y_max, x_max", lambda y0, x0, y1, x1: (x0, y0, x1, y1)),
+    "xyxy": ("x_min, y_min, x_max, y_max", lambda x0, y0, x1, y1: (x0, y0, x1, y1)),
+    "xywh": ("x_min, y_min, width, height", lambda x, y, w, h: (x, y, x + w, y + h)),
+    "cxcywh": ("x_center, y_center, width, height", lambda x, y, w, h: (x - w / 2, y - h / 2, x + w / 2, y + h / 2)),
+}
+"""The numbers of a box in each order, for messages, and a function from them to x0, y0, x1, y1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BoxForm:
     """The form in which a dataset writes a box of the upright image, EXIF rotation applied."""
@@ -38,28 +48,6 @@ class BoxForm:
     order: BoxOrder = "yxyx"
     unit: BoxUnit = "share"
     """Shares of the image's width and height, or pixels."""
-
-    def expected(self) -> str:
-        names = {
-            "yxyx": "y_min, x_min, y_max, x_max",
-            "xyxy": "x_min, y_min, x_max, y_max",
-            "xywh": "x_min, y_min, width, height",
-            "cxcywh": "x_center, y_center, width, height",
-        }
-        return f"({names[self.order]})"
-
-    def corners(self, bbox: Sequence[float]) -> Box:
-        """x0, y0, x1, y1 in the same unit."""
-        a, b, c, d = map(float, bbox)
-        match self.order:
-            case "yxyx":
-                return b, a, d, c
-            case "xyxy":
-                return a, b, c, d
-            case "xywh":
-                return a, b, a + c, b + d
-            case "cxcywh":
-                return a - c / 2, b - d / 2, a + c / 2, b + d / 2
 
 
 OPEN_FOOD_FACTS = BoxForm()
@@ -168,11 +156,9 @@ def _parse_objects(
 ) -> tuple[list[tuple[Box, str]], list[str]]:
     """The boxes with their categories, and the problems."""
     objects = row.get("objects")
-    if not isinstance(objects, Mapping):
-        return [], [f"objects is {shown(objects)}, expected bbox and category_name"]
-    bboxes, names = objects.get("bbox"), objects.get("category_name")
+    bboxes, names = (objects.get(key) if isinstance(objects, Mapping) else None for key in ("bbox", "category_name"))
     if not (isinstance(bboxes, list | tuple) and isinstance(names, list | tuple)):
-        return [], [f"objects has bbox {shown(bboxes)} and category_name {shown(names)}, expected lists"]
+        return [], [f"objects is {shown(objects)}, expected bbox and category_name, two lists"]
     if len(bboxes) != len(names):
         return [], [f"{len(bboxes)} boxes, but {len(names)} category names"]
     found, problems = [], []
@@ -199,23 +185,23 @@ def _size_problems(declared: Any, size: tuple[int, int] | None) -> list[str]:
 
 def _parse_box(bbox: Any, form: BoxForm, size: tuple[int, int] | None) -> Box | str:
     """The box in 0..1, or its problem. size: of the image; None if it cannot be read."""
+    expected, corners = ORDERS[form.order]
     if not isinstance(bbox, list | tuple) or len(bbox) != 4:
-        return f"is {shown(bbox)}, expected {form.expected()}"
+        return f"is {shown(bbox)}, expected ({expected})"
     text = cut("(" + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in bbox) + ")")
     if not all(isinstance(value, int | float) and -MAX_COORDINATE < value < MAX_COORDINATE for value in bbox):
         return f"{text} holds what is not a number"
     width, height = (1, 1) if form.unit == "share" else size or (math.inf, math.inf)
-    x0, y0, x1, y1 = form.corners(bbox)
+    x0, y0, x1, y1 = corners(*map(float, bbox))
     slack = ROUNDING[form.unit]
     outside = min(x0, y0, x1, y1) < -slack or max(x0, x1) > width + slack or max(y0, y1) > height + slack
     x0, x1 = (min(max(value, 0.0), width) for value in (x0, x1))
     y0, y1 = (min(max(value, 0.0), height) for value in (y0, y1))
     box = x0 / width, y0 / height, x1 / width, y1 / height
-    collapsed = size is not None and not (box[0] < box[2] and box[1] < box[3])
     faults = (
         (form.order in ("xywh", "cxcywh") and min(bbox[2:]) < 0, "has a negative width or height"),
         (outside, f"lies outside {'0..1' if form.unit == 'share' else f'the image, {width} x {height} pixels'}"),
-        (x0 > x1 or y0 > y1, f"is in the wrong order: expected {form.expected()}"),
-        (x0 == x1 or y0 == y1 or collapsed, "has zero area"),
+        (x0 > x1 or y0 > y1, f"is in the wrong order: expected ({expected})"),
+        (x0 == x1 or y0 == y1 or (size is not None and not (box[0] < box[2] and box[1] < box[3])), "has zero area"),
     )
     return next((f"{text} {fault}" for found, fault in faults if found), box)

@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from stages.core.records import shown
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, by_split, chosen_splits, split_of
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="xyxy", unit="pixels")
@@ -31,13 +31,13 @@ def annotation_files(folder: Folder) -> list[str]:
 
 def read(folder: Folder) -> Splits:
     files = annotation_files(folder)
-    lists: dict[str | None, list[str]] = {}
-    for path in folder.with_suffix(".txt"):
-        pure = PurePosixPath(path)
-        if pure.parts[-3:-1] == ("ImageSets", "Main") and split_of(path) == pure.stem:
-            lists[pure.stem] = [path]
+    lists: dict[str | None, list[str]] = {
+        pure.stem: [path]
+        for path in folder.with_suffix(".txt")
+        if (pure := PurePosixPath(path)).parts[-3:-1] == ("ImageSets", "Main") and folder.split_of(path) == pure.stem
+    }
     if not lists:
-        return chosen_splits(by_split(files), "XML files", lambda paths: _samples(folder, paths))
+        return chosen_splits(folder.by_split(files), "XML files", lambda paths: _samples(folder, paths))
     by_stem: dict[str, list[str]] = defaultdict(list)
     for path in files:
         by_stem[PurePosixPath(path).stem].append(path)

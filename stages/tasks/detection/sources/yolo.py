@@ -19,7 +19,7 @@ from stages.core.errors import UserError, pluralize
 from stages.core.records import Unreadable, problems, read_yaml, refusal
 from stages.kit.data.sources import Place
 from stages.kit.data.texts import EmptyText, UnreadableText
-from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits, split_of
+from stages.tasks.detection.sources.folder import Folder, RawSample, Splits, chosen_splits
 from stages.tasks.detection.sources.rows import BoxForm
 
 FORM = BoxForm(order="cxcywh", unit="share")
@@ -63,9 +63,8 @@ def read(folder: Folder) -> Splits:
         for split, entries in (("train", data.train), ("val", data.val)):
             entries = [entries] if isinstance(entries, str) else entries
             splits[split] = [path for entry in entries for path in _below(folder, entry, found[0])]
-    else:  # by the names of folders alone
-        for path in folder.images():
-            splits.setdefault(split_of(str(PurePosixPath(path).parent / "-")), []).append(path)
+    else:
+        splits = folder.by_split(folder.images)
     names = dict(enumerate(data.names)) if isinstance(data.names, list) else data.names
     return chosen_splits(splits, "images", lambda paths: _samples(folder, paths, names))
 
@@ -83,28 +82,17 @@ def _data_file(folder: Folder, path: str) -> DataFile:
 
 
 def _below(folder: Folder, entry: str, data_file: str) -> list[str]:
-    """The images of an entry of `train` or `val`: of a folder, or of a text file that lists them. As in Ultralytics,
-    `../` at its beginning counts as nothing.
-
-    Raises UserError if there are none in the folder.
+    """The images of a folder that is an entry of `train` or `val`. As in Ultralytics, `../` at its beginning counts as
+    nothing. Raises UserError if there are none.
     """
-    where = re.sub(r"^(\.{0,2}/)+", "", entry.strip().replace("\\", "/")).rstrip("/")
-    beside = str(PurePosixPath(data_file).parent / where)
-    images = folder.images()
-    for place in dict.fromkeys((beside, where)):
-        if place in folder.files and place.endswith(".txt"):
-            try:
-                lines = [line.strip().removeprefix("./") for line in folder.text(place).splitlines() if line.strip()]
-            except UnreadableText as error:
-                raise UserError(f"{folder.root / place} cannot be read: {error}") from None
-            listed = [str(PurePosixPath(place).parent / line) for line in lines]
-            if lost := sorted(set(listed) - set(images)):
-                missing = pluralize(len(lost), "image")
-                raise UserError(f"{folder.root / place} lists {missing} that the folder lacks: {', '.join(lost[:3])}")
-            return listed
-        if inside := [path for path in images if place == "." or PurePosixPath(place) in PurePosixPath(path).parents]:
+    where = re.sub(r"^(\.{0,2}/)+", "", entry.strip().replace("\\", "/"))
+    for place in (PurePosixPath(data_file).parent / where, PurePosixPath(where)):
+        if inside := [path for path in folder.images if place in PurePosixPath(path).parents]:
             return inside
-    raise UserError(f"{folder.root / data_file} names {entry!r}, and {folder.root} has no images there")
+    raise UserError(
+        f"{folder.root / data_file} names {entry!r}, and {folder.root} has no folder of images there; a text file that "
+        "lists images is not read"
+    )
 
 
 def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> Iterator[RawSample]:
@@ -114,18 +102,15 @@ def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> It
         places = label_paths(image)
         taken.update(places)
         place = next((path for path in places if path in known), None)
-        if place is None:
-            row = folder.row(image, objects={"bbox": [], "category_name": []}, none_because=f"there is no {places[0]}")
-            yield Place(image), row
-            continue
         try:
-            lines = folder.text(place).splitlines()
+            lines = folder.text(place).splitlines() if place else []
         except EmptyText:
             lines = []
         except UnreadableText as error:
-            yield Place(place), [str(error)]
+            yield Place(place or image), [str(error)]
             continue
-        yield Place(place), folder.row(image, **_boxes(lines, names))
+        why = {} if place else {"none_because": f"there is no {places[0]}"}
+        yield Place(place or image), folder.row(image, **_boxes(lines, names), **why)
     label_folders = {PurePosixPath(path).parent for path in taken} - {PurePosixPath(path).parent for path in images}
     for path in folder.with_suffix(".txt"):
         pure = PurePosixPath(path)
@@ -133,14 +118,10 @@ def _samples(folder: Folder, images: Sequence[str], names: dict[int, str]) -> It
             yield Place(path), ["there is no image with this name"]
 
 
-def label_paths(image: str) -> tuple[str, ...]:
+def label_paths(image: str) -> tuple[str, str]:
     """The places of an image's boxes: with `labels` for the last `images` of its path, and beside it."""
-    pure = PurePosixPath(image).with_suffix(".txt")
-    *parents, name = pure.parts
-    if "images" not in parents:
-        return (str(pure),)
-    last = len(parents) - 1 - parents[::-1].index("images")
-    return str(PurePosixPath(*parents[:last], "labels", *parents[last + 1 :], name)), str(pure)
+    beside = str(PurePosixPath(image).with_suffix(".txt"))
+    return re.sub("^(.*/)?images/", r"\1labels/", beside), beside
 
 
 def _boxes(lines: Sequence[str], names: dict[int, str]) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Boxes as the text that a model family answers with.
+
+A box is written between grounding tokens or as JSON, in steps of a fixed grid or in pixels of the resized image,
+depending on the family (stages/core/families.py). Coordinates are rounded to the nearest step, halves up, so that a box
+comes back within half a step of where it was. (Truncation, as is often seen, moves every box up and left by half a step
+on average.) A box narrower than a step is widened to one step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from stages.core.errors import UserError
+from stages.core.families import FAMILIES, family_of
+
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1 in 0..1 of the upright image, x0 < x1 and y0 < y1."""
+GridBox = tuple[int, int, int, int]
+"""x0, y0, x1, y1 in steps of the family's grid."""
+Found = tuple[GridBox, str | None] | str
+"""A box in an answer with its label, or the problem of a malformed box."""
+AnswerForm = Literal["native", "json"]
+
+TARGET = "nutrition-table"
+"""The category that is asked for if a dataset names none, and every category that starts with it."""
+
+
+def reading_order(box: Box) -> Box:
+    """A key to sort boxes from top to bottom, and from left to right if their tops are level."""
+    return box[1], box[0], box[3], box[2]
+
+
+def require_box(box: Sequence[float]) -> Box:
+    """The box unchanged. Raises ValueError unless it is one."""
+    x0, y0, x1, y1 = box
+    if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
+        raise ValueError(f"box {(x0, y0, x1, y1)} is not x0 < x1, y0 < y1 in 0..1")
+    return x0, y0, x1, y1
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The boxes that an answer names."""
+
+    boxes: tuple[Box, ...]
+    """The well-formed boxes, in the order of the answer."""
+    problems: tuple[str, ...]
+    """One for each malformed box. They do not invalidate the well-formed boxes beside them."""
+    labels: tuple[str | None, ...] = ()
+    """The label of each of the boxes; None if the answer gives it none."""
+    none: bool = False
+    """Whether the answer is that there is no box, and nothing else."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The form in which one model family writes boxes."""
+
+    steps: int | None
+    """Steps of the grid on either side of the image; None if a step is a pixel of the resized image."""
+    render: Callable[[Sequence[tuple[GridBox, str]]], str]
+    find: Callable[[str], Iterator[Found]]
+    none: str
+    """The answer if there is no box."""
+
+    def grid(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Steps in x and in y. Raises ValueError if they depend on a size that is not given."""
+        if self.steps is not None:
+            return self.steps, self.steps
+        if size is None:
+            raise ValueError("this model family counts pixels: pass size=(width, height) of the resized image")
+        return size
+
+
+@cache
+def codec(family: str) -> Codec:
+    """family: the `model_type` of the model's config. Raises UserError for one that writes no boxes."""
+    vision = family_of(family).vision
+    if vision is None or vision.boxes is None:
+        known = [name for name, each in FAMILIES.items() if each.vision and each.vision.boxes]
+        raise UserError(f"detection asks for boxes as {', '.join(known)} writes them; the base is a {family}")
+    if vision.boxes.form == "json":
+        return Codec(vision.boxes.steps, _render_json, _find_json, none="[]")
+    return Codec(vision.boxes.steps, _render_grounding, _find_grounding, none="none")
+
+
+def codec_of(answer: AnswerForm, family: str) -> str:
+    """The family whose form of boxes a model of `family` is asked for."""
+    return "qwen3_vl" if answer == "json" else family
+
+
+def encode_boxes(
+    boxes: Sequence[Box],
+    *,
+    family: str = "qwen2_vl",
+    size: tuple[int, int] | None = None,
+    label: str | Sequence[str] = TARGET,
+) -> str:
+    """The answer that names these boxes, in reading order.
+
+    label: of all of them, or one for each.
+    size:  (width, height) in pixels of the resized image, for the families that count them.
+    Raises ValueError for what is no box.
+    """
+    form = codec(family)
+    width, height = form.grid(size)
+    labels = [label] * len(boxes) if isinstance(label, str) else label
+    grid_boxes = []
+    for box, name in sorted(zip(boxes, labels, strict=True), key=lambda target: reading_order(target[0])):
+        x0, y0, x1, y1 = require_box(box)
+        (left, right), (top, bottom) = _to_grid(x0, x1, width), _to_grid(y0, y1, height)
+        grid_boxes.append(((left, top, right, bottom), name))
+    return form.render(grid_boxes) if grid_boxes else form.none
+
+
+def decode_boxes(text: str, *, family: str = "qwen2_vl", size: tuple[int, int] | None = None) -> Decoded:
+    """The boxes in a model's raw answer, special tokens kept. Never raises for anything a model wrote.
+
+    Spaces, fractions, missing tokens, reversed or empty boxes and coordinates outside the grid make a box malformed.
+    """
+    form = codec(family)
+    width, height = form.grid(size)
+    boxes: list[tuple[Box, str | None]] = []
+    problems: list[str] = []
+    for found in form.find(text):
+        if isinstance(found, str):
+            problems.append(found)
+        elif problem := _grid_problem(found[0], width, height):
+            problems.append(problem)
+        else:
+            (x0, y0, x1, y1), label = found
+            boxes.append(((x0 / width, y0 / height, x1 / width, y1 / height), label))
+    answer = text.strip()
+    none = answer.startswith(form.none) and bool(_MARKUP.fullmatch(answer, len(form.none)))
+    return Decoded(tuple(box for box, _ in boxes), tuple(problems), tuple(label for _, label in boxes), none)
+
+
+_MARKUP = re.compile(r"(?:<\|[a-z_]{1,40}\|>|\s)*+")
+"""The end of the turn, and padding behind it."""
+
+
+def _to_grid(low: float, high: float, steps: int) -> tuple[int, int]:
+    """The nearest steps to an interval of 0..1, at least one apart."""
+    first, last = math.floor(low * steps + 0.5), math.floor(high * steps + 0.5)
+    if first == last:
+        # Widen to the side on which most of the interval lies; past the last step there is none.
+        up = (low + high) / 2 * steps >= first and first < steps
+        return (first, first + 1) if up else (first - 1, first)
+    return first, last
+
+
+def _grid_problem(box: GridBox, width: int, height: int) -> str | None:
+    x0, y0, x1, y1 = box
+    if not (0 <= x0 <= width and 0 <= x1 <= width and 0 <= y0 <= height and 0 <= y1 <= height):
+        return f"{_shortened(str(box))} lies outside 0..{width}, 0..{height}"
+    if x0 > x1 or y0 > y1:
+        return f"{box} is reversed"
+    return f"{box} has zero area" if x0 == x1 or y0 == y1 else None
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+# Five digits are more than any grid has; without a limit, int() refuses a model's endless number.
+_POINTS = re.compile(r"\(([0-9]{1,5}),([0-9]{1,5})\),\(([0-9]{1,5}),([0-9]{1,5})\)")
+_MEANT_AS_BOX = re.compile(
+    r"<\|box_start\|>(?P<inside>.*?)(?P<end><\|box_end\|>|(?=<\|box_start\|>)|\Z)"
+    r"|(?P<bare>\([0-9]+,[0-9]+\),\([0-9]+,[0-9]+\)(?:<\|box_end\|>)?|<\|box_end\|>)",
+    re.DOTALL,
+)
+
+
+def _render_grounding(boxes: Sequence[tuple[GridBox, str]]) -> str:
+    return "".join(
+        f"<|object_ref_start|>{label}<|object_ref_end|><|box_start|>({x0},{y0}),({x1},{y1})<|box_end|>"
+        for (x0, y0, x1, y1), label in boxes
+    )
+
+
+def _find_grounding(text: str) -> Iterator[Found]:
+    end = 0
+    for match in _MEANT_AS_BOX.finditer(text):
+        before, end = text[end : match.start()], match.end()
+        if match["inside"] is None:
+            yield f"{_shortened(match['bare'])} has no <|box_start|> before it"
+        elif not match["end"]:
+            yield f"{_shortened(match['inside'])} has no <|box_end|> after it"
+        elif points := _POINTS.fullmatch(match["inside"]):
+            x0, y0, x1, y1 = (int(number) for number in points.groups())
+            yield (x0, y0, x1, y1), _label_at_end(before)
+        else:
+            yield f"{_shortened(match['inside'])} is not (x0,y0),(x1,y1)"
+
+
+def _label_at_end(text: str) -> str | None:
+    """The label with which a text ends, as it stands before a box."""
+    named, mark, rest = text.rpartition("<|object_ref_end|>")
+    has_label = mark and not rest and "<|object_ref_start|>" in named
+    return named.rpartition("<|object_ref_start|>")[2] if has_label else None
+
+
+# A flat JSON object, which is what a box is; the list and the fence around it do not matter.
+_FLAT_OBJECT = re.compile(r"\{[^{}]*+(?:\}|\Z)")
+
+
+def _render_json(boxes: Sequence[tuple[GridBox, str]]) -> str:
+    return json.dumps([{"bbox_2d": list(box), "label": label} for box, label in boxes], ensure_ascii=False)
+
+
+def _find_json(text: str) -> Iterator[Found]:
+    for match in _FLAT_OBJECT.finditer(text):
+        if '"bbox_2d"' not in match[0]:  # as part of the pattern, it would take the square of the text's length
+            continue
+        try:
+            found = json.loads(match[0])
+        except (ValueError, RecursionError):  # the latter for a model's endless "[[[["
+            found = {}
+        numbers, label = found.get("bbox_2d"), found.get("label")
+        if isinstance(numbers, list) and len(numbers) == 4 and all(type(number) is int for number in numbers):
+            x0, y0, x1, y1 = numbers
+            yield (x0, y0, x1, y1), label if isinstance(label, str) else None
+        else:
+            yield f"{_shortened(match[0])} has no bbox_2d of four whole numbers"
