@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from stages.core.errors import UserError
@@ -67,16 +69,9 @@ class WheelPlatform:
 
     def marker_environment(self) -> dict[str, str]:
         """Values of the environment markers of a lock."""
-        return {
-            "implementation_name": "cpython",
-            "os_name": "posix",
-            "platform_machine": self.machine,
-            "platform_python_implementation": "CPython",
-            "platform_system": "Linux",
-            "python_full_version": self.python,
-            "python_version": self.python_minor,
-            "sys_platform": "linux",
-        }
+        python = {"python_full_version": self.python, "python_version": self.python_minor}
+        system = {"platform_machine": self.machine, "platform_system": "Linux", "sys_platform": "linux"}
+        return {**cast("dict[str, str]", default_environment()), **python, **system}
 
     def pip_options(self) -> list[str]:
         """Make pip choose wheels for this platform, the newest glibc first (PEP 600)."""

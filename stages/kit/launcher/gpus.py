@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
@@ -133,63 +133,41 @@ def leased_gpus(
         return
     locks_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
-        lease = _Lease(count, locks_dir, holder, visible, locks)
-        waits_for, settled_at = None, time.monotonic() + SETTLE_S
-        while not lease.attempt():
-            if waits_for != lease.held:  # a lease has ended or begun
-                settled_at = time.monotonic() + SETTLE_S
-                waits_for = lease.held
-                if holders := ", ".join(f"GPU {gpu.index} is leased to {other}" for gpu, other in lease.held):
-                    say(f"waiting for {pluralize(count, 'GPU')}, {len(lease.free)} free: {holders}")
-            if len(lease.free) + len(lease.held) < count and time.monotonic() >= settled_at:
-                raise UserError(lease.refusal())
+        waits_for, settled_at = dict[int, str](), time.monotonic() + SETTLE_S
+        while True:
+            # All or none, one process at a time: two that want two GPUs never hold one each.
+            with (locks_dir / "leasing").open("a") as leasing:
+                fcntl.flock(leasing, fcntl.LOCK_EX)
+                gpus = leasable(read_gpus(), visible=visible, count=count, holder=holder)
+                held = {gpu.index: other for gpu in gpus if (other := _holder(locks_dir / gpu.uuid)) is not None}
+                free = [gpu for gpu in gpus if gpu.is_free and gpu.index not in held]
+                if len(free) >= count:
+                    for gpu in free[:count]:
+                        lock = locks.enter_context(_locked(locks_dir / gpu.uuid))
+                        lock.truncate(0)
+                        lock.write(f"{holder} (pid {os.getpid()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M})")
+                        lock.flush()
+                    break
+            if held != waits_for:  # a lease has ended or begun
+                waits_for, settled_at = held, time.monotonic() + SETTLE_S
+                if holders := ", ".join(f"GPU {index} is leased to {other}" for index, other in held.items()):
+                    say(f"waiting for {pluralize(count, 'GPU')}, {len(free)} free: {holders}")
+            if len(free) + len(held) < count and time.monotonic() >= settled_at:
+                in_use = [gpu for gpu in gpus if not gpu.is_free and gpu.index not in held]
+                tally = f"{len(free)} free, {len(held)} leased to other stages, {len(in_use)} in use"
+                raise UserError(
+                    f"{holder} wants {pluralize(count, 'GPU')}; {tally} by processes without a lease:\n"
+                    + "".join(f"  {_use(gpu)}\n" for gpu in in_use)
+                    + "End these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES."
+                )
             time.sleep(POLL_S)
-        yield tuple(lease.free[:count])
+        yield tuple(free[:count])
 
 
-@dataclass
-class _Lease:
-    """The attempts to lease, and the state of the GPUs at the last one."""
-
-    count: int
-    locks_dir: Path
-    holder: str
-    visible: str | None
-    locks: ExitStack
-    free: list[Gpu] = field(default_factory=list)
-    held: list[tuple[Gpu, str]] = field(default_factory=list)
-    """GPUs that are leased, each with its holder."""
-    in_use: list[Gpu] = field(default_factory=list)
-    """GPUs that are not leased, yet in use."""
-
-    def attempt(self) -> bool:
-        """Lock `count` free GPUs; all or none, one process at a time: two that want two GPUs never hold one each."""
-        self.free, self.held, self.in_use = [], [], []
-        with (self.locks_dir / "leasing").open("a") as leasing:
-            fcntl.flock(leasing, fcntl.LOCK_EX)
-            for gpu in leasable(read_gpus(), visible=self.visible, count=self.count, holder=self.holder):
-                try:
-                    _locked(self.locks_dir / gpu.uuid).close()
-                    (self.free if gpu.is_free else self.in_use).append(gpu)
-                except BlockingIOError:
-                    self.held.append((gpu, (self.locks_dir / gpu.uuid).read_text()))
-            if len(self.free) < self.count:
-                return False
-            for gpu in self.free[: self.count]:
-                lock = self.locks.enter_context(_locked(self.locks_dir / gpu.uuid))
-                lock.truncate(0)
-                lock.write(f"{self.holder} (pid {os.getpid()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M})")
-                lock.flush()
-            return True
-
-    def refusal(self) -> str:
-        """The GPUs in use, and their processes as far as they are known."""
-        tally = f"{len(self.free)} free, {len(self.held)} leased to other stages, {len(self.in_use)} in use"
-        lines = [f"{self.holder} wants {pluralize(self.count, 'GPU')}; {tally} by processes without a lease:"]
-        for gpu in self.in_use:
-            others = ", ".join(_command_and_user(pid) for pid in gpu.processes) or "a process that is not listed"
-            lines.append(f"  {gpu}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} in use by {others}")
-        return "\n".join([*lines, "End these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES."])
+def _use(gpu: Gpu) -> str:
+    """The memory in use on a GPU, and by which processes as far as they are known."""
+    others = ", ".join(_command_and_user(pid) for pid in gpu.processes) or "a process that is not listed"
+    return f"{gpu}: {bytes_text(gpu.used_bytes)} of {bytes_text(gpu.total_bytes)} in use by {others}"
 
 
 def leasable(gpus: Sequence[Gpu], *, visible: str | None, count: int, holder: str) -> list[Gpu]:
@@ -218,6 +196,15 @@ def _locked(path: Path) -> TextIO:
         lock.close()
         raise
     return lock
+
+
+def _holder(path: Path) -> str | None:
+    """Who has leased the GPU with this lock file; None for nobody."""
+    try:
+        _locked(path).close()
+    except BlockingIOError:
+        return path.read_text()
+    return None
 
 
 def _visible(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:

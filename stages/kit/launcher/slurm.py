@@ -32,9 +32,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from stages.core.environment import job_environment, numeric_settings
 from stages.core.errors import UserError
@@ -90,21 +89,19 @@ class Unanswered(UserError):
     """Slurm does not answer now; it may later."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueuedJob:
+class QueuedJob(NamedTuple):
     number: str
-    name: str
     state: str
     """PENDING, RUNNING, COMPLETING, ..."""
     reason: str
     """Slurm's reason why it waits, e.g. Priority."""
+    name: str
 
 
 def queued_jobs() -> list[QueuedJob]:
     """The caller's jobs that have not ended. Raises Unanswered."""
     lines = _run("squeue", "--me", "--all", "--noheader", "--format=%i|%T|%r|%j").splitlines()
-    fields = (line.split("|", 3) for line in lines if line.count("|") >= 3)  # some versions print the cluster too
-    return [QueuedJob(number=number, state=state, reason=reason, name=name) for number, state, reason, name in fields]
+    return [QueuedJob(*line.split("|", 3)) for line in lines if line.count("|") >= 3]  # some print the cluster too
 
 
 def job_info(number: str) -> dict[str, str]:
@@ -210,13 +207,14 @@ class JobDir:
         return all((self.outputs_dir / out).exists() for out in outputs)
 
     def publish(self, workspace_dir: Path, outputs: Iterable[str]) -> None:
-        """Move outputs to their places, replacing what is there."""
+        """Move outputs to their places, replacing what is there, and delete the folder."""
         for out in outputs:
             place = workspace_dir / out
             if (self.outputs_dir / out).exists():  # DVC reports a missing one
                 remove(place)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 (self.outputs_dir / out).rename(place)
+        self.delete()
 
     def delete(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # a network file system may keep the open log
@@ -288,7 +286,6 @@ class StageJob:
                     break
                 if code == 0 and (submitted or self.dir.has(self.declared.outs)):
                     self.dir.publish(self.workspace_dir, self.declared.outs)
-                    self.dir.delete()
                     return 0
                 self._wait_until_unqueued()
                 self.dir.delete()
